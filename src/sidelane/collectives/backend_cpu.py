@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneE
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
+from sidelane.memory import ending
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
@@ -48,6 +50,7 @@ class CpuBackend:
         self._thread = CallThread()
         self._last: concurrent.futures.Future[None] | None = None
         self._disowned: SidelaneError | None = None
+        ending.at_exit(self)
 
     def spread(self, block: SymmetricBlock) -> None:
         return None
@@ -140,6 +143,11 @@ class CpuBackend:
 
     def disown(self, error: SidelaneError) -> None:
         self._disowned = error
+
+    def end(self, until: float) -> None:
+        """At exit, as :meth:`close`."""
+        self.executor.close()
+        self._thread.end(time.monotonic() + ending.LEAVING_S)
 
     def close(self) -> None:
         self.executor.close()  # first: it ends what the thread may be waiting for

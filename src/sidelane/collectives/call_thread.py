@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 _Job = tuple["concurrent.futures.Future[None]", Callable[..., None], tuple[object, ...]]
@@ -37,6 +38,15 @@ class CallThread:
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
+
+    def end(self, until: float) -> bool:
+        """As :meth:`close`, but wait no longer than to a moment of ``time.monotonic``; whether it has ended."""
+        self._is_closed = True
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(max(until - time.monotonic(), 0))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -16,7 +16,7 @@ from sidelane import config as settings
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
-from sidelane.errors import UnavailableError
+from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations import calls
 from sidelane.integrations.again import Again, Key, are_plain
 from sidelane.integrations.buffers import GroupMemory
@@ -339,6 +339,14 @@ class Dispatcher:
         communicator = self._communicators.get("cpu")
         if communicator is not None:
             communicator.lane.calls.fail(error)
+
+    def ends(self) -> None:
+        """The interpreter ends: the communicator does, and its peers hear of it."""
+        communicator = self._communicators.get("cpu")
+        if communicator is not None:
+            rank = self._group.rank()
+            told = PeerError(f"rank {rank} ended without waiting for its asynchronous calls", (rank,))
+            communicator.lane.calls.fail(told)
 
     def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
         """What stands for a call that is queued on a stream."""

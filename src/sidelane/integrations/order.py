@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from sidelane.collectives.work import NO_TIMEOUT
+from sidelane.errors import CommunicatorClosedError
 from sidelane.integrations.works import EndedWork, HostWork
+from sidelane.memory import ending
 
 Job = Callable[[], None]
 
@@ -27,6 +30,10 @@ class Guard(Protocol):
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """Ctrl-C reached somebody who waits."""
+        ...
+
+    def ends(self) -> None:
+        """The interpreter ends: calls that wait for peers are to fail."""
         ...
 
     def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
@@ -48,6 +55,7 @@ class HostOrder:
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[None], Job] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._gives_up = False
         self._last: concurrent.futures.Future[None] | None = None
 
     def run(
@@ -96,6 +104,19 @@ class HostOrder:
                 self._thread.join()
             self._thread = None
 
+    def end(self, until: float) -> None:
+        """At exit: let the thread make the calls that it was given, but not for long."""
+        thread = self._thread
+        if thread is None:
+            return
+        self._jobs.put(None)
+        thread.join(max(until - time.monotonic(), 0))
+        if thread.is_alive():
+            self._gives_up = True
+            ending.give_up()
+            self._guard.ends()
+            thread.join(ending.LEAVING_S)
+
     def _submit(self, job: Job) -> concurrent.futures.Future[None]:
         self._step_aside()
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -107,6 +128,7 @@ class HostOrder:
         return future
 
     def _start(self) -> None:
+        ending.at_exit(self, first=True)
         self._thread = threading.Thread(target=self._work, name="sidelane-group", daemon=True)
         self._thread.start()
 
@@ -119,6 +141,8 @@ class HostOrder:
         while threading.current_thread() is self._thread and (given := self._jobs.get()) is not None:
             future, job = given
             try:
+                if self._gives_up:
+                    raise CommunicatorClosedError("the interpreter has ended before this call began")
                 job()
             except BaseException as error:
                 future.set_exception(error)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import PeerTimeoutError
+from sidelane.memory.ending import give_up_if_it_ends
 
 _LOOK_S = 0.5
 _PATIENCE_S = 2.0  # a rank may have done its part before it went: what it sent may still be on its way
@@ -127,6 +128,7 @@ class OtherWork(dist.Work):
             except RuntimeError as error:
                 if not (self._looks and _GAVE_UP in str(error)) or time.monotonic() - began >= limit:
                     raise self._watch.explain(error, self._peers) from error
+            give_up_if_it_ends()
             if self._watch.dead(self._peers):
                 noticed = min(noticed, time.monotonic())
                 if time.monotonic() - noticed > _PATIENCE_S:

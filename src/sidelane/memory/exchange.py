@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.process import ProcessIdentity
 
 Item = TypeVar("Item")
@@ -116,6 +117,7 @@ class Exchange:
         """
         began = looked = time.monotonic()
         while ranks := missing():
+            give_up_if_it_ends()
             now = time.monotonic()
             if now - looked > _LIVENESS_INTERVAL_S:
                 looked = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from sidelane.collectives.call_thread import CallThread
 from sidelane.collectives.pool import MemoryUse
 from sidelane.collectives.work import NO_TIMEOUT, Work
 from sidelane.config import COMPUTE, Config
-from sidelane.errors import UnavailableError
+from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.links import Link
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
@@ -23,6 +24,7 @@ from sidelane.integrations.other import Witness
 from sidelane.integrations.ring import Ring
 from sidelane.integrations.straight import Tensors
 from sidelane.integrations.works import HostWork
+from sidelane.memory import ending
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 
@@ -109,6 +111,7 @@ class NodesLane:
         self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
         self._stream = StreamOrder(self) if comm.device.type == "cuda" else None
         self._thread = CallThread()
+        ending.at_exit(self, first=True)
         self._last: concurrent.futures.Future[None] | None = None
 
     def all_gather(
@@ -157,6 +160,19 @@ class NodesLane:
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """See ``order.Guard``."""
         self.comm.lane.calls.fail(error)
+
+    def ends(self) -> None:
+        """See ``order.Guard``."""
+        told = PeerError(f"rank {self.rank} ended without waiting for its asynchronous calls", (self.rank,))
+        self.comm.lane.calls.fail(told)
+
+    def end(self, until: float) -> None:
+        """At exit, as ``order.HostOrder`` does."""
+        if self._thread.end(until):
+            return
+        ending.give_up()
+        self.ends()
+        self._thread.end(time.monotonic() + ending.LEAVING_S)
 
     def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
         """See ``order.Guard``."""

@@ -17,6 +17,7 @@ from datetime import timedelta
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.failing import RollCall
+from sidelane.memory import ending
 
 _LOOK_S = 0.5
 _PATIENCE_S = 2.0  # a rank may have done its part before it went
@@ -67,6 +68,7 @@ class Lookout:
         self.calls += 1
         self._marks.append(Mark(self.calls, begun, ended))
         if self._thread is None:
+            ending.at_exit(self)
             self._thread = threading.Thread(target=self._run, name="sidelane-lookout", daemon=True)
             self._thread.start()
 
@@ -75,6 +77,10 @@ class Lookout:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LOOK_S + 5)
+
+    def end(self, until: float) -> None:
+        """At exit, as :meth:`close`."""
+        self.close()
 
     def _run(self) -> None:
         self._attach()

@@ -1,0 +1,99 @@
+"""Programs that end while a thread of Sidelane is inside of torch: Python ends it then, and that ends the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ALONE = """
+import sys, threading, time, torch, torch.distributed as dist
+from datetime import timedelta
+from sidelane import Communicator
+from sidelane.integrations.order import HostOrder
+from sidelane.memory import ending
+
+ending.GRACE_S = 1.0
+here, there = torch.ones(1 << 20), torch.ones(1 << 20)
+begun, told = threading.Event(), threading.Event()
+
+class Guard:
+    late = interrupted = on_stream = None
+    def ends(self):
+        print("told")
+        told.set()
+
+def copies(seconds):
+    def job():
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not told.is_set():
+            there.copy_(here)
+            begun.set()
+        print("left")
+    return job
+"""
+
+OF_GROUPS = """
+order = HostOrder(Guard())
+order.run(copies(SECONDS), [here], [there], True, timedelta(0))
+last = order.run(lambda: print("called"), [here], [there], True, timedelta(0))
+begun.wait()
+"""
+
+OF_COMMUNICATORS = """
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+comm = Communicator(device="cpu")
+comm.lane.backend.submit(copies(SECONDS))
+begun.wait()
+"""
+
+PAIR = """
+import sys, torch, torch.distributed as dist, sidelane
+path, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+group = sidelane.wrap()
+tensor = torch.ones(1 << 20)
+HOW
+works = [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(50)]
+"""
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
+    try:
+        texts = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, error) in zip(processes, texts, strict=True):
+        assert "terminate called" not in error and process.returncode == 0, (process.returncode, error)
+    return [said for said, _ in texts]
+
+
+def started(code: str, *arguments: object) -> subprocess.Popen[str]:
+    line = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    ("of", "seconds", "said"),
+    [
+        (OF_GROUPS, 0.6, "left called"),
+        (OF_GROUPS, 60, "told left"),
+        (OF_COMMUNICATORS, 0.6, "left"),
+    ],
+    ids=["group", "group, told", "communicator"],
+)
+def test_a_thread_leaves_torch_before_the_end(of: str, seconds: float, said: str) -> None:
+    (text,) = ended([started(ALONE + of.replace("SECONDS", str(seconds)))])
+    assert text.split() == said.split()
+
+
+@pytest.mark.parametrize(
+    "how", ["", "dist.all_reduce(tensor, group=group)", "if rank: sys.exit()"], ids=["first", "known", "alone"]
+)
+def test_an_open_group_ends_with_the_program(tmp_path: Path, how: str) -> None:
+    code = PAIR.replace("HOW", how)
+    ended([started(code, tmp_path / "store", rank) for rank in range(2)])
