@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -10,6 +12,8 @@ from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
+
+_made: dict[str, itertools.count[int]] = {}
 
 
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
@@ -31,10 +35,9 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     """
     inner = group_for("wrap", group)
     register()
-    store = c10d._get_process_group_store(inner)
-    number = store.add(f"{inner.group_name}/{NAME}/made/{inner.rank()}", 1)
+    number = next(_made.setdefault(inner.group_name, itertools.count()))
     name = f"{inner.group_name}/{NAME}{number}"
-    store = dist.PrefixStore(f"{name}/", store)
+    store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
     ranks = dist.get_process_group_ranks(inner)
     timeout = c10d._get_default_timeout(dist.get_backend(inner))
     made = SidelaneGroup(store, inner.rank(), inner.size(), timeout, ranks, lambda: inner, owned=False)

@@ -11,9 +11,11 @@ is named within the time-out of the communicator; one that dies, or gives up els
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -31,9 +33,7 @@ _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
 
 
 class Exchange:
-    """The exchanges of one communicator, in one order on all of its ranks. Making one is none: it asks the store only
-    for the number of this rank's communicators on the group. Processes that had others, on groups of the same name that
-    are gone, agree with those that had none.
+    """The exchanges of one communicator, in one order on all of its ranks. Making one costs nothing and is no exchange.
 
     Args:
         group: made by ``torch.distributed``; its ranks make their communicators in the same order.
@@ -50,7 +50,6 @@ class Exchange:
     Raises:
         ValueError: this process is not in the group.
         UnavailableError: the group has no store.
-        PeerError: the store cannot be reached.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -62,11 +61,11 @@ class Exchange:
         self.look: Callable[[], object] | None = None
         self._timeout_s = timeout_s
         self._place = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
-        self.store = store_of(group) if self.world_size > 1 else dist.HashStore()
-        self._made = f"sidelane/{self._place}/made/{self.rank}"
-        with self._reaching_the_store("Communicator"):
-            self._count = self.store.add(self._made, 1)
+        with _counting:
+            _made[self._place] += 1
+            self._count = _made[self._place]
         self.name = f"{self._place}/{self._count}"
+        self.store = store_of(group) if self.world_size > 1 else dist.HashStore()
         self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store) if self.world_size > 1 else None
         self._number = 0
         self._self = ProcessIdentity.own()
@@ -172,8 +171,9 @@ class Exchange:
         if self._number > 1:
             return
         self._forget(1)
-        with contextlib.suppress(RuntimeError):
-            self.store.compare_set(self._made, str(self._count), str(self._count - 1))
+        with _counting:
+            if _made[self._place] == self._count:
+                _made[self._place] -= 1
 
     def _forget(self, number: int) -> None:
         """Delete what this rank posted."""
@@ -211,3 +211,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         return clone()
     except RuntimeError:
         return store
+
+
+_made: collections.Counter[str] = collections.Counter()
+_counting = threading.Lock()
