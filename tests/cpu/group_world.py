@@ -64,6 +64,36 @@ def forms(group: dist.ProcessGroup, folder: str) -> None:
         assert not dist.is_initialized()
 
 
+def replaced(group: dist.ProcessGroup, folder: str) -> None:
+    """Two ranks begin anew with two others, which have made none of what these have; names of torch begin anew, too."""
+
+    def use() -> None:
+        size, gloo = dist.get_world_size(), dist.group.WORLD
+        for _ in range(2):
+            with sidelane.Communicator(gloo, device="cpu", config=sidelane.Config(timeout_s=10)) as comm:
+                tensor = torch.ones(3)
+                comm.all_reduce(tensor)
+                assert tensor.eq(size).all()
+            ours = sidelane.wrap(gloo)
+            dist.all_reduce(tensor, group=ours)
+            assert tensor.eq(size * size).all()
+            names.append(ours.group_name)
+
+    names: list[str] = []
+    dist.distributed_c10d._world.group_count = 0  # as in a process that has made no group
+    if int(os.environ["TEST_RANK"]) < 2:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TEST_SIZE", "2")
+            with world(f"{folder}/before", "gloo"):
+                use()
+        names.clear()
+    with world(f"{folder}/after", "gloo"):
+        use()
+        everywhere: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everywhere, names)
+        assert everywhere == [names] * len(everywhere)
+
+
 def parts(group: dist.ProcessGroup, folder: str) -> None:
     """Groups of some ranks, that do not lie next to each other, and a mesh of them."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -6,7 +6,6 @@ import os
 import tempfile
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from ranks import RankPool, crew
 from test_call_refusals import communicator, outcome
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import sidelane
-from sidelane import MismatchError, PeerTimeoutError
+from sidelane import MismatchError, PeerError, PeerTimeoutError
+from sidelane.integrations.nodes.groups import NodeGroup
 from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
@@ -90,6 +89,72 @@ def test_who_does_not_come_is_named_and_may_come_to_the_next(pool: RankPool) -> 
     assert "lunch (exchange 1 of communicator" in text and "waited 1." in text and "for ranks 1 (1,)" in text
 
 
+def made_before(group: dist.ProcessGroup) -> None:
+    """Torch names the groups of those who begin anew as those before them: ``0`` is the first of any process."""
+    rank, store = dist.get_rank(group), exchanges.store_of(group)
+
+    def group_of(name: str) -> NodeGroup:
+        return NodeGroup(dist.PrefixStore(name, store), rank, [0, 1], "0")
+
+    made = [group_of("of a world that has ended") for _ in range(3 * rank)]
+    for earlier in made:
+        Exchange(earlier, 20.0)
+    for _ in range(2):  # the second time in a store where there are communicators of those before them
+        again = group_of("new")
+        made.append(again)
+        for each in range(3):
+            assert Exchange(again, 5.0)("lunch", lambda each=each: (rank, each)) == [(0, each), (1, each)]
+        dist.barrier(group)  # as ranks meet when they make a group
+    for each_group in made:
+        each_group.close()
+
+
+def test_ranks_agree_whatever_they_have_made_before(pool: RankPool) -> None:
+    pool.run(made_before, 2)
+
+
+def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
+    """Rank 0 gives up when rank 1 has heard of it already; rank 2 comes later, when all are there for rank 1."""
+    rank, store = dist.get_rank(group), exchanges.store_of(group)
+    key, text = f"gave up, {interrupted}", ""
+    if rank == 0:
+        exchange = Exchange(group, 20.0 if interrupted else 2.0)
+
+        def interrupt() -> None:
+            store.wait([f"{key}: heard"])
+            raise KeyboardInterrupt
+
+        exchange.look = interrupt if interrupted else None
+        with pytest.raises(KeyboardInterrupt if interrupted else PeerTimeoutError):
+            exchange("lunch", lambda: rank)
+        store.set(key, "")
+    if rank == 1:
+        exchange = Exchange(group, 20.0)
+
+        def look() -> None:  # called behind a look at what the others have posted
+            store.set(f"{key}: heard", "")
+            store.wait([key])
+
+        exchange.look = look
+        with pytest.raises(PeerError, match="lunch: another rank gave up: ") as caught:
+            exchange("lunch", lambda: rank)
+        text = f"{type(caught.value).__name__} {caught.value.ranks} {caught.value}"
+    if rank == 2:
+        store.wait([key])
+        if interrupted:
+            with pytest.raises(PeerError, match="another rank gave up: KeyboardInterrupt"):
+                Exchange(group, 20.0)("lunch", lambda: rank)
+    for _ in range(2):
+        assert Exchange(group, 20.0)("dinner", lambda: rank) == [0, 1, 2]
+    return text
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_ranks_agree_on_what_became_of_a_communicator(pool: RankPool, interrupted: bool) -> None:
+    _, text, _ = pool.run(one_gives_up, 3, interrupted)
+    assert text.startswith("PeerError (0,)" if interrupted else "PeerTimeoutError (2,)")
+
+
 def two_at_once(group: dist.ProcessGroup) -> list[list[Any]]:
     """Two communicators' worth of exchanges on one group, at random times: neither meets the other's."""
     several = [Exchange(group, 20.0) for _ in range(2)]
@@ -124,33 +189,6 @@ def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
 
 def test_the_store_does_not_fill_up(pool: RankPool) -> None:
     assert pool.run(what_is_left_in_the_store, 2) == [1, 1]
-
-
-def in_worlds_of_two(group: dist.ProcessGroup, folder: str) -> list[str]:
-    """Ranks 0 and 1 are a world and have communicators there; then rank 2 takes the place of rank 1."""
-    own = dist.get_rank()
-    dist.destroy_process_group()
-    names = []
-    for other in (1, 2):
-        if own in (0, other):
-            store = dist.FileStore(f"{folder}/{other}", 2)
-            dist.init_process_group("gloo", store=store, rank=min(own, 1), world_size=2, timeout=timedelta(seconds=30))
-            for wrapped in (None, sidelane.wrap()):
-                tensor = torch.ones(3)
-                with communicator(wrapped or dist.group.WORLD) as comm:
-                    comm.all_reduce(tensor)
-                assert tensor.eq(2).all()
-            dist.all_reduce(tensor, group=wrapped)
-            assert tensor.eq(4).all()
-            names.append(Exchange(dist.group.WORLD, 20.0).name)
-            dist.destroy_process_group()
-    return names
-
-
-def test_a_process_that_had_communicators_meets_one_that_had_none(tmp_path: Path) -> None:
-    with crew(3) as ranks:
-        both, first, second = ranks.run(in_worlds_of_two, None, str(tmp_path))
-    assert both == [*first, *second] and len(both) == 2
 
 
 def test_a_group_without_a_store_is_refused() -> None:

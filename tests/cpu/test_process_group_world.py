@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_world_of_its_own_and_its_end(tmp_path: Path) -> None:
     with crew(4) as ranks:
         ranks.run(scenarios.leave)
-        for scenario in (scenarios.forms, scenarios.parts, scenarios.late, scenarios.refused, scenarios.compared):
+        for scenario in (
+            *(scenarios.forms, scenarios.replaced, scenarios.parts),
+            *(scenarios.late, scenarios.refused, scenarios.compared),
+        ):
             ranks.run(scenario, None, str(tmp_path))
         found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(2,))
         assert found == [None, None, 7, None]

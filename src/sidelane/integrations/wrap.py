@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -13,7 +14,8 @@ from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
 
-_made: dict[str, itertools.count[int]] = {}
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""By group, not by its name: a process that has wrapped an earlier group of that name agrees with one that has not."""
 
 
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
@@ -35,7 +37,7 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     """
     inner = group_for("wrap", group)
     register()
-    number = next(_made.setdefault(inner.group_name, itertools.count()))
+    number = next(_made.setdefault(inner, itertools.count()))
     name = f"{inner.group_name}/{NAME}{number}"
     store = dist.PrefixStore(f"{name}/", c10d._get_process_group_store(inner))
     ranks = dist.get_process_group_ranks(inner)

@@ -2,8 +2,13 @@
 
 Objects travel through the store of the process group, never through its collectives: those have one order for everybody
 who uses the group, while two communicators of one group, each used by its own thread, have two. Keys name the group,
-the communicator among those of its ranks on this group, the number of the exchange in it, and the rank. So an exchange
+the place of the communicator among those of this group, the number of the exchange in it, and the rank. So an exchange
 meets those of the same communicator with the same number, and what each of them is about is compared.
+
+What becomes of a place is decided in the store, once, by the first rank that knows: all have met there, or one has
+given up. So ranks never disagree about it, however late they come, and a place that was decided without a rank is none
+for it: it goes on to the next. That is where the others come again, whatever this process has made before
+(docs/decisions/0117).
 
 A rank that cannot take part says so under its key, and the others raise its reason at once. A rank that does not come
 is named within the time-out of the communicator; one that dies, or gives up elsewhere, as soon as that is noticed.
@@ -11,18 +16,23 @@ is named within the time-out of the communicator; one that dies, or gives up els
 
 from __future__ import annotations
 
-import collections
+import ast
 import contextlib
 import hashlib
+import itertools
+import os
 import pickle
-import threading
+import secrets
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
+from sidelane.memory import forks
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.process import ProcessIdentity
 
@@ -30,6 +40,10 @@ Item = TypeVar("Item")
 
 _LIVENESS_INTERVAL_S = 0.1
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
+_OUTCOME = "outcome"
+
+Post = tuple[str, str, Any, str]
+"""What an exchange is about, why a rank takes no part in it, what it tells, and its word for itself."""
 
 
 class Exchange:
@@ -42,7 +56,7 @@ class Exchange:
     Attributes:
         rank, world_size: in the group.
         ranks: of the group, in the world.
-        name: the same on all ranks, of no other communicator of them.
+        name: the same on all ranks from the first exchange on, and of no other communicator of them.
         store: of the group, for those who need one for themselves.
         peers: who the others are, once that is known: the dead are noticed then.
         look: called while this rank waits; raises what is known to have gone wrong.
@@ -50,24 +64,28 @@ class Exchange:
     Raises:
         ValueError: this process is not in the group.
         UnavailableError: the group has no store.
+        CommunicatorClosedError: this process is a forked copy of a rank of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a rank of the group")
+        require_own(group, "Communicator")
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.peers: Sequence[ProcessIdentity] = ()
         self.look: Callable[[], object] | None = None
         self._timeout_s = timeout_s
-        self._place = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
-        with _counting:
-            _made[self._place] += 1
-            self._count = _made[self._place]
-        self.name = f"{self._place}/{self._count}"
+        self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = store_of(group) if self.world_size > 1 else dist.HashStore()
-        self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store) if self.world_size > 1 else None
+        self._store: dist.Store | None = None
+        with _counting:
+            self._places = _places.setdefault(group, itertools.count(1))
+        self._go_on()
+        self._word = secrets.token_hex(8)
+        self._posted: Post = ("", "", None, "")
         self._number = 0
+        self._meeting = False
         self._self = ProcessIdentity.own()
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
@@ -85,28 +103,27 @@ class Exchange:
         try:
             item = make()
         except BaseException as error:
-            self._post((what, f"{type(error).__name__}: {error}", None))
+            self._refuse(what, error)
             raise
         if self._store is None:
             return [item]
-        self._post((what, "", item))
-        try:
-            found = [(what, "", item) if rank == self.rank else post for rank, post in enumerate(self._collect(what))]
-        except PeerError:
-            self._take_back()
-            raise
+        if self._number == 1:
+            found = self._meet(what, item)
+        else:
+            self._post((what, "", item, ""))
+            found = self._collect(what)
         self._forget(self._number - 1)  # whoever has posted since has read it
-        refused = [rank for rank, (_, reason, _) in enumerate(found) if reason]
+        refused = [rank for rank, (_, reason, *_) in enumerate(found) if reason]
         if refused:
             named = "; ".join(f"rank {rank}: {found[rank][1]}" for rank in refused)
             raise PeerError(f"{what}: not every rank can take part: {named}", refused)
-        other = next((rank for rank, (theirs, _, _) in enumerate(found) if theirs != what), None)
+        other = next((rank for rank, (theirs, *_) in enumerate(found) if theirs != what), None)
         if other is not None:
             raise MismatchError(
                 f"exchange {self._number} of communicator {self.name}: rank {self.rank} is about: {what}; "
                 f"rank {other}: {found[other][0]} (allowed=the same calls, in the same order)"
             )
-        return [item for _, _, item in found]
+        return [item for _, _, item, _ in found]
 
     def wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
         """Wait until ``missing`` names no rank any more.
@@ -134,46 +151,104 @@ class Exchange:
         """Tell the others that this rank takes part in nothing, and why."""
         self._number += 1
         with contextlib.suppress(PeerError):
-            self._post(("", f"{type(error).__name__}: {error}", None))
+            self._refuse("", error)
 
-    def _post(self, post: tuple[str, str, Any]) -> None:
+    def _go_on(self) -> None:
+        """Take the next place among the communicators of this group."""
+        self.name = f"{self._group}/{next(self._places)}"
+        if self.world_size > 1:
+            self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
+
+    def _meet(self, what: str, item: Item) -> list[Post]:
+        """The first exchange, at the first place to which all ranks come."""
+        while True:
+            self._post((what, "", item, self._word))
+            failure: PeerError | None = None
+            self._meeting = True
+            try:
+                outcome = self._decide(what, _met(self._collect(what)))
+            except (PeerError, KeyboardInterrupt) as error:
+                try:
+                    outcome = self._decide(what, _gave_up(error, self.rank))
+                except PeerError:
+                    raise error from None
+                if not isinstance(error, PeerError):
+                    raise
+                failure = error
+            finally:
+                self._meeting = False
+            found = self._read(what) if outcome.met else {}  # others may have seen that all are there, and go on
+            if len(found) == self.world_size and outcome == _met(_by_rank(found)):
+                return _by_rank(found)
+            self._forget(1)
+            if failure is not None and outcome == _gave_up(failure, self.rank):
+                raise failure
+            if not outcome.met and self.rank not in outcome.ranks:
+                kind = PeerTimeoutError if outcome.timed_out else PeerError
+                raise kind(f"{what}: another rank gave up: {outcome.text}", outcome.ranks) from failure
+            self._go_on()
+
+    def _decide(self, what: str, outcome: _Outcome) -> _Outcome:
+        """Say what becomes of this place, unless that is decided; returns what counts."""
+        assert self._store is not None
+        with self._reaching_the_store(what):
+            return _Outcome.of(self._store.compare_set(_OUTCOME, "", repr(tuple(outcome))))
+
+    def _decided(self) -> _Outcome | None:
+        """What has become of this place, where that is known."""
+        assert self._store is not None
+        return _Outcome.of(self._store.get(_OUTCOME)) if self._store.check([_OUTCOME]) else None
+
+    def _refuse(self, what: str, error: BaseException) -> None:
+        if self._store is None:
+            return
+        with self._reaching_the_store(what):
+            # Where others have given up on this rank, this was its turn; what was decided otherwise is long ago.
+            while self._number == 1 and (over := self._decided()) is not None and self.rank not in over.ranks:
+                self._go_on()
+        self._post((what, f"{type(error).__name__}: {error}", None, self._word))
+
+    def _post(self, post: Post) -> None:
         if self._store is not None:
             with self._reaching_the_store(post[0]):
                 self._store.set(f"{self._number}/{self.rank}", pickle.dumps(post))  # type: ignore[arg-type]  # takes bytes
+                self._posted = post
 
-    def _collect(self, what: str) -> list[tuple[str, str, Any]]:
-        """What every rank posted; None for this one's."""
-        store = self._store
-        assert store is not None
-        found: dict[int, Any] = {self.rank: None}
+    def _collect(self, what: str) -> list[Post]:
+        """What every rank posted."""
+        found: dict[int, Post] = {}
 
         def read() -> list[int]:
-            for rank in range(self.world_size):
-                key = f"{self._number}/{rank}"
-                with self._reaching_the_store(what):
-                    if rank not in found and store.check([key]):
-                        found[rank] = pickle.loads(store.get(key))
+            found.update(self._read(what, found))
             return [rank for rank in range(self.world_size) if rank not in found]
 
         self.wait_for(what, read)
-        return [found[rank] for rank in range(self.world_size)]
+        return _by_rank(found)
+
+    def _read(self, what: str, known: Container[int] = ()) -> dict[int, Post]:
+        """What ranks posted that are not known, as far as it is there."""
+        store = self._store
+        assert store is not None
+        found = {self.rank: self._posted}
+        for rank in range(self.world_size):
+            key = f"{self._number}/{rank}"
+            with self._reaching_the_store(what):
+                if rank != self.rank and rank not in known and store.check([key]):
+                    found[rank] = pickle.loads(store.get(key))
+        return found
 
     def _look_around(self, what: str, missing: Sequence[int]) -> None:
         if self.look is not None:
             self.look()
+        if self._meeting:
+            with self._reaching_the_store(what):
+                decided = self._decided()
+            if decided is not None:
+                raise PeerError(f"{what}: the others do not wait", missing)
         dead = [rank for rank in missing if self.peers and self.peers[rank].alive(self._self) is False]
         if dead:
             named = ", ".join(f"rank {rank} (pid {self.peers[rank].pid})" for rank in dead)
             raise PeerError(f"{what} (exchange {self._number} of communicator {self.name}): {named} died", dead)
-
-    def _take_back(self) -> None:
-        """Where the ranks have not even met, the next communicator of this rank is the one that the others wait for."""
-        if self._number > 1:
-            return
-        self._forget(1)
-        with _counting:
-            if _made[self._place] == self._count:
-                _made[self._place] -= 1
 
     def _forget(self, number: int) -> None:
         """Delete what this rank posted."""
@@ -213,5 +288,63 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         return store
 
 
-_made: collections.Counter[str] = collections.Counter()
-_counting = threading.Lock()
+def require_own(group: dist.ProcessGroup, what: str) -> None:
+    """Raise if this process is a forked copy of the rank of a group, and no rank itself.
+
+    Raises:
+        CommunicatorClosedError: it is.
+    """
+    maker = _inherited.get(group)
+    if maker is not None:
+        raise forks.refusal(what, maker)
+
+
+class _Outcome(NamedTuple):
+    """What has become of a place.
+
+    Attributes:
+        met: all ranks have come, with certain words; "" if one has given up.
+        text: why it did.
+        ranks: that it missed.
+        timed_out: it waited as long as it may.
+    """
+
+    met: str
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+    timed_out: bool = False
+
+    @classmethod
+    def of(cls, word: bytes | str) -> _Outcome:
+        """As the store has it."""
+        return cls(*ast.literal_eval(word if isinstance(word, str) else word.decode()))
+
+
+def _met(found: Sequence[Post]) -> _Outcome:
+    words = "/".join(word for *_, word in found)
+    return _Outcome(hashlib.blake2b(words.encode(), digest_size=16).hexdigest())
+
+
+def _gave_up(error: BaseException, rank: int) -> _Outcome:
+    ranks = error.ranks if isinstance(error, PeerError) else (rank,)
+    return _Outcome("", str(error) or type(error).__name__, tuple(ranks), isinstance(error, PeerTimeoutError))
+
+
+def _by_rank(found: Mapping[int, Post]) -> list[Post]:
+    return [found[rank] for rank in sorted(found)]
+
+
+@forks.in_copies
+def _inherit() -> None:
+    """All groups that there are in a copy are its parent's."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None:
+        for group in list(c10d._world.pg_map):
+            _inherited.setdefault(group, os.getppid())
+
+
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""By group, in which communicators are made: ranks that have made other groups before agree on it."""
+_counting = forks.lock()
+_inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Groups of the process that this one is a copy of, with its number."""
