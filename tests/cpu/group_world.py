@@ -81,17 +81,19 @@ def replaced(group: dist.ProcessGroup, folder: str) -> None:
 
     names: list[str] = []
     dist.distributed_c10d._world.group_count = 0  # as in a process that has made no group
-    if int(os.environ["TEST_RANK"]) < 2:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TEST_SIZE", "2")
+    rank = int(os.environ["TEST_RANK"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_SIZE", "2")
+        if rank < 2:
             with world(f"{folder}/before", "gloo"):
                 use()
-        names.clear()
-    with world(f"{folder}/after", "gloo"):
-        use()
-        everywhere: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everywhere, names)
-        assert everywhere == [names] * len(everywhere)
+            names.clear()
+        patch.setenv("TEST_RANK", str(rank // 2))
+        with world(f"{folder}/after{rank % 2}", "gloo"):
+            use()
+            everywhere: list[list[str]] = [[], []]
+            dist.all_gather_object(everywhere, names)
+            assert everywhere == [names, names]
 
 
 def parts(group: dist.ProcessGroup, folder: str) -> None:
