@@ -27,7 +27,7 @@ LAYERS = (
     ("device",),
     ("memory", "machine", "program"),
     ("native",),
-    ("config",),
+    ("config", "forks"),
     ("errors", "sizes"),
 )
 HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn, Protocol
@@ -13,6 +11,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch.autograd import graph
 
+from sidelane import forks
 from sidelane.choice import Choice
 from sidelane.collectives.agree import compare
 from sidelane.collectives.backend import Backend
@@ -95,9 +94,9 @@ class Calls:
         self.unfinished: set[Handle] = set()
         self.failure: BaseException | None = None
         self.closed = self.forked = False
-        self.entrance = threading.Lock()
+        self.entrance = forks.lock()
         self.count_from(1)
-        _watch_for_forks(self)
+        forks.telling(self)
 
     def number(self) -> int:
         """Take the number of a new call.
@@ -143,6 +142,8 @@ class Calls:
         """Raise as :meth:`number` does."""
         if self.closed:
             raise CommunicatorClosedError("Communicator: closed")
+        if self.forked:
+            raise forks.refusal("Communicator", self.control.pid)
         if self.failure is not None:
             why = "" if isinstance(self.failure, CommunicatorClosedError) else "unusable since a call failed: "
             raise CommunicatorClosedError(f"Communicator: {why}{self.failure}") from self.failure
@@ -245,11 +246,7 @@ class Calls:
     def disown(self) -> None:
         """This process is a copy of the one that made the communicator: it has none of its threads, and is no rank."""
         self.forked = True
-        self.failure = failure = CommunicatorClosedError(
-            f"it was made in another process (pid {self.control.pid}), of which this one (pid {os.getpid()}) is a "
-            "forked copy (allowed=a communicator of its own, in a process that is a rank of a group)"
-        )
-        self.entrance = threading.Lock()
+        self.failure = failure = forks.refusal("Communicator", self.control.pid)
         self.armed = None
         for handle in list(self.unfinished):
             handle.disown()
@@ -293,24 +290,3 @@ class Calls:
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))
         else:
             self.control.abort(str(error), error.ranks, timed_out=isinstance(error, PeerTimeoutError))
-
-
-_alive: weakref.WeakSet[Calls] = weakref.WeakSet()
-_registering = threading.Lock()
-
-
-def _watch_for_forks(calls: Calls) -> None:
-    """Have a forked copy of this process know that it is no rank."""
-    with _registering:
-        if not _hooks and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=_disown_all)
-            _hooks.append(_disown_all)
-        _alive.add(calls)
-
-
-def _disown_all() -> None:
-    for calls in list(_alive):
-        calls.disown()
-
-
-_hooks: list[Callable[[], None]] = []

@@ -7,12 +7,12 @@ import collections
 import dataclasses
 import itertools
 import operator
-import threading
 import weakref
 from collections.abc import Sequence
 
 import torch
 
+from sidelane import forks
 from sidelane.collectives.pool import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
 from sidelane.errors import Page, UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
@@ -86,7 +86,7 @@ class SymmetricHeap:
         self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # by whoever has the last reference
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         _know(self)
 
     def add(self, number: int, block: SymmetricBlock) -> None:
@@ -304,7 +304,7 @@ generation_cell = [0]
 _heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
 """All of this process; replaced as a whole, for readers."""
 
-_heaps_lock = threading.Lock()  # communicators may be made and closed on several threads
+_heaps_lock = forks.lock()  # communicators may be made and closed on several threads
 
 
 def _know(heap: SymmetricHeap) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sidelane import forks
 from sidelane.collectives.pool import Pool
 from sidelane.memory.storage import storage_of
 
@@ -32,7 +32,7 @@ class HostPlacer:
     def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object]) -> None:
         self._name, self._nbytes = name, region.nbytes
         self._region = storage_of(region, 0, region.nbytes, gone)
-        self._places, self._lock = Pool(1), threading.RLock()  # a storage may go in the middle of anything
+        self._places, self._lock = Pool(1), forks.rlock()  # a storage may go in the middle of anything
         self._dropped: list[int] = []
         self._places.grow(0, region.nbytes)
 

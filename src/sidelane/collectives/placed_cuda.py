@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.memory.giving_back import becomes_idle
 from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
@@ -48,6 +49,8 @@ class DevicePlacer:
         with torch.cuda.device(device):
             self._pool: Any = torch.cuda.MemPool(_allocator(self._library, self._slot))
         self.id: tuple[int, int] = self._pool.id
+        self._maker = os.getpid()
+        forks.keeping(self)
 
     @property
     def used(self) -> int:
@@ -74,8 +77,9 @@ class DevicePlacer:
             ) from error
 
     def close(self) -> None:
-        with _lock:
-            _closed.append(self)
+        if os.getpid() == self._maker:
+            with _lock:
+                _closed.append(self)
 
     def end(self) -> bool:
         """Give the memory back, if no tensor and no graph has any of it, and the device is idle."""
@@ -119,4 +123,11 @@ def _allocator(library: ArenaLibrary, slot: int) -> Any:
 
 _allocators: dict[int, Any] = {}
 _closed: list[DevicePlacer] = []
-_lock = threading.RLock()  # the last reference to a pool may go in the middle of anything
+_lock = forks.rlock()  # the last reference to a pool may go in the middle of anything
+
+
+@forks.in_copies
+def _begin_anew() -> None:
+    """In a copy: its parent gives its pools back itself, and slots are those of the parent's library."""
+    _closed.clear()
+    _allocators.clear()

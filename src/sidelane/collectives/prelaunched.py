@@ -96,6 +96,8 @@ class Prelaunched:
             MismatchError, PeerError, PeerTimeoutError: as other calls (docs/internals/failure.md).
         """
         calls = self._calls
+        if calls.forked:
+            calls.require_open()
         if self._is_closed:
             raise RuntimeError(f"arm: the handle was closed (value={self})")
         if self._is_armed:
@@ -165,6 +167,8 @@ class Prelaunched:
             PeerError, PeerTimeoutError: as other calls.
         """
         calls = self._calls
+        if calls.forked:
+            calls.require_open()
         if not self._epoch or self._is_closed:
             raise RuntimeError(f"wait: there is nothing to wait for (value={self}, allowed=after arm)")
         with calls.failing_for_good():
@@ -233,6 +237,8 @@ class Prelaunched:
         return self._calls.backend.hold(self._program, addresses, self._host_trigger)
 
     def _require_armed(self, method: str) -> None:
+        if self._calls.forked:
+            self._calls.require_open()
         if not self._is_armed:
             state = "closed" if self._is_closed else "fired" if self._epoch else "never armed"
             raise RuntimeError(f"{method}: not armed (value={self}, {state}; allowed=after arm)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
+from sidelane import forks
 from sidelane.choice.store import InForce
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
@@ -79,7 +79,7 @@ class Session:
             raise
         self._group = chosen
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
-        self._making = threading.Lock()
+        self._making = forks.lock()
         self._lanes: list[Lane] = []
         self._closed = False
         self._profile: InForce | None = None

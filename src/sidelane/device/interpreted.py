@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 import types
 from collections.abc import Iterator
@@ -14,10 +13,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from sidelane import forks
+
 POLL_S = 1e-3
 """A load that is volatile waits for a peer, which may need the processor: it sleeps so long first."""
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = forks.lock()
 
 
 def is_interpreted(kernel: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
+from sidelane import forks
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
@@ -73,7 +73,7 @@ class Dispatcher:
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
         self.memory = GroupMemory(len(self._ranks), self._for_memory, self._no_memory)
         self._refusals: dict[str, str] = {}
-        self._making = threading.Lock()
+        self._making = forks.lock()
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
         # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Sequence
+
+from sidelane import forks
 
 SIDELANE = "sidelane"
 _MOST_GROUPS = 256
@@ -83,7 +84,7 @@ class Ledger:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.group = ""  # torch tells the name after the group was made
         self._ranks = tuple(ranks)
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._sums: dict[Key, _Sum] = {}
         with _keeping:
             _ledgers.append(self)
@@ -149,6 +150,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-_keeping = threading.Lock()
+_keeping = forks.lock()
 _ledgers: list[Ledger] = []
 _last: tuple[Ledger, Key, _Sum] | None = None

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError
 from sidelane.integrations.works import EndedWork, HostWork
@@ -52,7 +53,7 @@ class HostOrder:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[None], Job] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._gives_up = False

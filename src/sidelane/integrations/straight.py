@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, 
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from sidelane import forks
 from sidelane.collectives.pool import ALIGNMENT, rounded
 from sidelane.config import COMPUTE
 from sidelane.errors import SidelaneError
@@ -291,7 +291,7 @@ _OURS: dict[str, Callable[..., Any]] = {
 }
 _TORCHS: dict[str, Callable[..., Any]] = {}
 _users = 0
-_changing = threading.Lock()
+_changing = forks.lock()
 
 
 def take_over() -> None:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from sidelane import forks
 from sidelane.errors import UnavailableError
 
 MOST_AT_ONCE = 64
@@ -63,6 +64,7 @@ class DescriptorServer:
         self.pid = os.getpid()
         self.address = f"@sidelane-{self.pid}-{secrets.token_hex(4)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forks.closing(self._socket)  # while it is open anywhere, nobody who asks hears that this process has ended
         self._socket.bind(_bound(self.address))
         self._socket.listen(64)
         threading.Thread(target=self._serve, name="sidelane-descriptors", daemon=True).start()
@@ -71,6 +73,7 @@ class DescriptorServer:
         while True:
             peer, _ = self._socket.accept()
             # A peer that dies, or takes its time, costs its own answer.
+            forks.closing(peer)
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(TIMEOUT_S)
                 self._answer(peer)
@@ -104,6 +107,7 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
+            forks.closing(owner)
             owner.settimeout(TIMEOUT_S)
             owner.connect(_bound(address))
             owner.send(token.encode())

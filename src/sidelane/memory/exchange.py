@@ -31,8 +31,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from sidelane import forks
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
-from sidelane.memory import forks
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.process import ProcessIdentity
 

@@ -9,13 +9,14 @@ where there are no lanes. A moment that turns out to be a bad one is left to the
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import weakref
 from typing import Any, Protocol
 
 import torch
+
+from sidelane import forks
 
 PATIENCE_S = 2.0
 """That a device may take to become idle."""
@@ -139,22 +140,15 @@ submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
 
 _kept: dict[int, tuple[torch.device, object]] = {}
 _dropped: list[tuple[torch.device, object]] = []
-_giving_back = threading.Lock()
+_giving_back = forks.lock()
 _waiters: dict[torch.device, _Waiter] = {}
-_of_parents: list[object] = []
-"""In a forked copy: kept to its end, so that nobody gives it back."""
 
 
+@forks.in_copies
 def _begin_anew() -> None:
     """In a forked copy of the process: what was kept is its parent's, on whose devices it can give back nothing. What
     it keeps from now on is its own.
     """
-    global _giving_back
-    _of_parents.extend([*_kept.values(), *_dropped])
+    forks.keep_for_ever([*_kept.values(), *_dropped])
     for each in (_kept, _dropped, _waiters, lanes, submitters):
         each.clear()
-    _giving_back = threading.Lock()  # another thread may have held it
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)

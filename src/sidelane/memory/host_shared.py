@@ -14,6 +14,7 @@ import sys
 import tempfile
 from typing import Any
 
+from sidelane import forks
 from sidelane.errors import MismatchError, UnavailableError
 from sidelane.memory.available import available_bytes
 from sidelane.memory.exchange import Exchange
@@ -117,7 +118,8 @@ class _Opened:
 
     def __init__(self) -> None:
         self._descriptor = -1
-        self._unlink = ""
+        self._unlink, self._maker = "", os.getpid()
+        forks.closing(self)
 
     def open(self) -> int:
         """Make the file; its descriptor. ``path`` is where the others find it."""
@@ -134,7 +136,7 @@ class _Opened:
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        if self._unlink:
+        if self._unlink and os.getpid() == self._maker:
             os.unlink(self._unlink)
         self._descriptor, self._unlink = -1, ""
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
 import time
 from collections.abc import Collection, Iterator
+
+from sidelane import forks
 
 _POLL_S = 500e-6
 
@@ -40,8 +41,7 @@ def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for pid in sorted(set(pids)):
             lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            _held.add(lock)
-            stack.callback(_held.discard, lock)
+            forks.closing(lock)  # a copy would keep what this process gives back
             while not _took(lock, pid):
                 if time.monotonic() > deadline:
                     raise LockTimeoutError(pid)
@@ -57,15 +57,3 @@ def _took(lock: socket.socket, pid: int) -> bool:
             raise
         return False
     return True
-
-
-def _let_go() -> None:
-    """A forked copy of a process would keep a lock that its parent gives back."""
-    for lock in _held:
-        lock.close()
-    _held.clear()
-
-
-_held: set[socket.socket] = set()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)

@@ -11,7 +11,6 @@ import dataclasses
 import mmap
 import os
 import stat
-import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.memory.ordinary import Allocation, Standing
 
@@ -143,4 +143,4 @@ def _name_of(status: os.stat_result) -> str:
 mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
 """What this process has mapped, for all lanes."""
 
-_mapping = threading.Lock()
+_mapping = forks.lock()

@@ -7,9 +7,10 @@ import functools
 import hashlib
 import importlib.resources
 import platform
-import tempfile
 from pathlib import Path
 
+from sidelane import forks
+from sidelane.forks import OwnFolder
 from sidelane.native.build import compile_to, find_compiler, is_private, private_cache
 
 ARENAS = 16
@@ -53,7 +54,7 @@ def load_arenas() -> ArenaLibrary:
     compiler = find_compiler()
     made_for = repr((compiler, platform.machine(), platform.libc_ver()))
     name = f"sidelane_arena-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}.so"
-    folder = private_cache() or Path(_own_folder().name)
+    folder = private_cache() or _own_folder().path
     path = folder / name
     if path.exists() and is_private(path):
         try:
@@ -69,6 +70,13 @@ def load_arenas() -> ArenaLibrary:
 
 
 @functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
+def _own_folder() -> OwnFolder:
     """For this process; torch opens the library by its name when a pool is made."""
-    return tempfile.TemporaryDirectory(prefix="sidelane-")
+    return OwnFolder("sidelane-")
+
+
+@forks.in_copies
+def _begin_anew() -> None:
+    """In a copy: the folder goes with the process that made it."""
+    load_arenas.cache_clear()
+    _own_folder.cache_clear()

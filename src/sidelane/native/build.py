@@ -25,12 +25,12 @@ import stat
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from sidelane.config import cache_folder
+from sidelane.forks import OwnFolder
 
 MODULE = "sidelane_replay"
 TIMEOUT_S = 60.0
@@ -100,8 +100,8 @@ def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:
         RuntimeError: the compiler says so, or took longer than ``TIMEOUT_S``.
         OSError: it could not be run, or its output not be written.
     """
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{MODULE}-") as temporary:
-        text, binary = Path(temporary) / "source.c", Path(temporary) / path.name
+    with OwnFolder(f".{MODULE}-", path.parent) as temporary:
+        text, binary = temporary / "source.c", temporary / path.name
         text.write_bytes(source)
         includes = dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("include", "platinclude"))
         command = [*compiler, *_FLAGS, *(f"-I{folder}" for folder in includes), str(text), "-o", str(binary)]
@@ -146,7 +146,7 @@ def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
     folder = private_cache()
     if folder is not None:
         yield contextlib.nullcontext(folder)
-    yield _temporary_folder()
+    yield OwnFolder("sidelane-")
 
 
 def private_cache() -> Path | None:
@@ -157,12 +157,6 @@ def private_cache() -> Path | None:
         if is_private(folder):
             return folder
     return None
-
-
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="sidelane-") as name:
-        yield Path(name)
 
 
 def is_private(path: Path) -> bool:

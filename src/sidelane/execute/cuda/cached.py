@@ -5,9 +5,9 @@ Frozen programs run like this outside of captures too. A graph cannot write an e
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
+from sidelane import forks
 from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound
@@ -27,7 +27,7 @@ class ExecutableGraph:
     def __init__(self, driver: Driver, calls: Iterable[Bound], stream: int) -> None:
         self._driver = driver
         self._graph = driver.make_graph(calls, stream)
-        weakref.finalize(self, driver.destroy_graph, self._graph).atexit = False
+        forks.finalize(self, driver.destroy_graph, self._graph)
 
     def bind(self, stream: int) -> Bound:
         """Its launch on ``stream``, any one that is not captured; the call keeps the graph."""

@@ -8,12 +8,12 @@ memory that it was. Memory that is freed while peers have it mapped stays until 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 
 import torch
 
+from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.driver import Driver, DriverError
@@ -30,7 +30,7 @@ class OpenedAllocation:
 
     def __init__(self, driver: Driver, start: int) -> None:
         self.start = start
-        weakref.finalize(self, _close, driver, start).atexit = False  # the end of a process unmaps all
+        forks.finalize(self, _close, driver, start)  # the end of a process unmaps all
 
 
 class ExportedMemory:
@@ -113,4 +113,4 @@ def _close(driver: Driver, start: int) -> None:
 opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation | OpenedSpan] = weakref.WeakValueDictionary()
 """What this process has mapped, for all lanes, by device, handle and name."""
 
-_opening = threading.Lock()
+_opening = forks.lock()

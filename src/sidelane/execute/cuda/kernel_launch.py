@@ -16,13 +16,13 @@ Import it late: it needs Triton.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import triton
 from triton.backends.compiler import GPUTarget
 
+from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.native import Bound
 
@@ -202,4 +202,4 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
 
 
 _kernels: dict[int, Kernels] = {}
-_lock = threading.Lock()
+_lock = forks.lock()

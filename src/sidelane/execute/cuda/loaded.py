@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
@@ -68,7 +68,7 @@ class CudaProgram:
         self._bound = self._bind(busy)
         self._subject = (program, addresses, busy)
         executor.rescue.register(program, executor.rank, addresses)
-        weakref.finalize(self, destroy_events, executor.driver, self._events).atexit = False
+        forks.finalize(self, destroy_events, executor.driver, self._events)
 
     @property
     def moves(self) -> bool:

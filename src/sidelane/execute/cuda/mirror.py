@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 
 import torch
 
+from sidelane import forks
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.driver import Driver, load_api
 from sidelane.memory.giving_back import Kept
@@ -40,7 +40,7 @@ class Mirror:
         start = int(driver.call("cuMemAddressReserve", total, 0, api.CUdeviceptr(0), 0))
         places: list[int] = []
         mapping = _Mapping()
-        weakref.finalize(mapping, _unmap, driver, start, total, places, size).atexit = False
+        forks.finalize(mapping, _unmap, driver, start, total, places, size)
         self._mapping = Kept(mapping, torch.device("cuda", driver.index))
         for number, base in enumerate(bases):
             handle = driver.call("cuMemRetainAllocationHandle", base)

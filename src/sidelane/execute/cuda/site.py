@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.cuda.alike import Alike
 from sidelane.execute.cuda.cached import ExecutableGraph
@@ -63,7 +63,7 @@ class CudaSite:
         features.require()
         self.rank, self.features, self.reduce_blocks = rank, features, reduce_blocks
         self.driver = driver if driver is not None else Driver(device)
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
         self.ledger = Ledger()
         self.plans = Plans(rank, features)
         self.programs: Alike[Any] = Alike()  # of copy engines; whoever loads knows their types
@@ -97,6 +97,7 @@ class CudaSite:
         self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
+        forks.keeping(self)  # with its words and streams
         # For an executor that is dropped without close. The thread holds the watch, not this object.
         self._end_watch = weakref.finalize(self, self.watch.stop)
 

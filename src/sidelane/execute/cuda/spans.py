@@ -12,11 +12,11 @@ import contextlib
 import functools
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.virtual import VirtualMemory
@@ -42,7 +42,7 @@ class Span:
         self.memory, self.pieces = memory, pieces
         self.token = f"s{next(_numbers)}"
         self._looked_at = itertools.cycle(pieces)
-        weakref.finalize(self, _release, memory, pieces).atexit = False  # the end of a process releases all
+        forks.finalize(self, _release, memory, pieces)  # the end of a process releases all
 
     def is_gone(self) -> bool:
         """Looks at one piece, the next one each time."""
@@ -63,7 +63,7 @@ class OpenedSpan:
 
     def __init__(self, memory: VirtualMemory, start: int, sizes: Sequence[int]) -> None:
         self.start = start
-        weakref.finalize(self, _close, memory, start, tuple(sizes), len(sizes)).atexit = False
+        forks.finalize(self, _close, memory, start, tuple(sizes), len(sizes))
 
 
 def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | str:
@@ -139,7 +139,7 @@ def _parts_of(token: str) -> Sequence[Part]:
 
 def _server() -> DescriptorServer:
     global _answering
-    if _answering is None or _answering.pid != os.getpid():
+    if _answering is None:
         _answering = DescriptorServer(_parts_of)
     return _answering
 
@@ -163,5 +163,14 @@ _numbers = itertools.count(1)
 _spans: weakref.WeakValueDictionary[tuple[object, ...], Span] = weakref.WeakValueDictionary()
 """Of this process, for all lanes, by device and pieces."""
 _by_token: weakref.WeakValueDictionary[str, Span] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+_making = forks.lock()
 _answering: DescriptorServer | None = None
+
+
+@forks.in_copies
+def _know_nothing() -> None:
+    """In a copy: its parent's spans are not its own, nor what answers for them."""
+    global _answering
+    _answering = None
+    _spans.clear()
+    _by_token.clear()

@@ -61,6 +61,11 @@ def keeping(what: object) -> None:
     _kept.add(what)
 
 
+def keep_for_ever(what: object) -> None:
+    """Never finalise ``what``, not at the end of the interpreter either: in a copy, what its parent uses."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+
 def telling(what: Disownable) -> None:
     """Call ``what.disown()`` in copies, as long as it lives."""
     _told.add(what)
@@ -126,7 +131,7 @@ def _in_copy() -> None:
         what.close()
     _closing.clear()
     for kept in list(_kept):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # at the end of the interpreter, too
+        keep_for_ever(kept)
     _kept.clear()
     for function in _functions:
         function()
