@@ -96,6 +96,35 @@ def refusal(what: str, maker: int) -> CommunicatorClosedError:
     )
 
 
+class Owner:
+    """The process that made something, which is the only one that may use it.
+
+    Args:
+        what: it is, for people.
+
+    Attributes:
+        is_copied: this process is a forked copy of that one.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what, self.is_copied = what, False
+        self._maker = os.getpid()
+        telling(self)
+
+    def disown(self) -> None:
+        """This process is a copy."""
+        self.is_copied = True
+
+    def require(self) -> None:
+        """Raise in a copy.
+
+        Raises:
+            CommunicatorClosedError: this process is one.
+        """
+        if self.is_copied:
+            raise refusal(self.what, self._maker)
+
+
 class OwnFolder:
     """A folder that goes with this object, or with the process that made it; a copy's end leaves it alone.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from test_call_threads import in_a_forked_copy
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import sidelane
+from sidelane import config
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
 from sidelane.integrations import ledger
 
@@ -238,6 +241,82 @@ def compared(group: dist.ProcessGroup, folder: str) -> None:
             assert tensor.eq(size * size).all()
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def copied(group: dist.ProcessGroup, folder: str) -> None:
+    """What forked copies do to a group is an error at once, and changes nothing for the ranks."""
+    with world(f"{folder}/copied") as (rank, size):
+        copies(rank, size, torch.ones(6), f"{folder}/of copies")
+
+
+def copies(rank: int, size: int, tensor: torch.Tensor, store: str) -> None:
+    """See :func:`copied`."""
+    gloo = torch.zeros(5, dtype=torch.float64)
+    told = dist.PrefixStore("told", dist.distributed_c10d._get_default_store())
+    part = dist.new_group([0, 1])
+
+    def calls() -> None:
+        dist.all_reduce(tensor.fill_(1))
+        assert tensor.eq(size).all()
+        for work in (dist.all_reduce(tensor, async_op=True), dist.all_reduce(gloo, async_op=True)):
+            work.wait()  # type: ignore[union-attr]
+        assert tensor.eq(size * size).all()
+        if rank < 2:
+            dist.all_reduce(tensor.fill_(1), group=part)
+
+    calls()
+    ended = dist.all_reduce(tensor, async_op=True)
+    assert ended is not None and ended.wait()
+    uses: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.all_reduce(tensor, async_op=True),
+        lambda: dist.all_reduce(gloo),
+        lambda: dist.all_reduce(gloo, async_op=True),
+        lambda: dist.all_gather_object([None] * size, 1),
+        lambda: dist.barrier(),
+        lambda: dist.send(tensor, (rank + 1) % size),
+        lambda: dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, (rank + 1) % size)]),
+        lambda: dist.group.WORLD.monitored_barrier(),  # type: ignore[union-attr]
+        lambda: dist.new_group(),
+        lambda: dist.split_group(None, [list(range(size))]),
+        lambda: sidelane.wrap(),
+        lambda: sidelane.Communicator(dist.group.WORLD, device="cpu"),
+        lambda: functional.all_reduce(tensor, "sum", dist.group.WORLD).sum(),
+    ]
+    for number, use in enumerate(uses):
+        text = in_a_forked_copy(use)
+        assert text.startswith("CommunicatorClosedError: "), (number, text)
+        assert f"it was made in another process (pid {os.getpid()}), of which this one" in text, (number, text)
+    calls()
+    if rank == 0:  # the others are late: threads of this process make the calls
+        works = [dist.all_reduce(tensor, async_op=True), dist.all_reduce(gloo, async_op=True)]
+        for work in works:
+            text = in_a_forked_copy(lambda work=work: work.wait())
+            assert text.startswith("CommunicatorClosedError: call under way: it was made in another process"), text
+        told.set("that all may come", "")
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+    else:
+        told.wait(["that all may come"])
+        dist.all_reduce(tensor)
+        dist.all_reduce(gloo)
+
+    def goes_on() -> str:
+        assert ended.wait()
+        if rank < 2:
+            dist.destroy_process_group(part)
+        dist.destroy_process_group()
+        with config.override(dataclasses.replace(config.current(), virtual_nodes=None)), world(store):
+            for form in (torch.float32, torch.float64):
+                own = torch.ones(7, dtype=form)
+                dist.all_reduce(own)
+                dist.all_reduce(own, async_op=True).wait()  # type: ignore[union-attr]
+                assert own.eq(size * size).all(), own
+        return "fine"
+
+    text = in_a_forked_copy(goes_on, 60)
+    assert text == "fine", text
+    calls()
 
 
 def dies(group: dist.ProcessGroup, folder: str) -> None:

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from group_world import world
+from group_world import copies, world
+from test_call_threads import in_a_forked_copy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -82,6 +83,26 @@ def _train(mesh: object, rank: int, size: int, *, ours: bool = False) -> None:
     everywhere = x.sum(0) + 2 * sum(range(size)) / size
     torch.testing.assert_close(grad.full_tensor(), everywhere.expand(WIDE, WIDE))
     if enabled is not None:
+        enabled.disable()
+
+
+def copied(group: dist.ProcessGroup, folder: str) -> None:
+    """Forked copies change nothing for the ranks, which are on several nodes; FSDP2's lanes neither."""
+    with _on((0, 0, 1, 1)), world(f"{folder}/copied") as (rank, size):
+        tensor = torch.ones(40_000)
+        copies(rank, size, tensor, f"{folder}/of copies")
+        dist.all_reduce(tensor)
+        last = sidelane.report().last
+        assert last is not None and last.why.startswith("hierarchical"), last
+        torch.manual_seed(0)
+        net = fully_shard(torch.nn.Linear(WIDE, WIDE, bias=False))
+        assert isinstance(net, FSDPModule)
+        enabled = fsdp.enable(net)
+        for _ in range(2):
+            net(torch.ones(2, WIDE)).sum().backward()
+            text = in_a_forked_copy(lambda: net(torch.ones(2, WIDE)))
+            assert text.startswith("CommunicatorClosedError: communicator of several nodes: it was made in"), text
+            assert in_a_forked_copy(enabled.disable) == "None"
         enabled.disable()
 
 

@@ -134,7 +134,7 @@ def test_threads_may_take_turns(pool: RankPool) -> None:
     pool.run(threads_that_take_turns, 3)
 
 
-def in_a_forked_copy(function: Any) -> str:
+def in_a_forked_copy(function: Any, patience_s: float = 10) -> str:
     """What a function says in a copy of this process, and how long that took: a copy that hangs is killed."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -148,7 +148,7 @@ def in_a_forked_copy(function: Any) -> str:
     os.close(writing)
     began = time.monotonic()
     while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() - began > 10:
+        if time.monotonic() - began > patience_s:
             os.kill(child, 9)
             os.waitpid(child, 0)
             return "hangs"

@@ -9,7 +9,11 @@ import sys
 import threading
 from pathlib import Path
 
+import group_world
+import nodes_world
 import pytest
+from group_world import leave
+from ranks import crew
 from test_call_threads import in_a_forked_copy
 
 import sidelane
@@ -103,6 +107,41 @@ assert not os.path.exists(os.read(reading, 1000))
 print(folder.path)
 """
     assert not Path(run(program).strip()).exists()
+
+
+def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> None:
+    with crew(4) as ranks:
+        ranks.run(leave)
+        ranks.run(group_world.copied, None, str(tmp_path))
+        (tmp_path / "nodes").mkdir()
+        ranks.run(nodes_world.copied, None, str(tmp_path / "nodes"))
+
+
+def test_a_copy_ends_like_any_program_though_it_has_a_group() -> None:
+    """Destructors of Gloo wait for threads, which are in the other process."""
+    program = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import sidelane
+sidelane.register()
+dist.init_process_group("sidelane", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+dist.all_reduce(torch.ones(3, dtype=torch.float64))
+copy = os.fork()
+if copy == 0:
+    sys.exit(3)
+deadline, ended = time.monotonic() + 30, (0, 0)
+while ended[0] == 0 and time.monotonic() < deadline:
+    ended = os.waitpid(copy, os.WNOHANG)
+    time.sleep(0.01)
+if ended[0] == 0:
+    os.kill(copy, signal.SIGKILL)
+dist.all_reduce(torch.ones(3))
+dist.destroy_process_group()
+print("hangs" if ended[0] == 0 else os.waitstatus_to_exitcode(ended[1]), flush=True)
+os._exit(0)
+"""
+    assert run(program).split() == ["3"]
 
 
 def test_what_is_finalised_in_a_copy_is_not_the_parents() -> None:

@@ -53,6 +53,7 @@ class Dispatcher:
         memory: for who asks the group for some.
         names: of the other group's backends, by device.
         timeout: of communicators to come.
+        owner: the process that is a rank.
     """
 
     def __init__(
@@ -80,9 +81,16 @@ class Dispatcher:
         # reducer waited for ever for how many ranks have not joined (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
         self._again: dict[Key, Again] = {}
+        self.owner = forks.Owner("process group")
+        forks.telling(self)
+
+    def disown(self) -> None:
+        """In a forked copy: no call is like an earlier one, so that all are refused in one place."""
+        self._again.clear()
 
     def begin_coalescing(self) -> None:
         """From here on, what :meth:`run` and :meth:`pass_on` return is kept as well."""
+        self.owner.require()
         self._coalescing = []
 
     def end_coalescing(self) -> list[dist.Work]:
@@ -159,6 +167,7 @@ class Dispatcher:
             return self._run(call)
 
     def _run(self, call: Call) -> dist.Work:
+        self.owner.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
         if self._can_capture and torch.cuda.is_current_stream_capturing():
@@ -188,6 +197,7 @@ class Dispatcher:
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks: in no order with the calls of all."""
+        self.owner.require()
         if self._can_capture and torch.cuda.is_current_stream_capturing():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
@@ -292,6 +302,7 @@ class Dispatcher:
 
     def _for_memory(self, device: torch.device) -> Communicator | None:
         """Behind the calls that a thread makes: on all ranks alike."""
+        self.owner.require()
         order = self._orders[device.type]
         if isinstance(order, HostOrder):
             order.settle()

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane import forks
 from sidelane.errors import PeerError
 from sidelane.integrations.buffers import Allocating, Source
 from sidelane.memory.process import ProcessIdentity
@@ -72,6 +73,7 @@ def make_other(
         group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
         backends += [nccl] if isinstance(nccl, Allocating) else []
     _backends[group] = backends
+    forks.keeping(group)  # its connections are those of the process that a copy is of
     return group
 
 

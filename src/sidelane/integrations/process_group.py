@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from sidelane import config
+from sidelane import config, forks
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
@@ -29,6 +29,7 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.other import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.works import JoinedWork
+from sidelane.memory.exchange import require_own
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 
@@ -71,10 +72,15 @@ class SidelaneGroup(dist.ProcessGroup):
         nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
         self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout, self._what_was_asked)
         ask_for_memory(self._other, self._dispatcher.memory)
+        # In a forked copy, the end of a connection would be the end of it here, and threads are waited for for ever.
+        forks.keeping(self)
+        forks.keeping(self._other)
 
     @classmethod
     def of_options(cls, options: Any, backend_options: Any) -> SidelaneGroup:
         """Make a group for torch. ``options`` are its ``DistributedBackendOptions``, the others those of NCCL."""
+        if dist.group.WORLD is not None:
+            require_own(dist.group.WORLD, "process group")
         size, ranks = options.group_size, list(options.global_ranks_in_group)
         arguments = (options.store, options.group_rank, size, options.timeout)
 
@@ -113,6 +119,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def setGroupName(self, name: str) -> None:
         """Torch tells the name when the group is made."""
         self._name = self._dispatcher.ledger.group = name
+        self._dispatcher.owner.what = f"process group {name}"
         if self._owned:
             self._other._set_group_name(name)  # type: ignore[arg-type]
 
@@ -140,6 +147,7 @@ class SidelaneGroup(dist.ProcessGroup):
         device_types: list[torch.device] | None = None,
     ) -> SidelaneGroup | None:
         """A group of some of these ranks (numbers in this group); None on the others. See ``dist.split_group``."""
+        self._dispatcher.owner.require()
         if self.rank() not in new_ranks:
             return None
         chosen = sorted(new_ranks)
@@ -154,14 +162,18 @@ class SidelaneGroup(dist.ProcessGroup):
         return made
 
     def shutdown(self) -> None:
-        """Wait for the calls under way, and let go of everything."""
+        """Wait for the calls under way, and let go of everything; in a forked copy, of nothing."""
+        if self._dispatcher.owner.is_copied:
+            return
         self._dispatcher.finish()
         self._dispatcher.close()
         if self._owned:
             self._other.shutdown()
 
     def abort(self) -> None:
-        """Let go of everything at once: calls under way fail, here and on the other ranks."""
+        """Let go of everything at once: calls under way fail, here and on the other ranks. Nothing in a forked copy."""
+        if self._dispatcher.owner.is_copied:
+            return
         self._dispatcher.close()
         if self._owned:
             self._other.abort()
@@ -321,6 +333,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``barrier``; on GPUs the host waits for it, as it does with NCCL."""
+        self._dispatcher.owner.require()
         opts = _with_timeout(opts or dist.BarrierOptions(), timeout)
         device = torch.device("cpu")
         if opts.device is not None:
@@ -373,6 +386,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Gloo's."""
+        self._dispatcher.owner.require()
         self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -381,6 +395,7 @@ class SidelaneGroup(dist.ProcessGroup):
             self._other._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
+        self._dispatcher.owner.require()
         works = self._dispatcher.end_coalescing()
         if self._dispatcher.names.get(device.type) == "nccl":
             last = self._other._end_coalescing(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import PeerTimeoutError
 from sidelane.memory.ending import give_up_if_it_ends
@@ -63,8 +65,11 @@ class HostWork(Work):
         super().__init__()
         self.outputs = tuple(outputs)
         self._future, self._timeout, self._late, self._interrupted = future, timeout, late, interrupted
+        self._maker = os.getpid()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if os.getpid() != self._maker and not self._future.done():
+            raise forks.refusal("call under way", self._maker)  # the thread that would end it is there alone
         limit = timeout if timeout > NO_TIMEOUT else self._timeout
         try:
             done, _ = concurrent.futures.wait([self._future], limit.total_seconds() if limit > NO_TIMEOUT else None)
@@ -116,8 +121,11 @@ class OtherWork(dist.Work):
     def __init__(self, work: dist.Work, watch: Watch, peers: Sequence[int], *, looks: bool) -> None:
         super().__init__()
         self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
+        self._maker = os.getpid()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if os.getpid() != self._maker and not self._work.is_completed():
+            raise forks.refusal("call under way", self._maker)
         began, noticed = time.monotonic(), math.inf
         limit = timeout.total_seconds() if timeout > NO_TIMEOUT else math.inf
         while True:

@@ -13,6 +13,7 @@ from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
+from sidelane.memory.exchange import require_own
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """By group, not by its name: a process that has wrapped an earlier group of that name agrees with one that has not."""
@@ -34,8 +35,10 @@ def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
         TypeError: ``group`` is no group.
         RuntimeError: ``torch.distributed`` is not initialised.
         ValueError: this process is not in the group.
+        CommunicatorClosedError: it is a forked copy of one that is.
     """
     inner = group_for("wrap", group)
+    require_own(inner, "wrap")
     register()
     number = next(_made.setdefault(inner, itertools.count()))
     name = f"{inner.group_name}/{NAME}{number}"

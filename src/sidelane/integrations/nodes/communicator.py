@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane import forks
 from sidelane.collectives import Communicator
 from sidelane.collectives.arguments import op_name
 from sidelane.config import Config
@@ -65,6 +65,7 @@ class NodesCommunicator:
     Attributes:
         near: the communicator of this node.
         pieces: into which the next calls are cut, at most; the same on all ranks.
+        owner: the process that is a rank.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class NodesCommunicator:
                 self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
-        self._telling = threading.Lock()  # the lookout may fail a call while the call itself does
+        self._telling = forks.lock()  # the lookout may fail a call while the call itself does
         self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
         self._scratch = Scratch(self.near)
+        self.owner = forks.Owner("communicator of several nodes")
 
     def _make_near(self, store: dist.Store, device: torch.device, config: Config) -> Communicator:
         made: Communicator | None = None
@@ -151,7 +153,9 @@ class NodesCommunicator:
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
 
     def close(self) -> None:
-        """Let go of everything; calls under way fail, here and on the other ranks. Idempotent."""
+        """Let go of everything; calls under way fail, here and on the other ranks. Idempotent. Nothing in a copy."""
+        if self.owner.is_copied:
+            return
         if self._failure is None:
             self._failure = PeerError("the communicator was closed")
         self._lookout.close()
@@ -163,6 +167,7 @@ class NodesCommunicator:
             far.abort()
 
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
+        self.owner.require()  # before anything could tell the others that it has failed
         if (unsaid := self._take_unsaid()) is not None:
             raise unsaid
         if self._failure is not None:

@@ -147,7 +147,9 @@ class NodesLane:
         return found[0]
 
     def close(self) -> None:
-        """End it; calls under way fail."""
+        """End it; calls under way fail. Nothing in a forked copy."""
+        if self.comm.owner.is_copied:
+            return
         self.comm.close()
         self._thread.close()
         if self._stream is not None:
@@ -186,6 +188,7 @@ class NodesLane:
         async_op: bool,
         make: Callable[[Tensors, Tensors], None],
     ) -> dist.Work | None:
+        self.comm.owner.require()
         outputs, inputs = _listed(output), _listed(input)
         nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (outputs, inputs))
         pieces = choose(kind, nbytes, self.comm.nodes).pieces
@@ -205,6 +208,7 @@ class NodesLane:
 
     def _behind(self, job: Callable[[], None]) -> None:
         """Run ``job`` here, behind the asynchronous calls."""
+        self.comm.owner.require()
         if self._last is not None:
             concurrent.futures.wait([self._last])  # what went wrong in it is for those who wait for it
             self._last = None
