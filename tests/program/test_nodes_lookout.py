@@ -101,7 +101,7 @@ def test_what_ended_a_call_is_said_once_though_the_thread_ends_while_the_call_se
     made.nodes, made._node = Nodes.named("aabb"), 0
     made._roll = mock.Mock(settle=settle)
     made._failure = made._unsaid = None
-    made._telling = threading.Lock()
+    made._telling, made.owner = threading.Lock(), mock.Mock()
     assert made._fail(_NearError(PeerError("closed by a peer", (1,)))) is ended
     made._end(PeerError("later"))
     tensor = torch.ones(4)
