@@ -353,6 +353,10 @@ def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
         (("all_gather", "64K", "--machine", "h200x4", "--profile", "x.json"), "exclude each other"),
         (("all_gather", "64K", "--profile", "no-such.json"), "no such profile"),
         (("all_gather", "0", "--machine", "h200x4"), "Error: explain: SIZE (value=0, allowed=1 byte and more)"),
+        (
+            ("all_gather", "1M", "--machine", "h200x4", "--world-size", "17"),
+            "world_size (value=17, allowed=1..16; more",
+        ),
         (("gather", "64K", "--in-place"), "no in-place form"),
         (("gather", "64K", "--tensors", "2"), "tensors of gather"),
         (("all_gather", "64K", "--beside", "music"), "compute"),

@@ -79,6 +79,7 @@ def test_wrong_arguments_are_refused_on_every_rank_and_nothing_breaks(pool: Rank
     texts = pool.run(wrong_arguments, 3)[0]
     assert "output must hold 3 times the elements of input (output=13, input=4, allowed output=12)" in texts[0]
     assert "another communicator" in texts[4]
+    assert "allowed=as tensor.contiguous() has them" in texts[2]
     assert "in-place call" in texts[5]
     assert "(value='swap', allowed=auto, b2b, striped, bcst" in texts[6]
     assert "symmetric memory" in texts[7]
@@ -192,6 +193,21 @@ def test_a_size_of_a_pool_that_is_none_is_told_as_a_number(pool: RankPool) -> No
             "pool: nbytes (value=True, allowed=a whole number of bytes, such as 1 << 30)",
             "pool: nbytes (value=0, allowed=1 and more)",
         ]
+
+
+def alone(group: dist.ProcessGroup) -> list[str]:
+    """Rank 0 makes a communicator that rank 1 does not make, and then calls one that it has closed."""
+    with communicator(group) as comm:
+        told = [str(error_of(communicator, group, timeout_s=0.2))] if comm.rank == 0 else []
+        comm.barrier()
+    told.append(str(error_of(comm.all_reduce, torch.ones(4))))
+    return told
+
+
+def test_a_missing_or_closed_communicator_says_what_is_needed(pool: RankPool) -> None:
+    first, second = pool.run(alone, 2)
+    assert first[0].endswith("for ranks 1: every rank of the group makes its communicators, in one order")
+    assert first[1:] == second == ["Communicator: closed (allowed=calls before close(), or in its block)"]
 
 
 def misspelt(group: dist.ProcessGroup) -> list[str]:

@@ -56,10 +56,10 @@ def test_what_is_refused(pool: RankPool) -> None:
         "numbers 0 and 1 in the lists overlap",
         "numbers 0 and 1 in the lists overlap",
         "dtype (value=bool",
-        "tensors expected (value=list)",
-        "tensors expected (value=list)",
-        "tensors expected (value=list)",
-        "tensors expected (value=list)",
+        "tensors expected (value=list, allowed=torch.Tensor)",
+        "tensors expected (value=list, allowed=torch.Tensor)",
+        "tensors expected (value=list, allowed=torch.Tensor)",
+        "tensors expected (value=list, allowed=torch.Tensor)",
     )
     for texts in pool.run(list_cases.refused, 2):
         assert len(texts) == len(words)
@@ -87,7 +87,7 @@ def test_batches_that_are_refused(pool: RankPool) -> None:
         "numbers 0 and 1 in the batch overlap",
         "variant for lists (value='swap'",
         "(number 0 in the batch)",
-        "tensors expected (value=int) (number 0 in the batch)",
+        "tensors expected (value=int, allowed=torch.Tensor) (number 0 in the batch)",
         "by zero",
         "ranks made different calls",
     )

@@ -49,7 +49,7 @@ def test_mistakes_are_refused_on_every_rank(pool: RankPool) -> None:
         "ValueError: load: buffer 'inbox' is touched by peers, so that it must be symmetric memory",
         "ValueError: a tensor is symmetric memory of another communicator",
         "ValueError: load: tensors must be contiguous",
-        "TypeError: load: tensors expected (value=str)",
+        "TypeError: load: tensors expected (value=str, allowed=torch.Tensor)",
         "ValueError: load: buffers 'cache' and 'inbox' overlap",
         "ProgramError: verify: refused handover(3 ranks, 12000 bytes) push:",
         "RuntimeError: a call of handover(3 ranks, 12000 bytes) push, which was closed",

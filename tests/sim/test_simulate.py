@@ -133,6 +133,13 @@ def test_more_ranks_than_gpus_are_refused():
         simulate(ring_all_gather(16, MB), MACHINE)
 
 
+def test_names_in_place_of_machines_and_programs_are_refused():
+    with pytest.raises(TypeError, match=r"machine \(value='mi300x8', allowed=a Machine, as machine.load.named"):
+        simulate(ring_all_gather(4, MB), "mi300x8")
+    with pytest.raises(TypeError, match=r"program \(value='all_gather', allowed=a sidelane.program.ir.Program"):
+        simulate("all_gather", MACHINE)
+
+
 def test_the_timeline_holds_every_phase_within_the_run(tmp_path):
     run = dma_run(MACHINE, Kind.ALL_GATHER, MB, "b2b", record=True)
     labels = {interval.label.split()[0] for interval in run.timeline}

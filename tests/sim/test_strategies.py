@@ -88,6 +88,13 @@ def test_the_versions_of_the_paper_differ_by_a_write_back():
         c3_study(MACHINE, version="001")
 
 
+def test_names_in_place_of_machines_and_workloads_are_refused():
+    with pytest.raises(TypeError, match=r"predict: machine \(value='mi300x8', allowed=a Machine"):
+        predict("mi300x8", PAIR, "conccl")
+    with pytest.raises(TypeError, match=r"predict: workload \(value='cb1_896M', allowed=a Workload"):
+        predict(MACHINE, "cb1_896M", "conccl")
+
+
 def test_a_partition_can_be_given_or_swept():
     swept = predict(MACHINE, PAIR, "c3_rp")
     given = [predict(MACHINE, PAIR, "c3_rp", units=units) for units in partitions(MACHINE)]

@@ -32,7 +32,7 @@ from sidelane.machine.load import find, machine_names
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
 from sidelane.program.builders.confirmed import confirmed
-from sidelane.program.collective import REDUCING, Collective, Kind, ReduceOp, Reduction
+from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import MOVES, Copy, Move, Program, describe
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
@@ -171,6 +171,8 @@ def explain(options: ExplainOptions) -> Explanation:
         ValueError: no such machine or profile, or a call that does not exist.
     """
     by, where, device_type, world_size, abilities = _where(options)
+    if world_size > MAX_NODE_RANKS:
+        raise ValueError(f"explain: world_size (value={world_size}, allowed=1..{MAX_NODE_RANKS}; more with --nodes)")
     agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)

@@ -222,7 +222,8 @@ class Arguments:
                 raise ValueError(f"{function}: device (value={tensor.device}, allowed={self.device})")
             if not tensor.is_contiguous():
                 raise ValueError(
-                    f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)})"
+                    f"{function}: tensors must be contiguous (strides={tensor.stride()}, shape={tuple(tensor.shape)}, "
+                    "allowed=as tensor.contiguous() has them)"
                 )
         return tuple(self.locate(tensor) for tensor in tensors)
 
@@ -322,7 +323,7 @@ def check_tensors(function: str, *tensors: object) -> None:
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{function}: tensors expected (value={type(tensor).__name__})")
+            raise TypeError(f"{function}: tensors expected (value={type(tensor).__name__}, allowed=torch.Tensor)")
 
 
 def identities(tensors: Sequence[object]) -> Hashable:

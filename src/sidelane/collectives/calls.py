@@ -141,7 +141,7 @@ class Calls:
     def require_open(self) -> None:
         """Raise as :meth:`number` does."""
         if self.closed:
-            raise CommunicatorClosedError("Communicator: closed")
+            raise CommunicatorClosedError("Communicator: closed (allowed=calls before close(), or in its block)")
         if self.forked:
             raise forks.refusal("Communicator", self.control.pid)
         if self.failure is not None:

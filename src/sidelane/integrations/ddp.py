@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from sidelane.collectives import Communicator, Session
 from sidelane.collectives.pool import MemoryUse
 from sidelane.config import COMPUTE, Config
-from sidelane.errors import Page, see
+from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
 
 OPERATION = "ddp all_reduce"
 
 
+@explained(Page.ONE_LINE)
 def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "Enabled":
     """Let Sidelane average the gradients of a model. Collective.
 

@@ -22,7 +22,7 @@ from sidelane import config as settings
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.pool import MemoryUse
 from sidelane.config import COMPUTE, Config
-from sidelane.errors import Page, see
+from sidelane.errors import Page, explained, see
 from sidelane.integrations import straight
 from sidelane.integrations.links import Link, MachineLink, name_of
 from sidelane.integrations.nodes.groups import nodes_named, own_node
@@ -31,6 +31,7 @@ from sidelane.memory.exchange import Exchange
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
 
+@explained(Page.FSDP)
 def enable(model: nn.Module, *, config: Config | None = None, straight_into_parameters: bool = True) -> Enabled:
     """Let Sidelane gather the parameters and scatter the gradients of a model. Collective.
 

@@ -140,6 +140,8 @@ class Exchange:
                 self._look_around(what, ranks)
             if now - began > self._timeout_s:
                 named = ", ".join(map(str, ranks))
+                if self._number == 1:  # nobody has met
+                    named += ": every rank of the group makes its communicators, in one order"
                 raise PeerTimeoutError(
                     f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "
                     f"{now - began:.1f} s until its timeout for ranks {named}",

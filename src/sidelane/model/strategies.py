@@ -93,9 +93,14 @@ def predict(
         record: keep the timeline.
 
     Raises:
+        TypeError: no machine, or no workload.
         ValueError: unknown strategy, one that the model does not speak to (:func:`objection`), or units that the
             machine cannot give.
     """
+    if not isinstance(machine, Machine):
+        raise TypeError(f"predict: machine (value={machine!r}, allowed=a Machine, as machine.load.named returns)")
+    if not isinstance(workload, Workload):
+        raise TypeError(f"predict: workload (value={workload!r}, allowed=a Workload, as parse_workload returns)")
     chosen = named(strategy) if isinstance(strategy, str) else strategy
     if reason := objection(chosen, machine):
         raise ValueError(f"predict: strategy (value={chosen.name!r}): {reason}")

@@ -76,9 +76,14 @@ def simulate(
         record: keep the timeline.
 
     Raises:
+        TypeError: no program, or no machine.
         ValueError: the machine has too few GPUs.
         DeadlockError: the program can not end.
     """
+    if not isinstance(program, Program):
+        raise TypeError(f"simulate: program (value={program!r}, allowed=a sidelane.program.ir.Program)")
+    if not isinstance(machine, Machine):
+        raise TypeError(f"simulate: machine (value={machine!r}, allowed=a Machine, as machine.load.named returns)")
     if program.world_size > machine.world_size:
         raise ValueError(f"simulate: ranks (value={program.world_size}, allowed=1..{machine.world_size})")
     return _Simulation(program, machine, edges, fires, record).run()
