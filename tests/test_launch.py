@@ -111,11 +111,11 @@ def wait_for_nothing(rank: Rank, folder: str) -> None:
 
 def sleep_and_clean_up(rank: Rank, folder: str) -> None:
     path = Path(folder, f"rank{rank.rank}")
-    path.write_text(str(os.getpid()))
     try:
+        path.write_text(str(os.getpid()))  # from here on it may be interrupted
         time.sleep(100)
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def leave_nothing(rank: Rank) -> None:
@@ -223,6 +223,7 @@ def parent_of(function: str, folder: Path) -> tuple[subprocess.Popen[str], list[
     """A process that runs ``function`` on two ranks, and the ids of these once they are at work."""
     script = (
         "from test_launch import *\n"
+        "launch.GRACE_S = 60.0\n"  # however busy the machine is
         f"if __name__ == '__main__': run_ranks({function}, 2, {str(folder)!r}, timeout_s=100)\n"
     )
     (folder / "parent.py").write_text(script)
