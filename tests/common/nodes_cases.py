@@ -235,6 +235,28 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         sidelane.wrap(group)
 
 
+def half_made(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """What one rank cannot make is made by none, and by all the next time: nobody goes by the words of the first."""
+    with on_nodes(group, layout) as nodes:
+        for number in range(3):
+            tensor = torch.ones(50_000)
+            with pytest.MonkeyPatch.context() as patch:
+                if number < 2 and nodes.rank() == 2 + number:  # on a node of its own
+
+                    def fail(*_: object, **__: object) -> None:
+                        raise OSError("no room")
+
+                    patch.setattr(communicator, "Communicator", fail)
+                if number < 2:
+                    with pytest.raises(PeerError, match=f"rank {2 + number}: OSError: no room"):
+                        dist.all_reduce(tensor, group=nodes)
+                    continue
+            dist.all_reduce(tensor, group=nodes)
+            assert tensor.eq(nodes.size()).all()
+            last = sidelane.report().last
+            assert last is not None and last.where == "sidelane"
+
+
 def lacking(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     """Where one node cannot, no node does: the ranks find out together, and the calls go flat."""
     with on_nodes(group, layout) as nodes, pytest.MonkeyPatch.context() as patch:

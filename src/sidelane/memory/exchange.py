@@ -52,6 +52,7 @@ class Exchange:
     Args:
         group: made by ``torch.distributed``; its ranks make their communicators in the same order.
         timeout_s: seconds that a rank may take to come.
+        again: ranks may still read what an earlier group of this name has left in the store. It costs a round trip.
 
     Attributes:
         rank, world_size: in the group.
@@ -67,7 +68,7 @@ class Exchange:
         CommunicatorClosedError: this process is a forked copy of a rank of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, *, again: bool = False) -> None:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("Communicator: this process is not a rank of the group")
@@ -85,7 +86,7 @@ class Exchange:
         self._word = secrets.token_hex(8)
         self._posted: Post = ("", "", None, "")
         self._number = 0
-        self._meeting = False
+        self._meeting, self._again = False, again
         self._self = ProcessIdentity.own()
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
@@ -163,6 +164,8 @@ class Exchange:
 
     def _meet(self, what: str, item: Item) -> list[Post]:
         """The first exchange, at the first place to which all ranks come."""
+        if self._again:
+            self._go_past(what)
         while True:
             self._post((what, "", item, self._word))
             failure: PeerError | None = None
@@ -201,13 +204,17 @@ class Exchange:
         assert self._store is not None
         return _Outcome.of(self._store.get(_OUTCOME)) if self._store.check([_OUTCOME]) else None
 
+    def _go_past(self, what: str, *, missed: bool = True) -> None:
+        """Leave behind what is decided; with ``missed``, also where this rank was missed."""
+        with self._reaching_the_store(what):
+            while (over := self._decided()) is not None and (missed or self.rank not in over.ranks):
+                self._go_on()
+
     def _refuse(self, what: str, error: BaseException) -> None:
         if self._store is None:
             return
-        with self._reaching_the_store(what):
-            # Where others have given up on this rank, this was its turn; what was decided otherwise is long ago.
-            while self._number == 1 and (over := self._decided()) is not None and self.rank not in over.ranks:
-                self._go_on()
+        if self._number == 1:  # where others have given up on this rank, this was its turn
+            self._go_past(what, missed=False)
         self._post((what, f"{type(error).__name__}: {error}", None, self._word))
 
     def _post(self, post: Post) -> None:

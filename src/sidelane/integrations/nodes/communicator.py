@@ -87,13 +87,14 @@ class NodesCommunicator:
         self._node, timeout = node, timedelta(seconds=config.timeout_s)
         self._on_streams = device.type in ON_STREAMS
         store = dist.PrefixStore(f"sidelane/several/{device.type}/", store)
-        self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
         own = [ranks[other] for other in nodes.members[node]]
         self._group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}")
         self._plan = functools.lru_cache(maxsize=256)(make_plan)
         self._far: Any = None
         self._failure: Exception | None = None
-        self.near = self._make_near(store, device, config)
+        self.near, attempt = self._make_near(store, ranks, f"{name}/{device.type}", device, config)
+        store = dist.PrefixStore(f"{attempt}/", store)
+        self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
         if place < nodes.rails:
             rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
             later = timeout + timedelta(seconds=SLACK_S * self._on_streams)
@@ -106,7 +107,9 @@ class NodesCommunicator:
         self._scratch = Scratch(self.near)
         self.owner = forks.Owner("communicator of several nodes")
 
-    def _make_near(self, store: dist.Store, device: torch.device, config: Config) -> Communicator:
+    def _make_near(
+        self, store: dist.Store, ranks: Sequence[int], name: str, device: torch.device, config: Config
+    ) -> tuple[Communicator, str]:
         made: Communicator | None = None
         failure: Exception | None = None
         try:
@@ -116,14 +119,14 @@ class NodesCommunicator:
         try:
             # The ranks of a slower node may take their time-out to find out.
             patience = timedelta(seconds=2 * config.timeout_s)
-            agree_on_the_near_part(store, self.rank, self.world_size, failure, patience)
+            attempt = agree_on_the_near_part(store, self.rank, ranks, name, failure, patience)
         except BaseException:
             if made is not None:
                 made.close()
             self._group.close()
             raise
         assert made is not None
-        return made
+        return made, attempt
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""

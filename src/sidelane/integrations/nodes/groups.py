@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane.config import Config
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
+from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 
 _NOWHERE = "nowhere"
@@ -78,26 +79,35 @@ def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, time
 
 
 def agree_on_the_near_part(
-    store: dist.Store, rank: int, size: int, failure: Exception | None, timeout: timedelta
-) -> None:
+    store: dist.Store, rank: int, ranks: Sequence[int], name: str, failure: Exception | None, timeout: timedelta
+) -> str:
     """Have all ranks go on, or none: some nodes may lack what others have. Collective.
 
     Args:
         store: of these ranks alone.
         rank: in the group.
-        size: of the group.
+        ranks: of the group, in the world.
+        name: of the group.
         failure: what making this node's communicator raised; None if it is there.
         timeout: for the last rank to say.
+
+    Returns:
+        A name of this attempt, which no other one in this store has.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
         PeerError, PeerTimeoutError: on a rank it went wrong otherwise; one did not come.
     """
     word = "made" if failure is None else f"{type(failure).__name__}: {failure}"
-    words = tell_all(store, "near", rank, size, word, timeout)
+    everyone = NodeGroup(dist.PrefixStore("all/", store), rank, ranks, name)
+    try:
+        exchange = Exchange(everyone, timeout.total_seconds(), again=True)
+        words = exchange("communicator of several nodes", lambda: word)
+    finally:
+        everyone.close()
     failed = [other for other, found in enumerate(words) if found != "made"]
     if not failed:
-        return
+        return exchange.name
     text = "; ".join(f"rank {other}: {words[other]}" for other in failed)
     if all(words[other].startswith(f"{UnavailableError.__name__}: ") for other in failed):
         raise UnavailableError(text) from failure
