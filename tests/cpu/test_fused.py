@@ -110,7 +110,7 @@ def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_several_experts_by_every_way(four: Crew, world_size: int) -> None:
-    calls = 5
+    calls = 5 if world_size < 3 else 2  # an interpreted call of four ranks takes a processor a second
     done = four.run(fused_experts.back_to_back, world_size, world_size, calls, timeout_s=110)
     assert done == [16 * calls] * world_size
 
