@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator
-from sidelane.execute.sim.simulate import simulate
-from sidelane.machine.load import named
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.verify import verify
+from sidelane_lab.machines.load import named
+from sidelane_lab.sim.simulate import simulate
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.running import processes
+from sidelane.cli import processes
 
 # Whoever starts tests in the background of a shell script starts them, and all processes of theirs, deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from sidelane.bench.c3 import foretold
-from sidelane.bench.c3.grouped_pictures import draw_groups
-from sidelane.bench.report import pictures
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.cli import main
-from sidelane.machine.load import named
+from sidelane_lab.harness.report import pictures
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.machines.load import named
+from sidelane_lab.studies.c3 import foretold
+from sidelane_lab.studies.c3.grouped_pictures import draw_groups
 
 MEASURED = Path(__file__).parent.parent / "results" / "h200x4" / "c3.json"
 

@@ -13,17 +13,17 @@ from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane import config as settings
-from sidelane.bench import explain as explaining
-from sidelane.bench import info
-from sidelane.bench.explain import ExplainOptions, explain
-from sidelane.bench.running.launch import LaunchTarget
-from sidelane.bench.tune import command as tune
 from sidelane.choice import Candidate, Curve
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
 from sidelane.choice.store import InForce, builtin, user_file, write
+from sidelane.cli import findings as info
+from sidelane.cli.launch import LaunchTarget
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
+from sidelane_lab.explain import call as explaining
+from sidelane_lab.explain.call import ExplainOptions, explain
+from sidelane_lab.studies.tune import command as tune
 
 
 def run(*arguments: str) -> Result:

@@ -17,28 +17,30 @@ from click.testing import CliRunner, Result
 
 import sidelane
 from sidelane import cli
-from sidelane.bench import info
-from sidelane.bench.c3 import study as c3_study
-from sidelane.bench.candidates import reference
-from sidelane.bench.chain import study as chain_study
-from sidelane.bench.claims import command as claims
-from sidelane.bench.collectives import study as collective_study
-from sidelane.bench.host import study as host_study
-from sidelane.bench.results.written import STDOUT
-from sidelane.bench.running import launch, study
-from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.launch import RankFailedError
-from sidelane.bench.simulated import fused as sim_fused
-from sidelane.bench.simulated import overlap as sim_overlap
-from sidelane.bench.simulated import plan as sim_plan
-from sidelane.bench.simulated import study as sim_study
-from sidelane.bench.tune import command as tune_command
-from sidelane.bench.tune import isolated
 from sidelane.c3.workload import parse_workload
+from sidelane.cli import findings as info
+from sidelane.cli import launch
+from sidelane.cli.launch import RankFailedError
+from sidelane.cli.output import STDOUT
 from sidelane.cli.written import Written
 from sidelane.errors import UnavailableError
-from sidelane.machine.load import machine_names
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines import reference
+from sidelane_lab.cli.demo import DEMO_WORKLOADS
+from sidelane_lab.harness.running import study
+from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.machines.load import machine_names
+from sidelane_lab.papers.claims import command as claims
+from sidelane_lab.papers.simulated import fused as sim_fused
+from sidelane_lab.papers.simulated import overlap as sim_overlap
+from sidelane_lab.papers.simulated import plan as sim_plan
+from sidelane_lab.papers.simulated import study as sim_study
+from sidelane_lab.studies.c3 import study as c3_study
+from sidelane_lab.studies.chain import study as chain_study
+from sidelane_lab.studies.collectives import study as collective_study
+from sidelane_lab.studies.host import study as host_study
+from sidelane_lab.studies.tune import command as tune_command
+from sidelane_lab.studies.tune import isolated
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -304,7 +306,7 @@ def test_demo_measures_where_there_are_gpus(asked: SimpleNamespace, tmp_path: Pa
     assert result.exit_code == 0, result.output
     assert "This machine" in result.output
     assert asked.c3.report == tmp_path
-    assert asked.c3.workloads == cli.DEMO_WORKLOADS
+    assert asked.c3.workloads == DEMO_WORKLOADS
 
 
 @pytest.mark.parametrize(
@@ -410,18 +412,18 @@ def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, monkeypatc
 
 def outputs(command: str) -> dict[str, Written]:
     """Options of a command that name what it writes."""
-    options = {option.opts[0]: option for option in cli.main.commands[command].params}
+    options = {option.opts[0]: option for option in cli.main.find(command).params}
     return {name: option.type for name, option in options.items() if isinstance(option.type, Written)}
 
 
 def test_what_is_written_is_known() -> None:
-    found = {command: set(outputs(command)) for command in cli.main.commands}
+    found = {command: set(outputs(command)) for command in cli.main.list_commands()}
     assert all("--json" in names for names in found.values())
     assert found["soak"] == {"--json", "--text", "--output"} and found["c3"] == {"--json", "--report", "--timeline"}
     assert "--output" in found["tune"] and "--fill" in found["power"]
 
 
-@pytest.mark.parametrize("command", list(cli.main.commands))
+@pytest.mark.parametrize("command", cli.main.list_commands())
 def test_what_cannot_be_written_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
@@ -437,7 +439,7 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(
         raise AssertionError("it ran")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    monkeypatch.setattr(cli.main.commands[command], "callback", never)
+    monkeypatch.setattr(cli.main.find(command), "callback", never)
     below, nowhere, there = tmp_path / "file" / "new", tmp_path / "full" / "new" / "out", tmp_path / "full" / "there"
     there.touch()
     for option, kind in outputs(command).items():
@@ -542,7 +544,7 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
 
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
-    from sidelane.bench.running.launch import LaunchTarget
+    from sidelane.cli.launch import LaunchTarget
     from sidelane.machine.inventory import Accelerators, Gpu, Inventory
 
     gpus = tuple(Gpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))

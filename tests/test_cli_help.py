@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from sidelane import cli
-from sidelane.bench.running.asked import implementations
 from sidelane.cli import loading
-from sidelane.cli import model as cli_model
 from sidelane.cli.guided import GROUPS, Command
-from sidelane.model.layer import MODELS
 from sidelane.sizes import format_bytes, parse_bytes, rounding
+from sidelane_lab.cli import model as cli_model
+from sidelane_lab.harness.running.asked import implementations
+from sidelane_lab.model.layer import MODELS
 
-NAMES = sorted(cli.main.commands)
+NAMES = sorted(cli.main.list_commands())
 
 
 def run(*arguments: str, width: int = 80) -> Result:
@@ -27,9 +27,7 @@ def run(*arguments: str, width: int = 80) -> Result:
 
 
 def command(name: str) -> Command:
-    found = cli.main.commands[name]
-    assert isinstance(found, Command)
-    return found
+    return cli.main.find(name)
 
 
 def test_help_begins_with_what_one_can_do() -> None:
@@ -38,7 +36,7 @@ def test_help_begins_with_what_one_can_do() -> None:
         text.index(f"\n{heading}") for heading in ("Look:", "Measure:", "Predict", "Choose and prove:", "Options:")
     ]
     assert places == sorted(places)
-    assert sorted(name for names in cli.main.groups.values() for name in names) == NAMES
+    assert sorted(name for names in cli.main.headed().values() for name in names) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +129,9 @@ def test_an_error_of_a_setting_says_where_settings_are(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(config, "_stack", [])
     monkeypatch.setenv("SIDELANE_BESIDE", "everything")
-    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "sidelane_lab.harness.running.study.run_ranks", lambda *_, **__: pytest.fail("ranks were started")
+    )
     result = run("collective", "--device", "cpu")
     assert result.exit_code == 2 and "SIDELANE" not in result.stdout
     assert "Error: Config: beside (value='everything', allowed=nothing, compute)" in result.stderr
@@ -165,8 +165,8 @@ def test_an_unknown_command_says_where_to_read() -> None:
     *_, error, see = run("colective").stderr.splitlines()
     assert see == "See sidelane --help, docs/guide/commands.md"
     assert error.startswith("Error: No such command 'colective' (allowed=demo, info,")
-    assert error.endswith("soak) (did you mean 'collective'?)")
-    assert run("overlap").stderr.splitlines()[-2].endswith("soak)")
+    assert error.endswith("verify) (did you mean 'collective'?)")
+    assert run("overlap").stderr.splitlines()[-2].endswith("verify)")
 
 
 @pytest.mark.parametrize(("name", "beside"), [("collective", False), ("chain", False), ("c3", True)])

@@ -47,7 +47,7 @@ COMMANDS: dict[str, set[str]] = {
 
 
 def test_every_command_is_here() -> None:
-    assert {line.split()[0] for line in COMMANDS} == set(cli.main.commands)
+    assert {line.split()[0] for line in COMMANDS} == set(cli.main.list_commands())
 
 
 def keys(text: str) -> set[str]:

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from sidelane import cli
-from sidelane.bench.demo import figures
-from sidelane.bench.demo.checked import Checked
-from sidelane.bench.demo.measured import measured, pick
-from sidelane.bench.demo.proof import prove
-from sidelane.bench.demo.show import NEXT
+from sidelane_lab.studies.demo import figures
+from sidelane_lab.studies.demo.checked import Checked
+from sidelane_lab.studies.demo.measured import measured, pick
+from sidelane_lab.studies.demo.proof import prove
+from sidelane_lab.studies.demo.show import NEXT
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,8 +34,8 @@ def test_wrong_bytes_are_counted() -> None:
 
 
 def test_measured_figures_are_those_of_the_result_files() -> None:
-    """After new results: python -m sidelane.bench.demo.measured results."""
-    packaged = ROOT / "src" / "sidelane" / "bench" / "data" / "measured.json"
+    """After new results: python -m sidelane_lab.studies.demo.measured results."""
+    packaged = ROOT / "src" / "sidelane_lab" / "papers" / "data" / "measured.json"
     assert json.loads(packaged.read_text()) == json.loads(json.dumps(pick(ROOT / "results")))
 
 

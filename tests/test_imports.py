@@ -11,35 +11,43 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-PACKAGE = SOURCE / "sidelane"
+PACKAGES = ("sidelane", "sidelane_lab")
 
-# Top-level packages and modules by layer, highest first. A module imports from its own package and from lower layers.
+# Rooms by layer, highest first. A module imports from its own room and from lower layers. The laboratory stands on the
+# library, which imports nothing of it.
 LAYERS = (
-    ("__main__",),
-    ("cli",),
-    ("bench",),
-    ("integrations",),
-    ("model",),
-    ("c3", "ops"),
-    ("collectives",),
-    ("choice",),
-    ("execute",),
-    ("device",),
-    ("memory", "machine", "program"),
-    ("native",),
-    ("config", "forks"),
-    ("errors", "sizes"),
+    ("sidelane_lab.cli",),
+    ("sidelane_lab.studies",),
+    ("sidelane_lab.model",),
+    ("sidelane_lab.pairs",),
+    ("sidelane_lab.sim",),
+    ("sidelane_lab.machines",),
+    ("sidelane.__main__",),
+    ("sidelane.cli",),
+    ("sidelane.integrations",),
+    ("sidelane.c3", "sidelane.ops"),
+    ("sidelane.collectives",),
+    ("sidelane.choice",),
+    ("sidelane.execute",),
+    ("sidelane.device",),
+    ("sidelane.memory", "sidelane.machine", "sidelane.program"),
+    ("sidelane.native",),
+    ("sidelane.config", "sidelane.forks"),
+    ("sidelane.errors", "sidelane.sizes"),
 )
-HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}
+HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}
+
+# These count as one room, since the harness's tables and pictures import those of every study.
+STUDIES = ("baselines", "explain", "harness", "papers", "soak", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
-VENDOR_FILES = ("execute/cuda/", "machine/nvidia.py", "device/", "ops/")
+VENDOR_FILES = tuple(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "ops/"))
 
 
 def modules() -> dict[str, Path]:
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
@@ -69,17 +77,21 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
-def part_of(module: str) -> str:
-    """``sidelane.program.ir`` -> ``program``; the package itself -> ````."""
-    return module.split(".")[1] if "." in module else ""
+def room_of(module: str) -> str:
+    """``sidelane.program.ir`` -> ``sidelane.program``; a package itself -> ````."""
+    package, _, rest = module.partition(".")
+    room = rest.split(".")[0]
+    if package == "sidelane_lab" and room in STUDIES:
+        room = "studies"
+    return f"{package}.{room}" if room else ""
 
 
 def ours(names: set[str]) -> set[str]:
-    return {name for name in names if name == "sidelane" or name.startswith("sidelane.")}
+    return {name for name in names if name.split(".")[0] in PACKAGES}
 
 
 def test_every_module_has_a_layer():
-    unknown = {part_of(name) for name in MODULES} - set(HEIGHT) - {""}
+    unknown = {room_of(name) for name in MODULES} - set(HEIGHT) - {""}
     assert not unknown, f"LAYERS here (and docs/internals/architecture.md) must say where these belong: {unknown}"
 
 
@@ -92,10 +104,16 @@ def test_imports_point_downwards():
             if target == "sidelane":  # for __version__ only
                 assert "from sidelane import __version__" in path.read_text(encoding="utf-8"), name
                 continue
-            below = HEIGHT[part_of(target)] < HEIGHT[part_of(name)]
-            if part_of(target) != part_of(name) and not below:
+            below = HEIGHT[room_of(target)] < HEIGHT[room_of(name)]
+            if room_of(target) != room_of(name) and not below:
                 wrong.append(f"{name} imports {target}")
     assert not wrong
+
+
+def test_the_library_does_not_name_its_laboratory():
+    """Not in an import, early or late, and not in a text that something could import by."""
+    for path in (SOURCE / "sidelane").rglob("*.py"):
+        assert "sidelane_lab" not in path.read_text(encoding="utf-8"), path
 
 
 def test_no_cycles_between_modules():
@@ -114,7 +132,7 @@ def test_a_cycle_is_noticed():
         TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("path", [p for p in MODULES.values() if p.name == "__init__.py"], ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("path", [path for path in MODULES.values() if path.name == "__init__.py"], ids=str)
 def test_packages_only_reexport(path: Path):
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -138,7 +156,7 @@ def test_vendor_libraries_stay_in_vendor_files():
     wrong = [
         f"{name} imports {target}"
         for name, path in MODULES.items()
-        if not path.relative_to(PACKAGE).as_posix().startswith(VENDOR_FILES)
+        if not path.relative_to(SOURCE).as_posix().startswith(VENDOR_FILES)
         for target in imports(path)
         if target.split(".")[0] in VENDOR_LIBRARIES
     ]
@@ -180,8 +198,8 @@ assert "SIDELANE_TIMEOUT_S" in watched.read, "the watch does not work"
 
 
 def needs_vendor(path: Path) -> bool:
-    relative = path.relative_to(PACKAGE).as_posix()
-    return relative.startswith(VENDOR_FILES) and relative != "machine/nvidia.py"
+    relative = path.relative_to(SOURCE).as_posix()
+    return relative.startswith(VENDOR_FILES) and relative != "sidelane/machine/nvidia.py"
 
 
 def test_command_line_and_package_do_without_torch():

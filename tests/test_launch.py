@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config
-from sidelane.bench.running import launch
-from sidelane.bench.running.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
+from sidelane.cli import launch
+from sidelane.cli.launch import LaunchTarget, Rank, RankFailedError, choose_target, run_ranks
 from sidelane.machine import local
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from sidelane.bench.running.launch import LaunchTarget
+from sidelane.cli.launch import LaunchTarget
 
 ROOT = Path(__file__).resolve().parent.parent
 SOFTWARE = {"torch": "2"}
@@ -381,7 +381,7 @@ def test_all_that_is_asked_of_four_gpus_is_a_part(parts: ModuleType) -> None:
         assert {*part.needs, *part.after} <= seen, part
         seen.add(part.name)
         assert part.seconds < part.timeout_s <= 560, part
-    from sidelane.model.study import TABLE_II
+    from sidelane_lab.model.study import TABLE_II
 
     pairs = [word for part in made if part.file == "c3.json" for word in part.command if re.match(r"[cm]b\d_", word)]
     assert sorted(pairs) == sorted(TABLE_II)
@@ -399,7 +399,7 @@ def test_every_command_can_be_typed(parts: ModuleType) -> None:
             line = [*words[1:], *told, part.into, "file.json"]
             for read in {"--from-results", "--results"}.intersection(line[:-2]) if words[0] != "claims" else ():
                 line[line.index(read) + 1] = __file__
-            main.commands[words[0]].make_context(words[0], line)
+            main.find(words[0]).make_context(words[0], line)
 
 
 def test_device_tests_are_all_run_once(parts: ModuleType) -> None:

@@ -12,16 +12,17 @@ import rich.console
 from click.testing import CliRunner, Result
 
 from sidelane import cli
-from sidelane.bench.phases import predict as phases_predict
-from sidelane.bench.phases import study as phases_study
-from sidelane.bench.phases.programs import OPERATIONS
-from sidelane.bench.power import predict as power_predict
-from sidelane.bench.power import study as power_study
-from sidelane.bench.report import page as report
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows.calls import PhaseRow, PowerRow
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.collectives import PHASED
+from sidelane_lab.harness.report import page as report
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import Results, read, write
+from sidelane_lab.harness.results.rows.calls import PhaseRow, PowerRow
+from sidelane_lab.studies.phases import predict as phases_predict
+from sidelane_lab.studies.phases import study as phases_study
+from sidelane_lab.studies.phases.programs import OPERATIONS
+from sidelane_lab.studies.power import predict as power_predict
+from sidelane_lab.studies.power import study as power_study
 
 MB = 1 << 20
 PHASE = PhaseRow(
@@ -177,7 +178,7 @@ def test_help(command: str) -> None:
 
 
 def test_the_names_of_operations_are_those_of_the_study() -> None:
-    assert cli.PHASED == OPERATIONS
+    assert PHASED == OPERATIONS
 
 
 def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ import pytest
 import rich.console
 from matplotlib.axes import Axes
 
-from sidelane.bench.collectives import pictures
-from sidelane.bench.report import page as report
-from sidelane.bench.report.drawing import label_ends
-from sidelane.bench.report.pictures import draw
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows.calls import ChainRow
-from sidelane.bench.results.rows.collectives import CollectiveRow, bus_gbps
-from sidelane.bench.results.rows.pairs import C3Row
+from sidelane_lab.harness.report import page as report
+from sidelane_lab.harness.report.drawing import label_ends
+from sidelane_lab.harness.report.pictures import draw
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.calls import ChainRow
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.studies.collectives import pictures
 
 FROM = {
     "machine": "h200x4",

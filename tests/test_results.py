@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.results import files as results
-from sidelane.bench.results import provenance
-from sidelane.bench.results.files import Results, collect, read, write
-from sidelane.bench.results.rows.calls import ChainRow, HostRow
-from sidelane.bench.results.rows.collectives import CollectiveRow, bus_gbps
-from sidelane.bench.results.rows.ordinary import OrdinaryRow
-from sidelane.bench.results.rows.pairs import C3Row
-from sidelane.bench.running import study
+from sidelane.cli import provenance
+from sidelane_lab.harness.results import files as results
+from sidelane_lab.harness.results.files import Results, collect, read, write
+from sidelane_lab.harness.results.rows.calls import ChainRow, HostRow
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
+from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.running import study
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True

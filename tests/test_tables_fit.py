@@ -13,38 +13,40 @@ from typing import Any
 import pytest
 import rich.console
 
-from sidelane.bench import explain, info, machine_list
-from sidelane.bench.claims import command as claims
-from sidelane.bench.claims.results import compare
-from sidelane.bench.claims.sensitivity import Survival, sensitivity_table
-from sidelane.bench.demo import show
-from sidelane.bench.demo.checked import Checked
-from sidelane.bench.demo.figures import overlap_percents
-from sidelane.bench.demo.measured import measured
-from sidelane.bench.fsdp.tables import fsdp_tables
-from sidelane.bench.fused.shapes import ON_GPUS
-from sidelane.bench.ordinary.tables import ordinary_tables
-from sidelane.bench.process_group.tables import group_tables
-from sidelane.bench.report import terminal
-from sidelane.bench.report.table import Line, Table
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results import files
-from sidelane.bench.results.rows.groups import GroupRow
-from sidelane.bench.results.rows.ordinary import CHANGES, OrdinaryRow
-from sidelane.bench.results.rows.training import FsdpRow
-from sidelane.bench.results.written import STDOUT
-from sidelane.bench.simulated import fused as sim_fused
-from sidelane.bench.simulated import fused_skew, overlap
-from sidelane.bench.simulated import plan as sim_plan
-from sidelane.bench.simulated import study as simulated
-from sidelane.bench.tune.changes import changes_table
 from sidelane.c3.workload import parse_workload
 from sidelane.choice.store import InForce, builtin
-from sidelane.machine.load import machine_names, named
-from sidelane.model import layer, training
-from sidelane.model.strategies import predict, predictable
-from sidelane.model.study import c3_study, dma_study, pair_name
+from sidelane.cli import findings as info
+from sidelane.cli import terminal
+from sidelane.cli.output import STDOUT
+from sidelane.cli.table import Line, Table
 from sidelane.program.collective import Kind
+from sidelane_lab.explain import call as explain
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results import files
+from sidelane_lab.harness.results.rows.groups import GroupRow
+from sidelane_lab.harness.results.rows.ordinary import CHANGES, OrdinaryRow
+from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.model import layer, training
+from sidelane_lab.model.strategies import predict, predictable
+from sidelane_lab.model.study import c3_study, dma_study, pair_name
+from sidelane_lab.papers.claims import command as claims
+from sidelane_lab.papers.claims.results import compare
+from sidelane_lab.papers.claims.sensitivity import Survival, sensitivity_table
+from sidelane_lab.papers.simulated import fused as sim_fused
+from sidelane_lab.papers.simulated import fused_skew, overlap
+from sidelane_lab.papers.simulated import plan as sim_plan
+from sidelane_lab.papers.simulated import study as simulated
+from sidelane_lab.studies import machine_list
+from sidelane_lab.studies.demo import show
+from sidelane_lab.studies.demo.checked import Checked
+from sidelane_lab.studies.demo.figures import overlap_percents
+from sidelane_lab.studies.demo.measured import measured
+from sidelane_lab.studies.fsdp.tables import fsdp_tables
+from sidelane_lab.studies.fused.shapes import ON_GPUS
+from sidelane_lab.studies.ordinary.tables import ordinary_tables
+from sidelane_lab.studies.process_group.tables import group_tables
+from sidelane_lab.studies.tune.changes import changes_table
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parent.parent / "results"

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from outputs import file_to_write
-from sidelane.bench.results import provenance
-from sidelane.bench.results.written import write_text
+from sidelane.cli import provenance
+from sidelane.cli.output import write_text
 
 HERE = Path(__file__).resolve().parent.parent / "src"
 COLLECTIVES = (

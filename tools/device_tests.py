@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from outputs import file_to_write
-from sidelane.bench.results import provenance
+from sidelane.cli import provenance
 from sidelane.machine import local
 
 TESTS = Path(__file__).resolve().parent.parent / "tests" / "device"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import tomllib
 import venv
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def borrow(target: Path) -> None:
     # addsitedir rather than a plain path: the path files in there count too.
     (site_packages / "borrowed.pth").write_text(f"import site; site.addsitedir({packages!r})\n", encoding="utf-8")
     (site_packages / "sidelane.pth").write_text(f"{ROOT / 'src'}\n", encoding="utf-8")
+    describe(site_packages)
     command = target / "bin" / "sidelane"
     command.write_text('#!/bin/sh\nexec "$(dirname "$0")/python" -m sidelane "$@"\n', encoding="utf-8")
     command.chmod(0o755)
@@ -77,6 +79,19 @@ def borrow(target: Path) -> None:
         fail(f"these packages are needed and could not be installed: {', '.join(still)}")
     for name in still:
         say(f"without {name}: {'make lint cannot run' if name in ('ruff', 'mypy') else 'some of it will not work'}")
+
+
+def describe(site_packages: Path) -> None:
+    """Write what an installation says of itself: the version, and the entry points by which commands are found."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = site_packages / "sidelane-0.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: sidelane\nVersion: 0\n", encoding="utf-8")
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    text = [
+        f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in named.items()) for group, named in groups.items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(text), encoding="utf-8")
 
 
 def install(target: Path, torch: str) -> None:

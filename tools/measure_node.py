@@ -21,8 +21,8 @@ from node.folder import Folder, Place
 from node.parts import ROOT, Part, all_parts
 from node.session import Session, rest, say
 from outputs import folder_to_write
-from sidelane.bench.results import provenance
-from sidelane.bench.running.launch import choose_target
+from sidelane.cli import provenance
+from sidelane.cli.launch import choose_target
 from sidelane.machine.inventory import machine_name
 
 DIRTY = "-dirty"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from outputs import file_to_write, folder_to_write
-from sidelane.bench.results.written import write_text
+from sidelane.cli.output import write_text
 
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 GROUPS = {"cpu": ("gloo", "sidelane"), "gpu": ("nccl", "sidelane")}

@@ -10,7 +10,7 @@ from typing import Any
 from attack.campaign import SHOWN, Finding, Tally
 from attack.interpreter import run
 from attack.machine import Failure, Machine
-from sidelane.bench.results import provenance
+from sidelane.cli import provenance
 from sidelane.program.ir import Program, describe
 
 

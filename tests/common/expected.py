@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sidelane.bench.candidates.reference import MOVING_DTYPES, in_rank_order
+from sidelane_lab.baselines.reference import MOVING_DTYPES, in_rank_order
 
 __all__ = [
     "MOVING_DTYPES",

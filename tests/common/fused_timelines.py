@@ -15,9 +15,9 @@ import torch.distributed as dist
 from fused_ops import check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.execute.sim import Interval
 from sidelane.ops.gemm import TileSizes
 from sidelane.ops.gemv import Tiling
+from sidelane_lab.sim import Interval
 
 Kinds = list[set[str]]
 

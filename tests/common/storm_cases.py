@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from made_up_gpus import made_up_gpus
 
-from sidelane.bench.soak import leftovers
-from sidelane.bench.soak.calls import Caller
-from sidelane.bench.soak.seat import Seat
-from sidelane.bench.soak.storm import described, play, supply
-from sidelane.bench.soak.storm.supply import Supply
-from sidelane.bench.soak.tally import Tally
 from sidelane.collectives import backend_cuda, course
 from sidelane.collectives.pools import SymmetricPool
 from sidelane.memory.shared_tensors import SharedTensors
+from sidelane_lab.soak import leftovers
+from sidelane_lab.soak.calls import Caller
+from sidelane_lab.soak.seat import Seat
+from sidelane_lab.soak.storm import described, play, supply
+from sidelane_lab.soak.storm.supply import Supply
+from sidelane_lab.soak.tally import Tally
 
 SLOT_BYTES = (3000, 9000)
 

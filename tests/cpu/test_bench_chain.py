@@ -14,18 +14,18 @@ import torch.distributed as dist
 from ranks import crew
 from test_call_errors import communicator, error_of
 
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Tensors
-from sidelane.bench.candidates.own import Auto, Dma
-from sidelane.bench.candidates.reference import Case
-from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.chain import study as chain_study
-from sidelane.bench.chain.study import CALLS, ChainOptions
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.calls import ChainRow
-from sidelane.bench.running.measure import Meter
 from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.candidate import Tensors
+from sidelane_lab.baselines.own import Auto, Dma
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.calls import ChainRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.chain import study as chain_study
+from sidelane_lab.studies.chain.study import CALLS, ChainOptions
 
 CPU = torch.device("cpu")
 ROUNDS = 2

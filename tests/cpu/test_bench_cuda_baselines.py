@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.candidates import baselines_cuda
-from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines, NcclCtas
-from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
-from sidelane.bench.candidates.reference import POISON, Case
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines import baselines_cuda
+from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines, NcclCtas
+from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
+from sidelane_lab.baselines.reference import POISON, Case
 
 CPU = torch.device("cpu")
 

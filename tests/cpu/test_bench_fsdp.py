@@ -16,21 +16,21 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from ranks import crew
 
-from sidelane.bench.fsdp import pictures, study
-from sidelane.bench.fsdp.cases import StepCase, parse_case
-from sidelane.bench.fsdp.engines import WindowGather
-from sidelane.bench.fsdp.profiled import Kernel, group_of, summed
-from sidelane.bench.fsdp.step import Stepper
-from sidelane.bench.fsdp.still import StillGather
-from sidelane.bench.fsdp.study import FsdpOptions
-from sidelane.bench.fsdp.tables import fsdp_tables
-from sidelane.bench.fsdp.trial import Trial
-from sidelane.bench.fsdp.ways import Way, Ways, gathered_bytes, names_on
-from sidelane.bench.report.drawing import save
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.training import FsdpRow
-from sidelane.bench.running.launch import Rank
-from sidelane.bench.running.measure import Meter
+from sidelane.cli.launch import Rank
+from sidelane_lab.harness.report.drawing import save
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.fsdp import pictures, study
+from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
+from sidelane_lab.studies.fsdp.engines import WindowGather
+from sidelane_lab.studies.fsdp.profiled import Kernel, group_of, summed
+from sidelane_lab.studies.fsdp.step import Stepper
+from sidelane_lab.studies.fsdp.still import StillGather
+from sidelane_lab.studies.fsdp.study import FsdpOptions
+from sidelane_lab.studies.fsdp.tables import fsdp_tables
+from sidelane_lab.studies.fsdp.trial import Trial
+from sidelane_lab.studies.fsdp.ways import Way, Ways, gathered_bytes, names_on
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}

@@ -10,14 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from sidelane import cli
-from sidelane.bench.fused import study
-from sidelane.bench.fused.study import FusedOptions
-from sidelane.bench.report.pictures import draw
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows.operators import ALONE, FUSED_OPS, FusedRow
 from sidelane.choice.fused import Table
-from sidelane.execute.sim.timeline import Interval
+from sidelane.execute.timeline import Interval
+from sidelane_lab.harness.report.pictures import draw
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import Results, read
+from sidelane_lab.harness.results.rows.operators import ALONE, FUSED_OPS, FusedRow
+from sidelane_lab.studies.fused import study
+from sidelane_lab.studies.fused.study import FusedOptions
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -26,7 +26,7 @@ SOME = ("embedding_all_to_all",)
 
 
 def makers_of(op: str) -> tuple[object, ...]:
-    from sidelane.bench.fused import cases
+    from sidelane_lab.studies.fused import cases
 
     return cases.makers_of(op)
 
@@ -118,7 +118,7 @@ def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_skew_is_of_each_ranks_own_time() -> None:
-    from sidelane.bench.fused.skew import skew_percent, times_of_ranks
+    from sidelane_lab.studies.fused.skew import skew_percent, times_of_ranks
 
     fast = [Interval("rank 0", "workgroup 1", "local", 2.0, 10.0), Interval("rank 0", "workgroup 0", "wait", 0.0, 4.0)]
     late = [Interval("rank 10", "workgroup 0", "wait", 1000.0, 1008.0), Interval("rank 2", "w 0", "wait", 500.0, 515.0)]

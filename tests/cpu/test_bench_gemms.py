@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidelane.bench.gemms import study
-from sidelane.bench.gemms.shapes import FITTED, MODELS, SEEN, projections
-from sidelane.bench.gemms.study import COLD_BYTES, GemmOptions, calls_of
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows.operators import GemmRow
 from sidelane.c3.workload import CPU_GEMM_FLOPS
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import Results, read
+from sidelane_lab.harness.results.rows.operators import GemmRow
+from sidelane_lab.studies.gemms import study
+from sidelane_lab.studies.gemms.shapes import FITTED, MODELS, SEEN, projections
+from sidelane_lab.studies.gemms.study import COLD_BYTES, GemmOptions, calls_of
 
 
 def test_every_layer_is_checked_and_timed(tmp_path: Path) -> None:

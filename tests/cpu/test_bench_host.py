@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Tensors
-from sidelane.bench.candidates.reference import Case
-from sidelane.bench.host import study as host_study
-from sidelane.bench.host.study import BLOCKS, HostOptions
-from sidelane.bench.host.ways import Way, ways_of
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows.calls import HostRow
-from sidelane.bench.running.launch import Rank
-from sidelane.bench.running.measure import Meter
+from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.candidate import Tensors
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import Results, read
+from sidelane_lab.harness.results.rows.calls import HostRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.host import study as host_study
+from sidelane_lab.studies.host.study import BLOCKS, HostOptions
+from sidelane_lab.studies.host.ways import Way, ways_of
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "repeats": 2, "timeout_s": 100.0}

@@ -13,24 +13,24 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sidelane.bench.c3 import heuristics
-from sidelane.bench.c3.heuristics import HeuristicsOptions
-from sidelane.bench.c3.pair_rows import rows_of
-from sidelane.bench.c3.study import is_bound_by_memory
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import read, write
-from sidelane.bench.results.rows.pairs import HeuristicRow, IsolatedRow
-from sidelane.bench.running.launch import Rank, RankFailedError
-from sidelane.bench.tune import isolated
-from sidelane.bench.tune.isolated import IsolatedOptions
-from sidelane.bench.tune.isolated_batches import batches_of
-from sidelane.bench.tune.isolated_rows import key_of
 from sidelane.c3.measured import gemm_of, isolated_file, isolated_of, isolated_times
-from sidelane.c3.outcome import GEMM, judge
 from sidelane.c3.strategies import named
 from sidelane.c3.workload import Bound, Workload, parse_workload
 from sidelane.cli import main
+from sidelane.cli.launch import Rank, RankFailedError
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import read, write
+from sidelane_lab.harness.results.rows.pairs import HeuristicRow, IsolatedRow
+from sidelane_lab.pairs.outcome import GEMM, judge
+from sidelane_lab.studies.c3 import heuristics
+from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
+from sidelane_lab.studies.c3.pair_rows import rows_of
+from sidelane_lab.studies.c3.study import is_bound_by_memory
+from sidelane_lab.studies.tune import isolated
+from sidelane_lab.studies.tune.isolated import IsolatedOptions
+from sidelane_lab.studies.tune.isolated_batches import batches_of
+from sidelane_lab.studies.tune.isolated_rows import key_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "command": "test"}
 
@@ -88,7 +88,7 @@ def test_curves_and_choices_from_rows() -> None:
 
 
 def results_of(rows: tuple[IsolatedRow, ...]) -> Any:
-    from sidelane.bench.results.files import collect
+    from sidelane_lab.harness.results.files import collect
 
     return collect("isolated", rows, device_type="cpu", ranks=2, command="test")
 

@@ -16,23 +16,23 @@ import torch.distributed as dist
 from ranks import RankPool
 from test_call_errors import communicator
 
-from sidelane.bench.candidates import baselines_cuda
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.baselines_cuda import Nccl, NcclCopyEngines
-from sidelane.bench.candidates.baselines_symm_mem import SymmetricMemory
-from sidelane.bench.candidates.candidate import Entrant, Lists, Prepared, Tensors, candidates_of
-from sidelane.bench.candidates.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
-from sidelane.bench.candidates.own import Auto, Dma
-from sidelane.bench.candidates.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
-from sidelane.bench.candidates.roster import Roster, make_roster
-from sidelane.bench.collectives import study as collective_study
-from sidelane.bench.collectives.study import CollectiveOptions, calls_per_sample, measure_case
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.running.asked import check_asked
-from sidelane.bench.running.measure import Meter
 from sidelane.choice.candidate import takes_one_tensor
 from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.baselines import baselines_cuda
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
+from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemory
+from sidelane_lab.baselines.candidate import Entrant, Lists, Prepared, Tensors, candidates_of
+from sidelane_lab.baselines.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
+from sidelane_lab.baselines.own import Auto, Dma
+from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
+from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.collectives import study as collective_study
+from sidelane_lab.studies.collectives.study import CollectiveOptions, calls_per_sample, measure_case
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
@@ -293,7 +293,7 @@ def test_names_that_take_no_lists_are_refused_with_those_that_do() -> None:
 def test_a_study_of_lists_says_what_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    monkeypatch.setattr("sidelane.bench.candidates.roster.Meter", lambda *_, **__: None)
+    monkeypatch.setattr("sidelane_lab.baselines.roster.Meter", lambda *_, **__: None)
     monkeypatch.setattr(Roster, "add", lambda self, name, make: made.append(name))
     monkeypatch.setattr(baselines_cuda, "device_barrier", lambda device: None)
     rank: Any = SimpleNamespace(device=torch.device("cuda"), rank=0)

@@ -13,19 +13,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from sidelane.bench.c3 import occupancy
-from sidelane.bench.c3.occupancy import OccupancyOptions
-from sidelane.bench.c3.occupancy_tables import gain
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.pairs import OccupancyRow
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.pipelined import Pipelined, Schedule
-from sidelane.c3.run import Workers
-from sidelane.c3.spans import Trace, shared_share
 from sidelane.cli import main
 from sidelane.device.gemm_shape import OPT1, OPT2
-from sidelane.model import pipeline as model
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.pairs import OccupancyRow
+from sidelane_lab.model import pipeline as model
+from sidelane_lab.pairs.pipelined import Pipelined, Schedule
+from sidelane_lab.pairs.run import Workers
+from sidelane_lab.pairs.spans import Trace, shared_share
+from sidelane_lab.studies.c3 import occupancy
+from sidelane_lab.studies.c3.occupancy import OccupancyOptions
+from sidelane_lab.studies.c3.occupancy_tables import gain
 
 
 class FakeDevice:

@@ -17,24 +17,24 @@ from click.testing import CliRunner
 from ranks import RankPool
 
 from sidelane import cli
-from sidelane.bench.candidates import baselines_cpu
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Tensors
-from sidelane.bench.candidates.reference import Case
-from sidelane.bench.ordinary import study as ordinary_study
-from sidelane.bench.ordinary.alone import measure_alone
-from sidelane.bench.ordinary.changing import measure_changing
-from sidelane.bench.ordinary.pairs import PairTimes, measure_pair
-from sidelane.bench.ordinary.study import OrdinaryOptions
-from sidelane.bench.ordinary.ways import Own, make_ways
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.ordinary import CHANGES, OrdinaryRow
-from sidelane.bench.running.launch import Rank
-from sidelane.bench.running.measure import Meter
 from sidelane.c3.workload import parse_workload
+from sidelane.cli.launch import Rank
 from sidelane.collectives import ahead
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines import baselines_cpu
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.candidate import Tensors
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.ordinary import CHANGES, OrdinaryRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.ordinary import study as ordinary_study
+from sidelane_lab.studies.ordinary.alone import measure_alone
+from sidelane_lab.studies.ordinary.changing import measure_changing
+from sidelane_lab.studies.ordinary.pairs import PairTimes, measure_pair
+from sidelane_lab.studies.ordinary.study import OrdinaryOptions
+from sidelane_lab.studies.ordinary.ways import Own, make_ways
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("auto", "symmetric"), ("auto", "learned"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
@@ -209,7 +209,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_knows_what_the_study_knows() -> None:
-    command = importlib.import_module("sidelane.cli.ordinary")
+    command = importlib.import_module("sidelane_lab.cli.ordinary")
     assert command.PARTS == ordinary_study.PARTS and OrdinaryOptions.collectives == command.COLLECTIVES
 
 

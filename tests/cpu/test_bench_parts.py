@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of, views
-from sidelane.bench.candidates.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
-from sidelane.bench.collectives.study import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
-from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of, views
+from sidelane_lab.baselines.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.harness.running.measure import Job, Meter, Rounds
+from sidelane_lab.studies.collectives.study import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
 
 CPU = torch.device("cpu")
 LAUNCHES = ("eager", "graph")

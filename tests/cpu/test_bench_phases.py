@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from sidelane.bench.phases import check as phases_check
-from sidelane.bench.phases import study as phases_study
-from sidelane.bench.phases.programs import OPERATIONS
-from sidelane.bench.phases.split import Sample
-from sidelane.bench.phases.study import PhasesOptions
-from sidelane.bench.phases.turns import InTurn, TurnCounter
-from sidelane.bench.results.files import read
 from sidelane.program import collective as define
 from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import Buffer, Collective
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.studies.phases import check as phases_check
+from sidelane_lab.studies.phases import study as phases_study
+from sidelane_lab.studies.phases.programs import OPERATIONS
+from sidelane_lab.studies.phases.split import Sample
+from sidelane_lab.studies.phases.study import PhasesOptions
+from sidelane_lab.studies.phases.turns import InTurn, TurnCounter
 
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "calls": 1, "timeout_s": 100.0}
 

@@ -11,19 +11,19 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane import Communicator, Config
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Tensors
-from sidelane.bench.candidates.own import Dma
-from sidelane.bench.candidates.reference import Case
-from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.power import study as power_study
-from sidelane.bench.power.inputs import LARGEST, ReducedInput, calls_between
-from sidelane.bench.power.meter import Recorder
-from sidelane.bench.power.study import PowerBench, PowerOptions
-from sidelane.bench.results.rows.calls import PowerRow
-from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.candidate import Tensors
+from sidelane_lab.baselines.own import Dma
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.harness.results.rows.calls import PowerRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.power import study as power_study
+from sidelane_lab.studies.power.inputs import LARGEST, ReducedInput, calls_between
+from sidelane_lab.studies.power.meter import Recorder
+from sidelane_lab.studies.power.study import PowerBench, PowerOptions
 
 CPU = torch.device("cpu")
 IDLE_W = 100.0

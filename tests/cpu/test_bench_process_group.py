@@ -11,16 +11,16 @@ import torch.distributed as dist
 from ranks import RankPool
 
 import sidelane
-from sidelane.bench.candidates.reference import Case
-from sidelane.bench.process_group import study as group_study
-from sidelane.bench.process_group.study import GroupOptions
-from sidelane.bench.process_group.ways import KINDS, Way
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.groups import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
-from sidelane.bench.running.launch import Rank
-from sidelane.bench.running.measure import Meter
-from sidelane.cli import process_group as command
+from sidelane.cli.launch import Rank
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.cli import process_group as command
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.groups import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.process_group import study as group_study
+from sidelane_lab.studies.process_group.study import GroupOptions
+from sidelane_lab.studies.process_group.ways import KINDS, Way
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]

@@ -14,35 +14,35 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from sidelane.bench.c3 import study as c3_study
-from sidelane.bench.c3.heuristics import sweeps_of
-from sidelane.bench.c3.pair_rows import is_done, key_of_row, merged, rows_not_run, rows_of, too_large
-from sidelane.bench.c3.study import C3Instruments, C3Options
-from sidelane.bench.candidates.baselines_cpu import Gloo
-from sidelane.bench.candidates.candidate import Entrant, Prepared, Tensors, candidates_of
-from sidelane.bench.candidates.reference import Case
-from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.collectives import study as collective_study
-from sidelane.bench.collectives.study import (
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.workload import parse_workload
+from sidelane.cli.launch import RankFailedError
+from sidelane.errors import UnavailableError
+from sidelane.program.builders import variants
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.baselines_cpu import Gloo
+from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.harness.results.files import Results, read
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.running.study import Follower
+from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.studies.c3 import study as c3_study
+from sidelane_lab.studies.c3.heuristics import sweeps_of
+from sidelane_lab.studies.c3.pair_rows import is_done, key_of_row, merged, rows_not_run, rows_of, too_large
+from sidelane_lab.studies.c3.study import C3Instruments, C3Options
+from sidelane_lab.studies.collectives import study as collective_study
+from sidelane_lab.studies.collectives.study import (
     CollectiveOptions,
     absent_rows,
     calls_per_sample,
     default_sizes,
     measure_case,
 )
-from sidelane.bench.results.files import Results, read
-from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.results.rows.pairs import C3Row
-from sidelane.bench.running.launch import RankFailedError
-from sidelane.bench.running.measure import Meter
-from sidelane.bench.running.study import Follower
-from sidelane.c3.run import run_workload
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import parse_workload
-from sidelane.errors import UnavailableError
-from sidelane.program.builders import variants
-from sidelane.program.collective import Kind
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
@@ -197,7 +197,7 @@ class WrongGemm:
 
 
 def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
-    from sidelane.c3 import run as c3_run
+    from sidelane_lab.pairs import run as c3_run
 
     gemms: list[c3_run.GemmRun] = []
     make = c3_run.GemmRun.__init__
@@ -452,7 +452,7 @@ def test_an_implementation_that_one_rank_cannot_make_is_a_row_on_all(pool: RankP
 
 
 def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
-    from sidelane.c3.outcome import GEMM, Failure, judge
+    from sidelane_lab.pairs.outcome import GEMM, Failure, judge
 
     class Way:
         implementation, label, in_place = "dma", "dma auto", False
@@ -479,7 +479,7 @@ def test_rows_until_a_failure_are_published(
         progress(json.dumps({"row": row.to_dict()}))
         raise failure
 
-    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", half_way)
+    monkeypatch.setattr("sidelane_lab.harness.running.study.run_ranks", half_way)
     with pytest.raises(type(failure), match="hangs"):
         collective_study.main(CollectiveOptions(**QUICK, json=tmp_path / "collectives.json"))
     assert read(tmp_path / "collectives.json").rows == (row,)
@@ -491,7 +491,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("it was measured")
 
-    monkeypatch.setattr("sidelane.bench.running.study.run_ranks", never)
+    monkeypatch.setattr("sidelane_lab.harness.running.study.run_ranks", never)
     (tmp_path / "file").touch()
     for name, value in (("json", tmp_path / "file" / "x.json"), ("json", tmp_path), ("report", tmp_path / "file")):
         with pytest.raises(ValueError, match=rf"^--{name}: {value}.*\(allowed="):

@@ -12,15 +12,15 @@ import torch
 # Here, and not by whichever test comes first: importing it looks operators up in torch.ops, which tests replace.
 import torch.distributed._symmetric_memory as symm_mem
 
-from sidelane.bench.candidates.baselines_symm_mem import OPERATORS, SymmetricMemory
-from sidelane.bench.candidates.candidate import Entrant, Prepared, candidates_of
-from sidelane.bench.candidates.reference import KINDS, Case, fill_input
-from sidelane.bench.candidates.roster import Roster
-from sidelane.bench.collectives.study import CollectiveOptions, measure_case
-from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.running.measure import Meter
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, SymmetricMemory
+from sidelane_lab.baselines.candidate import Entrant, Prepared, candidates_of
+from sidelane_lab.baselines.reference import KINDS, Case, fill_input
+from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
 
 CPU = torch.device("cpu")
 RANKS, NBYTES = 4, 256

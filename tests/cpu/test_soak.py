@@ -17,19 +17,23 @@ from click.testing import CliRunner
 from ranks import crew
 
 from sidelane import Communicator, cli
-from sidelane.bench.report.tables import tables_of
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.soak import SOAKED, SoakRow
-from sidelane.bench.soak import endings, study, world
-from sidelane.bench.soak.described import Call, Form, Part, Spot
-from sidelane.bench.soak.endings import ENDINGS, Told, objections
-from sidelane.bench.soak.episode import CALLS, Episode, Setting
-from sidelane.bench.soak.judge import Judge, WrongBytesError
-from sidelane.bench.soak.mistakes import MISTAKES
-from sidelane.bench.soak.performance import perform
-from sidelane.bench.soak.plan import Plan
-from sidelane.bench.soak.seat import Outcome, Seat
-from sidelane.bench.soak.steps import (
+from sidelane.choice import Abilities
+from sidelane.choice.candidate import EVERYTHING, everything
+from sidelane.program import collective as define
+from sidelane.program.collective import Kind, ReduceOp, Reduction
+from sidelane_lab.harness.report.tables import tables_of
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.soak import SOAKED, SoakRow
+from sidelane_lab.soak import endings, study, world
+from sidelane_lab.soak.described import Call, Form, Part, Spot
+from sidelane_lab.soak.endings import ENDINGS, Told, objections
+from sidelane_lab.soak.episode import CALLS, Episode, Setting
+from sidelane_lab.soak.judge import Judge, WrongBytesError
+from sidelane_lab.soak.mistakes import MISTAKES
+from sidelane_lab.soak.performance import perform
+from sidelane_lab.soak.plan import Plan
+from sidelane_lab.soak.seat import Outcome, Seat
+from sidelane_lab.soak.steps import (
     Capture,
     Differ,
     Fire,
@@ -41,15 +45,11 @@ from sidelane.bench.soak.steps import (
     Step,
     Stream,
 )
-from sidelane.bench.soak.study import Campaign, SoakOptions
-from sidelane.bench.soak.tally import Tally
-from sidelane.bench.soak.turns import Turns
-from sidelane.bench.soak.values import Values
-from sidelane.bench.soak.world import Verdict, run_episode
-from sidelane.choice import Abilities
-from sidelane.choice.candidate import EVERYTHING, everything
-from sidelane.program import collective as define
-from sidelane.program.collective import Kind, ReduceOp, Reduction
+from sidelane_lab.soak.study import Campaign, SoakOptions
+from sidelane_lab.soak.tally import Tally
+from sidelane_lab.soak.turns import Turns
+from sidelane_lab.soak.values import Values
+from sidelane_lab.soak.world import Verdict, run_episode
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 from ranks import RankError, RankPool
 
 from sidelane import cli
-from sidelane.bench.soak.episode import Episode
-from sidelane.bench.soak.storm import described, study
-from sidelane.bench.soak.storm.described import parts_of
-from sidelane.bench.soak.storm.graphs import Where
-from sidelane.bench.soak.tally import Tally
-from sidelane.bench.soak.world import Verdict
+from sidelane_lab.soak.episode import Episode
+from sidelane_lab.soak.storm import described, study
+from sidelane_lab.soak.storm.described import parts_of
+from sidelane_lab.soak.storm.graphs import Where
+from sidelane_lab.soak.tally import Tally
+from sidelane_lab.soak.world import Verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.tune import command as tune
-from sidelane.bench.tune.changes import changes_table
-from sidelane.bench.tune.command import TuneOptions, passes
-from sidelane.bench.tune.profile import curves_of, profile_of
 from sidelane.choice import Candidate, choose
 from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin, in_force, read
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
+from sidelane_lab.harness.results.files import Results, write
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.studies.tune import command as tune
+from sidelane_lab.studies.tune.changes import changes_table
+from sidelane_lab.studies.tune.command import TuneOptions, passes
+from sidelane_lab.studies.tune.profile import curves_of, profile_of
 
 
 def row(

@@ -15,7 +15,6 @@ from ranks import RankPool
 from worlds import POISON, LocalWorld, check, fill, random_delays, wrong_bytes
 
 from sidelane import Communicator, Config
-from sidelane.bench.phases.turns import TurnCounter
 from sidelane.collectives.alternate import OPENING, AlternatingProgram, Turns
 from sidelane.execute.base import NO_STREAM, Addresses, Place
 from sidelane.execute.cpu import CpuExecutor
@@ -32,6 +31,7 @@ from sidelane.program.collective import (
 )
 from sidelane.program.ir import Program, Queue
 from sidelane.program.transform import freeze
+from sidelane_lab.studies.phases.turns import TurnCounter
 
 # --- through the communicator -----------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import torch
 from device_cases import Context
 
 from sidelane import Communicator, Config
-from sidelane.bench.candidates.baselines_cuda import kernels_of
 from sidelane.choice.candidate import SM
+from sidelane_lab.baselines.baselines_cuda import kernels_of
 
 Seen = dict[str, tuple[list[str], int, int, int]]
 """By label: names of kernels that the profiler saw; kernels, peer copies and graph launches that the proof counts."""

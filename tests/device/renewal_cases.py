@@ -16,7 +16,7 @@ from device_cases import Context
 from repeat_cases import Repeated
 
 from sidelane import Communicator, Config
-from sidelane.bench.soak.turns import Turns
+from sidelane_lab.soak.turns import Turns
 
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),

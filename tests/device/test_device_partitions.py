@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from sidelane.bench.c3 import occupancy
-from sidelane.bench.c3.occupancy import OccupancyOptions
-from sidelane.bench.tune import isolated
-from sidelane.bench.tune.isolated import IsolatedOptions
 from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.measured import isolated_of
-from sidelane.c3.run import run_workload
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition
-from sidelane.c3.thirds import orders_of
 from sidelane.c3.workload import parse_workload
 from sidelane.device.gemm_shape import OPT1, OPT2, TUNED
+from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.studies.c3 import occupancy
+from sidelane_lab.studies.c3.occupancy import OccupancyOptions
+from sidelane_lab.studies.tune import isolated
+from sidelane_lab.studies.tune.isolated import IsolatedOptions
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

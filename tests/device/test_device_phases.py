@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidelane.bench.phases import study as phases_study
-from sidelane.bench.phases.programs import OPENING
-from sidelane.bench.phases.study import PhasesOptions
+from sidelane_lab.studies.phases import study as phases_study
+from sidelane_lab.studies.phases.programs import OPENING
+from sidelane_lab.studies.phases.study import PhasesOptions
 
 
 def test_phases_of_programs_that_take_turns() -> None:

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from sidelane.c3.choose import Candidate, choose
-from sidelane.c3.outcome import GEMM, Failure, judge, pair_label
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, parse_workload
 from sidelane.choice.hidden import HIDDEN, hidden_shares
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.outcome import GEMM, Failure, judge, pair_label
 
 PAIR = parse_workload("cb1_896M")
 WANTED = tuple(map(named, ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce")))

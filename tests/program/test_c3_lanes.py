@@ -9,10 +9,10 @@ import pytest
 import torch
 from made_up_device import FakeDevice
 
-from sidelane.bench.running.measure import Job, Meter
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.run import Pairs, Workers
 from sidelane.c3.strategies import named
+from sidelane_lab.harness.running.measure import Job, Meter
+from sidelane_lab.pairs.run import Pairs, Workers
 
 
 class Work:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from sidelane.c3.narrowed import WORTH, aliases_of, lasting, narrowed
 from sidelane.c3.strategies import named
+from sidelane_lab.pairs.narrowed import WORTH, aliases_of, lasting, narrowed
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from sidelane.c3.lanes import Lanes, shares
-from sidelane.c3.outcome import Outcome
-from sidelane.c3.run import Pairs, Workers, run_workload
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Partition
 from sidelane.c3.workload import parse_workload
@@ -22,6 +20,8 @@ from sidelane.execute.cuda import sm_target
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
+from sidelane_lab.pairs.outcome import Outcome
+from sidelane_lab.pairs.run import Pairs, Workers, run_workload
 
 
 class Splitting:

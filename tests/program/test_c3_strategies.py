@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sidelane.c3 import overlap
-from sidelane.c3 import run as runner
 from sidelane.c3.strategies import FILES, named, register, registry, strategies
 from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
 from sidelane.cli import main
+from sidelane_lab.pairs import run as runner
 
 CPU = torch.device("cpu")
 NAMES = tuple(strategy.name for strategy in strategies())
@@ -106,7 +106,7 @@ def test_a_registered_strategy_is_everywhere(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_commands_take_every_name() -> None:
-    (option,) = (option for option in main.commands["c3"].params if option.name == "strategies")
+    (option,) = (option for option in main.find("c3").params if option.name == "strategies")
     assert tuple(option.type.choices) == NAMES  # type: ignore[attr-defined]
 
 

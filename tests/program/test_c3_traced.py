@@ -6,9 +6,9 @@ import pytest
 from made_up_device import FakeDevice
 
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.run import Pairs, Workers
 from sidelane.c3.strategies import named
-from sidelane.c3.traced import Traced
+from sidelane_lab.pairs.run import Pairs, Workers
+from sidelane_lab.pairs.traced import Traced
 
 
 class Work:

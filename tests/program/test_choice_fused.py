@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.fused.kept import OWN, OWN_METHOD, kept_of, times_of
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.operators import FusedRow
 from sidelane.choice.fused import (
     FUSED,
     SPLIT,
@@ -24,6 +21,9 @@ from sidelane.choice.fused import (
 )
 from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import Key
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.operators import FusedRow
+from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, kept_of, times_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 ALL = (FUSED, SPLIT, UNFUSED)

@@ -11,13 +11,13 @@ from loads import handover as ring
 from test_verify_builders import SUM, make, programs
 
 from sidelane.errors import ProgramError
-from sidelane.execute.sim.simulate import simulate
-from sidelane.machine.load import named
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span, all_gather, reduce_scatter
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.verify import verify, verify_sequence
+from sidelane_lab.machines.load import named
+from sidelane_lab.sim.simulate import simulate
 
 SOURCE, TARGET = Span(0, "cache", 64, 32), Span(1, "inbox", 0, 32)
 SIZES = {"cache": (96, 0), "inbox": (0, 40)}

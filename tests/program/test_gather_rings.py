@@ -7,10 +7,10 @@ import torch
 from gather_rings import ring_of_gathers
 
 from sidelane.errors import ProgramError
-from sidelane.execute.sim.simulate import simulate
 from sidelane.integrations.ring import Ring
-from sidelane.machine.load import named
 from sidelane.program.verify import verify
+from sidelane_lab.machines.load import named
+from sidelane_lab.sim.simulate import simulate
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

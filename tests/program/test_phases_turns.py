@@ -17,16 +17,16 @@ import torch
 from cuda_world import World, world_of
 from fake_driver import FakeDriver
 
-from sidelane.bench.phases import check as phases_check
-from sidelane.bench.phases import rig as phases_rig
-from sidelane.bench.phases.programs import OPENING, Operation
-from sidelane.bench.phases.rig import Rig
-from sidelane.bench.phases.split import Sample, split
-from sidelane.bench.phases.turns import InTurn, TurnCounter
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES
 from sidelane.program.collective import Buffer
 from sidelane.program.transform.stamp import Mark
+from sidelane_lab.studies.phases import check as phases_check
+from sidelane_lab.studies.phases import rig as phases_rig
+from sidelane_lab.studies.phases.programs import OPENING, Operation
+from sidelane_lab.studies.phases.rig import Rig
+from sidelane_lab.studies.phases.split import Sample, split
+from sidelane_lab.studies.phases.turns import InTurn, TurnCounter
 
 RANKS = 3
 LATE_US = 50_000

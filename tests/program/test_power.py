@@ -9,21 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from sidelane.bench.power import predict as power_predict
-from sidelane.bench.power.figures import Point, figures_of, with_energy
-from sidelane.bench.power.meter import Draw, Reading, Recorder, draw_of
-from sidelane.bench.power.predict import PredictOptions, predicted
-from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows.calls import PowerRow
-from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.site import DEFAULT_REDUCE_BLOCKS
 from sidelane.machine import local, nvidia_power
-from sidelane.machine.load import named
 from sidelane.machine.nvidia_power import NvmlSensor
-from sidelane.model.power import REDUCE_UNITS, hybrid_power
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.calls import PowerRow
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
+from sidelane_lab.studies.power import predict as power_predict
+from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
+from sidelane_lab.studies.power.meter import Draw, Reading, Recorder, draw_of
+from sidelane_lab.studies.power.predict import PredictOptions, predicted
 
 MB = 1 << 20
 

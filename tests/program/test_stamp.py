@@ -22,7 +22,6 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
 from sidelane.execute.cuda.round_trip import round_trip_us
-from sidelane.model.published import bare
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation, Transport, alternation, build, variants
 from sidelane.program.builders.alternating import alternating
@@ -31,6 +30,7 @@ from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.transform.stamp import Mark, slots_of, times_of
 from sidelane.program.verify import verify
+from sidelane_lab.model.published import bare
 
 
 def gather(ranks: int = 4, nbytes: int = 64, *, in_place: bool = False) -> Collective:

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sidelane.bench.soak.storm import account as accounts
-from sidelane.bench.soak.storm.account import OURS, POOLS, SYMMETRIC, TORCH, Account, account
 from sidelane.collectives import placed_cuda
 from sidelane.collectives.course import Course
 from sidelane.memory import giving_back
 from sidelane.memory.giving_back import Kept
+from sidelane_lab.soak.storm import account as accounts
+from sidelane_lab.soak.storm.account import OURS, POOLS, SYMMETRIC, TORCH, Account, account
 
 GPU = torch.device("cuda", 0)
 

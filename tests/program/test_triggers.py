@@ -10,14 +10,14 @@ import pytest
 from sliced import sliced_gather
 
 from sidelane.errors import ProgramError
-from sidelane.execute.sim.simulate import simulate
-from sidelane.machine.load import named
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, SignalOp, Wait
 from sidelane.program.pieces import gathering_program
 from sidelane.program.transform.triggers import triggers_of, without_callers
 from sidelane.program.verify import verify
+from sidelane_lab.machines.load import named
+from sidelane_lab.sim.simulate import simulate
 
 
 @pytest.mark.parametrize(("ranks", "slices"), [(1, 1), (1, 3), (2, 1), (2, 4), (3, 2), (4, 5)])

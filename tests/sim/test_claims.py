@@ -10,13 +10,11 @@ import re
 import pytest
 import rich.console
 
-from sidelane.bench.claims import command
-from sidelane.bench.claims.sensitivity import draw_sensitivity, sensitivity_table, survival
-from sidelane.bench.results.written import STDOUT
-from sidelane.machine.load import named
-from sidelane.machine.spec import Quantity, Source
-from sidelane.model import claims_c3, claims_dma, claims_fused, claims_overlap
-from sidelane.model.claims import (
+from sidelane.cli.output import STDOUT
+from sidelane_lab.machines.load import named
+from sidelane_lab.machines.spec import Quantity, Source
+from sidelane_lab.model import claims_c3, claims_dma, claims_fused, claims_overlap
+from sidelane_lab.model.claims import (
     POINTS,
     TOLERANCE,
     Check,
@@ -29,7 +27,9 @@ from sidelane.model.claims import (
     published,
     with_ranges,
 )
-from sidelane.model.claims_overlap import BLOCKS
+from sidelane_lab.model.claims_overlap import BLOCKS
+from sidelane_lab.papers.claims import command
+from sidelane_lab.papers.claims.sensitivity import draw_sensitivity, sensitivity_table, survival
 
 MACHINE = named("mi300x8")
 

@@ -12,12 +12,25 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from sidelane.bench.claims import command, figures
-from sidelane.bench.claims.chains import judge_chains, predict_chain
-from sidelane.bench.claims.gemms import judge_layers
-from sidelane.bench.claims.occupancy import pipeline_of
-from sidelane.bench.claims.power import predict_watts
-from sidelane.bench.claims.results import (
+from sidelane.c3.workload import Gemm
+from sidelane.cli.output import STDOUT
+from sidelane.program.collective import Kind
+from sidelane_lab.harness.results.files import Results, read, write
+from sidelane_lab.harness.results.rows.calls import PowerRow
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.claims import Role
+from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.model.pipeline import run_pipeline
+from sidelane_lab.model.strategies import predict
+from sidelane_lab.model.study import table_ii_workload
+from sidelane_lab.papers.claims import command, figures
+from sidelane_lab.papers.claims.chains import judge_chains, predict_chain
+from sidelane_lab.papers.claims.gemms import judge_layers
+from sidelane_lab.papers.claims.occupancy import pipeline_of
+from sidelane_lab.papers.claims.power import predict_watts
+from sidelane_lab.papers.claims.results import (
     compare,
     fitted_to,
     layers_file,
@@ -26,21 +39,8 @@ from sidelane.bench.claims.results import (
     predict_together,
     role_problems,
 )
-from sidelane.bench.claims.verdicts import in_between, nearest
-from sidelane.bench.gemms.shapes import FITTED, SEEN
-from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows.calls import PowerRow
-from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.results.rows.pairs import C3Row
-from sidelane.bench.results.written import STDOUT
-from sidelane.c3.workload import Gemm
-from sidelane.machine.load import named
-from sidelane.model.claims import Role
-from sidelane.model.gemm import gemm_us
-from sidelane.model.pipeline import run_pipeline
-from sidelane.model.strategies import predict
-from sidelane.model.study import table_ii_workload
-from sidelane.program.collective import Kind
+from sidelane_lab.papers.claims.verdicts import in_between, nearest
+from sidelane_lab.studies.gemms.shapes import FITTED, SEEN
 
 H200, PAIR = named("h200x4"), named("h200x2")
 NBYTES = 896 << 20

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.claims import command
-from sidelane.bench.claims.steps import FLOORS, judge_steps, predict_step
-from sidelane.bench.results.files import Results, read, write
-from sidelane.bench.results.rows.training import FsdpRow
-from sidelane.bench.results.written import STDOUT
-from sidelane.machine.load import named
-from sidelane.model.claims import Role
-from sidelane.model.layer import MODELS, Step, parts_us
-from sidelane.model.training import SUSTAINED, compute_us, step_times
+from sidelane.cli.output import STDOUT
+from sidelane_lab.harness.results.files import Results, read, write
+from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.claims import Role
+from sidelane_lab.model.layer import MODELS, Step, parts_us
+from sidelane_lab.model.training import SUSTAINED, compute_us, step_times
+from sidelane_lab.papers.claims import command
+from sidelane_lab.papers.claims.steps import FLOORS, judge_steps, predict_step
 
 H200 = named("h200x4")
 STEP = Step(dataclasses.replace(MODELS["llama-8b-like"], layers=6), 8192, 4096)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.machine.load import named
-from sidelane.model.device import Gang, Tiled, run_device
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.device import Gang, Tiled, run_device
 
 QUIET = named("mi300x8").with_value("interference.memory", 0.0).with_value("interference.late_share", 0.0)
 UNITS = int(QUIET.gpu.units)

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.results.files import read
-from sidelane.bench.results.rows.collectives import CollectiveRow
 from sidelane.c3.workload import parse_gemm, parse_workload
-from sidelane.execute.sim import simulate
-from sidelane.machine.load import named
-from sidelane.model.device import run_device
-from sidelane.model.executed import REDUCE_UNITS, dependencies, executed_program, executed_run
-from sidelane.model.gemm import gemm_kernel
-from sidelane.model.kernels import dma_gangs, dma_us
-from sidelane.model.published import library_us, published_program
-from sidelane.model.strategies import predict
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Reduce
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.device import run_device
+from sidelane_lab.model.executed import REDUCE_UNITS, dependencies, executed_program, executed_run
+from sidelane_lab.model.gemm import gemm_kernel
+from sidelane_lab.model.kernels import dma_gangs, dma_us
+from sidelane_lab.model.published import library_us, published_program
+from sidelane_lab.model.strategies import predict
+from sidelane_lab.sim import simulate
 
 H200, MI300X = named("h200x4"), named("mi300x8")
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "h200x4" / "collectives.json"

@@ -7,14 +7,14 @@ import tomllib
 
 import pytest
 
-from sidelane.bench import fit_machine
-from sidelane.bench.claims.results import predict_alone
-from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows.collectives import CollectiveRow
-from sidelane.bench.results.rows.pairs import C3Row
 from sidelane.c3.workload import parse_gemm
-from sidelane.machine.load import named, parse
-from sidelane.model.gemm import gemm_us
+from sidelane_lab.harness.results.files import Results, write
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.machines.load import named, parse
+from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.papers.claims.results import predict_alone
+from sidelane_lab.studies import fit_machine
 
 START = named("h200x4")
 TRUTH = (

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sidelane.execute.sim.flows import FlowNetwork
-from sidelane.machine.load import named
+from sidelane_lab.machines.load import named
+from sidelane_lab.sim.flows import FlowNetwork
 
 
 def end_times(capacities, flows):

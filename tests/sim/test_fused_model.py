@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.results.files import read
-from sidelane.bench.simulated.fused_shapes import operators_of
-from sidelane.bench.simulated.fused_skew import occupancy_table, skew_table, times_by_occupancy
-from sidelane.machine.load import machine_names, named, parse
-from sidelane.model import fused as fused_model
-from sidelane.model.fused import FusedKernel, Work, run_fused
-from sidelane.model.fused_study import EMBEDDINGS, GEMMS, GEMVS, PROFILED, scale_out, skew_percent
-from sidelane.model.operators import OBLIVIOUS, ORDERS, REMOTE_FIRST, Embedding, Gemv, TiledGemm, predict_fused
-from sidelane.model.workgroups import gather_gbps, resident, stream_gbps
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.machines.load import machine_names, named, parse
+from sidelane_lab.model import fused as fused_model
+from sidelane_lab.model.fused import FusedKernel, Work, run_fused
+from sidelane_lab.model.fused_study import EMBEDDINGS, GEMMS, GEMVS, PROFILED, scale_out, skew_percent
+from sidelane_lab.model.operators import OBLIVIOUS, ORDERS, REMOTE_FIRST, Embedding, Gemv, TiledGemm, predict_fused
+from sidelane_lab.model.workgroups import gather_gbps, resident, stream_gbps
+from sidelane_lab.papers.simulated.fused_shapes import operators_of
+from sidelane_lab.papers.simulated.fused_skew import occupancy_table, skew_table, times_by_occupancy
 
 RESULTS = Path(__file__).parents[2] / "results"
 MI210 = named("mi210x4")

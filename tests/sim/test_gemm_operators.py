@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.fused.shapes import MEANING, half_for_one
-from sidelane.bench.results.files import Results, write
-from sidelane.bench.results.rows.operators import FUSED_OPS, FusedRow
-from sidelane.bench.simulated import fused as sim_fused
-from sidelane.bench.simulated import fused_results, fused_shapes
-from sidelane.execute.sim import simulate
-from sidelane.machine.load import machine_names, named
-from sidelane.model.fused import FusedKernel, Work, run_fused
-from sidelane.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
-from sidelane.model.norm_operator import AllReduceNorm
-from sidelane.model.operators import OBLIVIOUS, REMOTE_FIRST, Gemv, TiledGemm, predict_fused
-from sidelane.model.split import chain_us, split_us
 from sidelane.program.ir import Flag
 from sidelane.program.pieces import split_program
+from sidelane_lab.harness.results.files import Results, write
+from sidelane_lab.harness.results.rows.operators import FUSED_OPS, FusedRow
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.model.fused import FusedKernel, Work, run_fused
+from sidelane_lab.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
+from sidelane_lab.model.norm_operator import AllReduceNorm
+from sidelane_lab.model.operators import OBLIVIOUS, REMOTE_FIRST, Gemv, TiledGemm, predict_fused
+from sidelane_lab.model.split import chain_us, split_us
+from sidelane_lab.papers.simulated import fused as sim_fused
+from sidelane_lab.papers.simulated import fused_results, fused_shapes
+from sidelane_lab.sim import simulate
+from sidelane_lab.studies.fused.shapes import MEANING, half_for_one
 
 H200 = named("h200x4")
 ALONE, PAIR = (dataclasses.replace(H200, gpus=ranks) for ranks in (1, 2))

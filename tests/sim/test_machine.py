@@ -7,17 +7,17 @@ import pickle
 
 import pytest
 
-from sidelane.bench.phases.predict import predicted_row
-from sidelane.bench.phases.programs import operations
 from sidelane.c3.workload import parse_gemm
-from sidelane.machine.limits import outside
-from sidelane.machine.load import find, machine_names, named, parse
-from sidelane.machine.spec import Quantity, Source, Topology
-from sidelane.model.pipeline import OPT1, Pipeline, run_pipeline
-from sidelane.model.power import library_power
-from sidelane.model.strategies import predict, predictable
-from sidelane.model.study import dma_study, table_ii_workload
 from sidelane.program.collective import Kind
+from sidelane_lab.machines.limits import outside
+from sidelane_lab.machines.load import find, machine_names, named, parse
+from sidelane_lab.machines.spec import Quantity, Source, Topology
+from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
+from sidelane_lab.model.power import library_power
+from sidelane_lab.model.strategies import predict, predictable
+from sidelane_lab.model.study import dma_study, table_ii_workload
+from sidelane_lab.studies.phases.predict import predicted_row
+from sidelane_lab.studies.phases.programs import operations
 
 EXPECTED = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "h100x2", "h100x4", "h200x2", "h200x4", "b200x8"}
 

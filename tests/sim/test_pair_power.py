@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.power.pairs import PairsOptions, main
 from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.workload import Gemm, Workload, parse_gemm, parse_workload
-from sidelane.machine.load import named
-from sidelane.model.gemm import gemm_us
-from sidelane.model.pair_power import pair_power, powered
-from sidelane.model.power import dma_power, library_power
 from sidelane.program.collective import Kind
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.model.pair_power import pair_power, powered
+from sidelane_lab.model.power import dma_power, library_power
+from sidelane_lab.studies.power.pairs import PairsOptions, main
 
 H200, MI300X = named("h200x2"), named("mi300x8")
 PROFILE = Path(__file__).parents[2] / "results" / "h200x2" / "fsdp-profile.json"

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.bench.claims.gemms import gemm_times, predict_gemms
-from sidelane.bench.results.files import read
 from sidelane.c3.strategy import percent_of_ideal
 from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm
-from sidelane.machine.load import machine_names, named
-from sidelane.model.gemm import gemm_us, is_memory_bound, roofline_us
-from sidelane.model.kernels import dma_us
-from sidelane.model.published import library_us
-from sidelane.model.strategies import predict, predictable
 from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.model.gemm import gemm_us, is_memory_bound, roofline_us
+from sidelane_lab.model.kernels import dma_us
+from sidelane_lab.model.published import library_us
+from sidelane_lab.model.strategies import predict, predictable
+from sidelane_lab.papers.claims.gemms import gemm_times, predict_gemms
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = [named(name) for name in machine_names()]

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from sidelane.bench.simulated import plan as sim_plan
-from sidelane.bench.simulated.plan import Options, Planned, advice, plan_table
-from sidelane.machine.load import named
-from sidelane.model.layer import MODELS, Step, Transformer
-from sidelane.model.training import STRATEGIES, StepTimes, compute_us, step_times
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.layer import MODELS, Step, Transformer
+from sidelane_lab.model.training import STRATEGIES, StepTimes, compute_us, step_times
+from sidelane_lab.papers.simulated import plan as sim_plan
+from sidelane_lab.papers.simulated.plan import Options, Planned, advice, plan_table
 
 H200, MI300X = named("h200x4"), named("mi300x8")
 SMALL, LARGE = MODELS["llama-8b-like"], MODELS["llama-70b-like"]

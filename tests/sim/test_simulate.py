@@ -7,14 +7,14 @@ import itertools
 
 import pytest
 
-from sidelane.execute.sim import DeadlockError, chrome_trace, simulate, write_chrome_trace
-from sidelane.machine.load import named
-from sidelane.model.published import bare, dma_run, published_program
-from sidelane.model.scale import ring_all_gather, two_level_all_gather
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, all_reduce, all_to_all, broadcast
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Wait
 from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.published import bare, dma_run, published_program
+from sidelane_lab.model.scale import ring_all_gather, two_level_all_gather
+from sidelane_lab.sim import DeadlockError, chrome_trace, simulate, write_chrome_trace
 
 MACHINE = named("mi300x8")
 DMA = MACHINE.dma
@@ -168,7 +168,7 @@ def test_an_engine_runs_one_thing_at_a_time():
 
 def test_work_grows_in_proportion_to_commands():
     """Counted, not timed: flows whose rates are computed again per command stay few as ranks grow."""
-    from sidelane.execute.sim.flows import FlowNetwork
+    from sidelane_lab.sim.flows import FlowNetwork
 
     counts = []
     original = FlowNetwork._fair_rates

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.bench.claims.slowdown import draw_slowdown
-from sidelane.model.claims_slowdown import SlowdownContext, all_bracketed, checks
-from sidelane.model.layer import Step
-from sidelane.model.slowdown import MODELS, SEQUENCE, TOKENS, overlapped, platforms
+from sidelane_lab.model.claims_slowdown import SlowdownContext, all_bracketed, checks
+from sidelane_lab.model.layer import Step
+from sidelane_lab.model.slowdown import MODELS, SEQUENCE, TOKENS, overlapped, platforms
+from sidelane_lab.papers.claims.slowdown import draw_slowdown
 
 MACHINES = platforms()
 

@@ -10,22 +10,22 @@ from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Mover, Order, Partition
 from sidelane.c3.workload import C3Class, Workload, parse_gemm
-from sidelane.machine.load import named
-from sidelane.model.gemm import gemm_us
-from sidelane.model.heuristic import allocate, judge, spare
-from sidelane.model.kernels import dma_gangs, dma_us, library_gang, own_gang
-from sidelane.model.pipeline import (
+from sidelane.program.collective import Kind
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.model.heuristic import allocate, judge, spare
+from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_gang
+from sidelane_lab.model.pipeline import (
     OPT1,
     Pipeline,
     overlap_rate,
     run_pipeline,
     sequential_us,
 )
-from sidelane.model.power import dma_power, library_power
-from sidelane.model.published import library_us, unit_speed
-from sidelane.model.strategies import partitions, predict, predict_all, predictable
-from sidelane.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
-from sidelane.program.collective import Kind
+from sidelane_lab.model.power import dma_power, library_power
+from sidelane_lab.model.published import library_us, unit_speed
+from sidelane_lab.model.strategies import partitions, predict, predict_all, predictable
+from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
 
 MACHINE = named("mi300x8")
 PAIR = table_ii_workload("cb5_13G", Kind.ALL_GATHER)

@@ -17,8 +17,9 @@ import sidelane.config
 from docs.measured import RESULTS
 from docs.source import attributes, to_markdown
 from sidelane import cli
-from sidelane.bench.results.files import Results
-from sidelane.bench.results.rows.every import ROWS
+from sidelane.cli.guided import Commands
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.every import ROWS
 
 WIDTH = 116
 
@@ -48,14 +49,14 @@ most of them on a node of yours."""
 def commands() -> str:
     """Every command with every option."""
     main = cli.main
-    assert isinstance(main, click.Group)
+    assert isinstance(main, Commands)
     lines = ["# Commands", "", *_filled(OF_COMMANDS)]
-    groups = getattr(main, "groups", {"Commands": list(main.commands)})
+    groups = main.headed()
     for heading, names in groups.items():
         lines += ["", f"**{heading}**", "", "| command | |", "|---|---|"]
-        lines += [f"| [`{name}`](#{name}) | {_paragraphs(main.commands[name])[0]} |" for name in names]
+        lines += [f"| [`{name}`](#{name}) | {_paragraphs(main.find(name))[0]} |" for name in names]
     for name in (name for names in groups.values() for name in names):
-        lines += ["", f"## {name}", "", *_one_command(name, main.commands[name], main)]
+        lines += ["", f"## {name}", "", *_one_command(name, main.find(name), main)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from node.parts import PARTS_FOLDER, ROWS, TEXT, Part
-from sidelane.bench.results.written import write_json, write_text
+from sidelane.cli.output import write_json, write_text
 
 DONE, UNFINISHED, FAILED, NOT_YET = "done", "unfinished", "failed", "not yet"
 STATES = (DONE, UNFINISHED, FAILED, NOT_YET)

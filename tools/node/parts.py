@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sidelane.bench.claims.results import JUDGES
-from sidelane.bench.results.rows.operators import FUSED_OPS
-from sidelane.model.study import TABLE_II
+from sidelane_lab.harness.results.rows.operators import FUSED_OPS
+from sidelane_lab.model.study import TABLE_II
+from sidelane_lab.papers.claims.results import JUDGES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIDELANE = (sys.executable, "-m", "sidelane")

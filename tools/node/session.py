@@ -15,7 +15,7 @@ from node import running
 from node.folder import DONE, FAILED, NOT_YET, UNFINISHED, Folder, State
 from node.goals import goals
 from node.parts import ROOT, Part
-from sidelane.machine.load import machine_names
+from sidelane_lab.machines.load import machine_names
 
 MOST_TRIES = 2
 DRY_S = 200.0

@@ -16,7 +16,7 @@ from sanitizer.cases import RANKS, Case
 from sanitizer.jobs import Job, Outcome
 from sanitizer.places import Imagined, set_up
 from sanitizer.planted import INITCHECK, MEMCHECK, PLANTED, RACECHECK, SYNCCHECK, TOOLS
-from sidelane.bench.results import provenance
+from sidelane.cli import provenance
 from sidelane.machine.inventory import machine_name
 
 Row = dict[str, Any]
@@ -83,7 +83,7 @@ def is_bad(row: Row) -> bool:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """A file like those of other studies (``sidelane.bench.results``), with what its rows cannot say."""
+    """A file like those of other studies (``sidelane_lab.harness.results``), with what its rows cannot say."""
     device, _ = provenance.accelerator_name()
     said = subprocess.run([jobs.find_sanitizer(), "--version"], capture_output=True, text=True, check=False, timeout=30)
     version = re.search(r"Version (\S+)", said.stdout)

@@ -1,6 +1,6 @@
 """What was measured of GEMMs and collectives alone, and what follows: classes, and the partition heuristic's choices.
 
-Pure: numbers in, choices with reasons out. ``bench/tune/isolated.py`` measures (``sidelane tune --study c3``), with a
+Pure: numbers in, choices with reasons out. ``sidelane tune --study c3`` measures, with a
 few pairs among it, from which ``c3.expected`` has what strategies hide.
 """
 

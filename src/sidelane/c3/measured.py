@@ -1,4 +1,4 @@
-"""The file of ``sidelane tune --study c3`` (``bench/tune/isolated*.py``) as curves, for those who choose by it."""
+"""The file of ``sidelane tune --study c3`` as curves, for those who choose by it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,17 @@
-"""The command ``sidelane``: look at a machine, measure collectives, measure computation next to communication, and
-predict both for machines that are not here.
+"""The command ``sidelane``: this package has its frame and the library's own commands; other packages add theirs.
+
+A command is added by an entry point of the group ``sidelane.commands``.
 """
 
-from sidelane.cli.collectives import PHASED
-from sidelane.cli.info import DEMO_WORKLOADS
-from sidelane.cli.tool import main
+from typing import Any
 
-__all__ = ["DEMO_WORKLOADS", "PHASED", "main"]
+__all__ = ["main"]
+
+
+def __getattr__(name: str) -> Any:
+    # The laboratory imports modules of this package, and those of the tool are not needed for that.
+    if name == "main":
+        from sidelane.cli.tool import main
+
+        return main
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

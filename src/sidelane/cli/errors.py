@@ -70,7 +70,7 @@ def plain_errors() -> Iterator[None]:
     except OSError as problem:
         raise FailedError(str(problem), Page.ERRORS) from problem
     except SidelaneError as problem:
-        from sidelane.bench.running.launch import RankFailedError
+        from sidelane.cli.launch import RankFailedError
 
         if isinstance(problem, RankFailedError) and problem.refused:
             raise MisusedError(f"{problem.refused} (sidelane --traceback shows where)", context) from problem

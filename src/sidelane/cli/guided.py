@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import importlib.metadata
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -53,6 +54,14 @@ class Option(click.Option):
         return extra
 
 
+LOOK, MEASURE, PREDICT, CHOOSE = HEADINGS = (
+    "Look",
+    "Measure",
+    "Predict (and collective, c3, phases, power with --machine)",
+    "Choose and prove",
+)
+ENTRY_POINTS = "sidelane.commands"
+
 WHAT, HOW, WHERE, OUTPUT, OTHER = GROUPS = ("What", "How", "Where", "Output", "Other")
 
 what = functools.partial(click.option, cls=Option, group=WHAT)
@@ -62,10 +71,16 @@ output = functools.partial(click.option, cls=Option, group=OUTPUT)
 
 
 class Command(click.Command):
-    """A command with options in groups. ``examples``: what to try, at the end of its help."""
+    """A command with options in groups.
 
-    def __init__(self, *arguments: Any, examples: Sequence[Example] = (), **attributes: Any) -> None:
+    Args:
+        heading: of ``HEADINGS``, under which the tool's help lists it.
+        examples: what to try, at the end of its help.
+    """
+
+    def __init__(self, *arguments: Any, heading: str, examples: Sequence[Example] = (), **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
+        self.heading = heading
         self.examples = tuple(examples)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,32 +108,46 @@ class Command(click.Command):
 class Commands(click.Group):
     """Commands under headings, which come first: what one can do.
 
-    Args:
-        groups: names of commands by heading.
+    A package adds a command by an entry point of the group ``sidelane.commands`` with the command's name.
     """
 
     command_class = Command
 
-    def __init__(self, *arguments: Any, groups: Mapping[str, Sequence[str]], **attributes: Any) -> None:
-        super().__init__(*arguments, **attributes)
-        self.groups = dict(groups)
+    def list_commands(self, ctx: click.Context | None = None) -> list[str]:
+        """Return the names of all commands in the order of the help: by heading, then by name."""
+        found = {name: self.find(name) for name in (*self.commands, *_added())}
+        return sorted(found, key=lambda name: (HEADINGS.index(found[name].heading), name))
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of the help."""
-        return [name for names in self.groups.values() for name in names]
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        """Return a command; one that another package adds is imported now."""
+        if cmd_name not in self.commands and (entry := _added().get(cmd_name)) is not None:
+            self.add_command(entry.load())
+        return self.commands.get(cmd_name)
+
+    def find(self, name: str) -> Command:
+        """Return the command of a name that ``list_commands`` has."""
+        command = self.get_command(None, name)
+        assert isinstance(command, Command), name
+        return command
+
+    def headed(self) -> dict[str, list[str]]:
+        """Return the names of commands by heading."""
+        names = self.list_commands()
+        return {heading: [name for name in names if self.find(name).heading == heading] for heading in HEADINGS}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with the first sentence of each, whole, and then the options."""
-        for heading, names in self.groups.items():
-            with formatter.section(heading):
-                formatter.write_dl([(name, self.sentence(name)) for name in names])
+        for heading, names in self.headed().items():
+            if names:
+                with formatter.section(heading):
+                    formatter.write_dl([(name, self.sentence(name)) for name in names])
         records = [record for option in self.get_params(ctx) if (record := option.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
 
     def sentence(self, name: str) -> str:
-        """What a command does."""
-        return " ".join((self.commands[name].help or "").split("\n\n")[0].split())
+        """Return the sentence that says what a command does."""
+        return " ".join((self.find(name).help or "").split("\n\n")[0].split())
 
     def make_context(self, *arguments: Any, **attributes: Any) -> click.Context:
         """Read the group's own options."""
@@ -131,14 +160,19 @@ class Commands(click.Group):
         """Find the command; of what is none, say what there is."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
-            meant, allowed = nearest(name, self.commands), ", ".join(self.list_commands(ctx))
-            ctx.fail(f"No such command {name!r} (allowed={allowed}){meant}")
+            allowed = self.list_commands(ctx)
+            ctx.fail(f"No such command {name!r} (allowed={', '.join(allowed)}){nearest(name, allowed)}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Read what is behind them, and run the command."""
         with _where_to_read(), saying_that_pytorch_loads():
             return super().invoke(ctx)
+
+
+@functools.cache
+def _added() -> dict[str, importlib.metadata.EntryPoint]:
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The commands to begin with: ``sidelane info`` and ``demo``."""
+"""The command ``sidelane info``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import Command, how, output
-from sidelane.cli.options import device_option, json_option, ranks_option
-from sidelane.cli.written import Written
-
-DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
+from sidelane.cli.guided import LOOK, Command, how
+from sidelane.cli.options import json_option
 
 
 @click.command(
     cls=Command,
+    heading=LOOK,
     examples=(
         ("sidelane info", "everything, in some seconds"),
         ("sidelane info --no-probe --json -", "without trying the GPUs, as JSON"),
@@ -26,47 +24,6 @@ DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 def info(json: Path | None, probe: bool) -> None:
     """Show what this machine offers, and what Sidelane will use of it."""
     with plain_errors():
-        from sidelane.bench import info
+        from sidelane.cli import findings as info
 
         info.main(json, probe=probe)
-
-
-@click.command(
-    cls=Command,
-    examples=(
-        ("sidelane demo", "everything, and a page in the folder report"),
-        ("sidelane demo --device cpu --ranks 8", "with eight CPU processes, whatever GPUs there are"),
-    ),
-)
-@ranks_option
-@device_option
-@json_option
-@output(
-    "--report",
-    type=Written(is_folder=True),
-    metavar="FOLDER",
-    default=Path("report"),
-    help="Write the page with pictures here.",
-)
-def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> None:
-    """See in a minute what Sidelane is, and get a page with pictures.
-
-    With GPUs: a GEMM next to a collective, measured under every strategy. Without: a program and its proof, every
-    collective between CPU processes, and what GPUs give, as predicted and as measured on H200s.
-    """
-    with plain_errors():
-        from sidelane.bench.running.launch import choose_target
-
-        if choose_target(ranks, device).on_cpu:
-            from sidelane.bench.demo import show
-
-            show.main(report, ranks, json)
-            return
-        from sidelane.bench import info
-        from sidelane.bench.c3 import study as c3_study
-        from sidelane.bench.report.terminal import tables_console
-
-        info.show(info.look(probe=False), tables_console(json))
-        c3_study.main(
-            c3_study.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, json=json, report=report)
-        )

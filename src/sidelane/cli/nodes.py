@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import Command, how, what, where
+from sidelane.cli.guided import CHOOSE, Command, how, what, where
 from sidelane.cli.options import ALL, given, json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -32,6 +32,7 @@ def sizes_of_nodes(context: click.Context, option: click.Parameter, value: str |
 
 @click.command(
     cls=Command,
+    heading=CHOOSE,
     examples=(
         ("sidelane verify --nodes 2,3", "every collective on a node of two ranks and one of three"),
         ("sidelane verify --nodes 8,8 --collective all_reduce --pieces 8 --elements 1000", "one, more closely"),
@@ -69,9 +70,9 @@ def verify(
     made.
     """
     with plain_errors():
-        from sidelane.bench.report.table import Line, Table
-        from sidelane.bench.report.terminal import say, tables_console
-        from sidelane.bench.results.written import write_json
+        from sidelane.cli.output import write_json
+        from sidelane.cli.table import Line, Table
+        from sidelane.cli.terminal import say, tables_console
         from sidelane.integrations.nodes.explain import nodes_of
         from sidelane.integrations.nodes.plan import objection
         from sidelane.integrations.nodes.verify import verify_plans
@@ -112,9 +113,9 @@ def explain_nodes(
         if option.name not in allowed and given(option.name or ""):
             raise ValueError(f"{option.opts[0]} does not go with --nodes (allowed=--dtype, --tensors, --json)")
 
-    from sidelane.bench.report.table import Line, Table
-    from sidelane.bench.report.terminal import say, tables_console
-    from sidelane.bench.results.written import write_json
+    from sidelane.cli.output import write_json
+    from sidelane.cli.table import Line, Table
+    from sidelane.cli.terminal import say, tables_console
     from sidelane.integrations.nodes.explain import explain_nodes, nodes_of
 
     there = nodes_of(nodes)

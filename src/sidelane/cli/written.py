@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from sidelane.bench.results.written import why_unwritable
+from sidelane.cli.output import why_unwritable
 
 
 class Written(click.Path):

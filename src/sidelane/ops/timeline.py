@@ -11,7 +11,7 @@ import torch
 from sidelane.collectives import Communicator
 from sidelane.device.stamps import KINDS
 from sidelane.errors import UnavailableError
-from sidelane.execute.sim.timeline import Interval, write_chrome_trace
+from sidelane.execute.timeline import Interval, write_chrome_trace
 
 LOCAL = "local"
 """What is computed for the rank itself."""

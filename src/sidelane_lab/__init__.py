@@ -1,0 +1,4 @@
+"""Sidelane's laboratory: studies, baselines, the simulator, the performance model, the papers' claims, the soak.
+
+It imports the library ``sidelane`` and is never imported by it.
+"""

@@ -1,0 +1,357 @@
+"""What a study can run: every implementation of a collective behind one interface.
+
+An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Entrant` names one way to call
+it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked. Calls with
+lists of tensors are in ``listed.py``, Sidelane's own implementations in ``own.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from sidelane.choice.candidate import DMA, GRAPH, SM, find
+from sidelane.program.collective import Kind
+from sidelane.program.variant import Variant
+from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
+from sidelane_lab.harness.running.measure import Job
+
+# PyTorch 2.13 renamed both and warns of the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+CTAS = "ctas"
+"""A variant of the library's kernels that are held to a number of workgroups: ``ctas8``."""
+
+CALLS_AHEAD = 2
+"""Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
+
+HIDDEN_LAUNCH_US = 100.0
+"""What takes as long is timed without its launches, as graphs are: behind a spin of the device that takes that long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entrant:
+    """One way to run a collective, by the names of the result file."""
+
+    implementation: str
+    variant: str = ""
+    in_place: bool = False
+    launch: str = "eager"
+
+    @property
+    def prelaunch(self) -> bool:
+        return Variant.of(self.variant).prelaunched
+
+    def __str__(self) -> str:
+        place = "in place" if self.in_place else "out of place"
+        return " ".join(filter(None, (self.implementation, self.variant, place, self.launch)))
+
+
+@dataclasses.dataclass(slots=True)
+class Tensors:
+    """Where a call reads and writes, 1-d.
+
+    Attributes:
+        output: None until an implementation that allocates it has run.
+        input: what is read.
+        keeps_input: False where a run overwrites its input although it is out of place.
+    """
+
+    output: torch.Tensor | None
+    input: torch.Tensor
+    keeps_input: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lists:
+    """Where a call with a list reads and writes.
+
+    Attributes:
+        parts: the case of each tensor.
+        pairs: its tensors.
+        outputs, inputs: the same as lists.
+    """
+
+    parts: tuple[Case, ...]
+    pairs: tuple[Tensors, ...]
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+class Implementation(Protocol):
+    """A library that can run some collectives.
+
+    Attributes:
+        name: as the result file has it.
+        launches: ``eager``, and ``graph`` where its calls can be captured.
+    """
+
+    name: str
+    launches: tuple[str, ...]
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """The variants that exist; empty where it cannot do this at all."""
+        ...
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        """Allocate the buffers for all cases to come. Collective."""
+        ...
+
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
+        """Views of the buffers for one case, of its dtype."""
+        ...
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        """Call the library on the current stream; what comes back waits for the end on a CPU, and does nothing else."""
+        ...
+
+    def close(self) -> None:
+        """Release what was made. Not called after a failure."""
+        ...
+
+
+@runtime_checkable
+class Binds(Protocol):
+    """An implementation whose calls can be decided ahead of time, so that no question of a study is timed with them."""
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
+        """What calls the library as ``Implementation.start`` does, and nothing else."""
+        ...
+
+
+@runtime_checkable
+class TakesLists(Protocol):
+    """An implementation that has calls with lists of tensors."""
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """The variants of such calls; one that ends with ``separate`` is a call for each tensor."""
+        ...
+
+    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+        """As ``Implementation.start``, for all tensors in one call."""
+        ...
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """An implementation whose rows name what it chose as their variant."""
+
+    def chosen(self) -> str:
+        """What the last call was run as."""
+        ...
+
+
+@runtime_checkable
+class LeavesOwnPart(Protocol):
+    """An implementation of all-to-alls that leave every rank's own part in its input, and its place as it was."""
+
+    leaves_own_part: bool
+
+
+def nothing_to_wait_for() -> None:
+    """What ``start`` returns where the stream keeps the order."""
+
+
+def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor) -> Tensors:
+    """Views of two byte buffers for one case; in place as torch.distributed defines it for each collective.
+
+    A tensor of a list lies where its case says.
+    """
+    output, input = output[case.output_at :], input[case.input_at :]
+    shard = slice(case.rank * case.shard_bytes, (case.rank + 1) * case.shard_bytes)
+    if not in_place:
+        whole_output, whole_input = output[: case.output_bytes], input[: case.input_bytes]
+    elif case.kind is Kind.ALL_GATHER:
+        whole_output, whole_input = output[: case.nbytes], output[shard]
+    elif case.kind is Kind.REDUCE_SCATTER:
+        whole_output, whole_input = input[shard], input[: case.nbytes]
+    else:
+        whole_output = whole_input = output[: case.nbytes]
+    return Tensors(whole_output.view(case.dtype), whole_input.view(case.dtype))
+
+
+class Prepared:
+    """A candidate bound to a case.
+
+    Args:
+        candidate: how to call it.
+        case: what to do.
+        implementation: whose ``name`` the candidate has.
+        calls: operations in a sample; a graph to be timed holds that many.
+
+    Raises:
+        Exception: whatever the library raises for buffers that it does not take.
+    """
+
+    def __init__(self, candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> None:
+        self.candidate = candidate
+        self.variant = candidate.variant
+        self.case = case
+        self.calls = calls
+        self._implementation = implementation
+        self._tensors = implementation.tensors(case, candidate)
+        self._allocates_output = self._tensors.output is None
+        self._one_call: torch.cuda.CUDAGraph | None = None
+        self._all_calls: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def implementation(self) -> str:
+        return self.candidate.implementation
+
+    @property
+    def in_place(self) -> bool:
+        return self.candidate.in_place
+
+    @property
+    def label(self) -> str:
+        return str(self.candidate)
+
+    @property
+    def workgroups(self) -> int:
+        """That the library is held to, as its variant says; 0: it has as many as it likes."""
+        return int(self.variant.removeprefix(CTAS)) if self.variant.startswith(CTAS) else 0
+
+    @property
+    def repeatable(self) -> bool:
+        """True if a second run on the same input gives the same output: the first one has not overwritten the input."""
+        if self.in_place:
+            return self.case.kind in (Kind.ALL_GATHER, Kind.BROADCAST)
+        return self._tensors.keeps_input
+
+    @property
+    def tensors(self) -> Tensors:
+        """Where a run reads and writes."""
+        return self._tensors
+
+    def start(self) -> Callable[[], None]:
+        """Begin one run on the current stream; call what comes back to wait for its end (needed on a CPU only)."""
+        if self._one_call is not None:
+            self._one_call.replay()
+            return nothing_to_wait_for
+        return self._call()
+
+    def _call(self) -> Callable[[], None]:
+        return self._implementation.start(self.case, self._tensors, self.candidate.variant)
+
+    def _bound(self) -> Callable[[], object]:
+        """The quickest way to make the call on a device, where the stream waits for its end."""
+        if isinstance(self._implementation, Binds):
+            return self._implementation.bind(self.case, self._tensors, self.candidate.variant)
+        return self.run
+
+    def run(self) -> None:
+        """One run from beginning to end."""
+        self.start()()
+
+    def settle(self) -> None:
+        """Note what was chosen, after a first call (and the capture, if there is one), where that is the question."""
+        if isinstance(self._implementation, Chooses):
+            self.variant = self._implementation.chosen()
+
+    def capture(self) -> None:
+        """Go over to graphs: one with all calls of a sample, to time, and one with a single call, to check.
+
+        The call must have been made once before, outside of a capture.
+        """
+        self._all_calls = self._captured(self.calls) if self.calls > 1 else None
+        self._one_call = self._captured(1)  # last, so that an output that the library allocates is this graph's
+
+    def job(self, hide_launch_us: float = 0.0) -> Job:
+        """The job that samples ``calls`` operations."""
+        if self._all_calls is not None:
+            return Job(self._all_calls.replay, calls=self.calls, hide_launch_us=hide_launch_us)
+        # On a CPU a call has to be waited for.
+        run = self.run if self._one_call is not None or self.case.device.type == "cpu" else self._bound()
+        ahead = 0 if hide_launch_us or self._one_call is not None else CALLS_AHEAD
+        return Job(run, repeats=self.calls, calls=self.calls, ahead=ahead, hide_launch_us=hide_launch_us)
+
+    def _captured(self, calls: int) -> torch.cuda.CUDAGraph:
+        return captured(lambda: self._call()(), calls)
+
+    def fill(self, seed: int) -> None:
+        """Poison the output and put fresh random bytes, the same for the same seed, into the input."""
+        if self._tensors.output is not None:
+            poison(self._tensors.output)
+        if self._allocates_output and self._one_call is None:
+            # Leave poison where the allocator will look first, now that the last output has gone back to it.
+            self._tensors.output = None
+            poison(torch.empty(self.case.output_bytes, dtype=torch.uint8, device=self.case.device))
+        fill_input(self.case, self._tensors.input, seed)
+
+    def error(self, seed: int) -> str | None:
+        """What is wrong with the output after a run on the input of ``seed``; None if nothing is."""
+        output = self._tensors.output
+        left = isinstance(self._implementation, LeavesOwnPart)
+        return "there is no output" if output is None else output_error(self.case, output, seed, own_part_left=left)
+
+    def release(self) -> None:
+        """Drop the graphs and what they hold."""
+        self._one_call = self._all_calls = None
+
+
+def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls`` runs, captured on the current stream, which must not be the legacy default one."""
+    graph = torch.cuda.CUDAGraph()
+    # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache, 50 ms for each of some hundred
+    # captures. Other threads (a library's watchdog) may go on calling the driver while this one captures.
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for _ in range(calls):
+            run()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the capture is invalid by now, and the stream must leave it
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph
+
+
+def candidates_of(
+    implementation: Implementation,
+    kind: Kind,
+    *,
+    only: tuple[str, ...] = (),
+    launches: tuple[str, ...] = (),
+    listed: bool = False,
+) -> list[Entrant]:
+    """Every way in which an implementation can run a collective.
+
+    Args:
+        implementation: whose variants and launches.
+        kind: which collective.
+        only: variants to keep, where the implementation has any; empty keeps all. ``b2b+prelaunch`` keeps that.
+        launches: launches to keep; empty keeps all.
+        listed: calls with lists of tensors; none where the implementation takes one tensor a call.
+    """
+    only = only if implementation.name in (DMA, SM) else ()
+    return [
+        Entrant(implementation.name, variant, in_place, launch)
+        for in_place in (False, True)
+        for variant in _kept(_variants(implementation, kind, in_place, listed), only)
+        for launch in implementation.launches
+        if (not launches or launch in launches) and not (launch == "graph" and _only_eager(kind, variant))
+    ]
+
+
+def _variants(implementation: Implementation, kind: Kind, in_place: bool, listed: bool) -> tuple[str, ...]:
+    if not listed:
+        return implementation.variants(kind, in_place)
+    return implementation.list_variants(kind, in_place) if isinstance(implementation, TakesLists) else ()
+
+
+def _only_eager(kind: Kind, variant: str) -> bool:
+    """True for what differs from another variant only in how an eager call is launched."""
+    found = find(kind, variant)
+    return Variant.of(variant).prelaunched or (found is not None and found.launch == GRAPH)
+
+
+def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
+    if not only:
+        return found
+    return tuple(name for name in only if Variant.of(name).called in found)

@@ -1,0 +1,56 @@
+"""The command ``sidelane demo``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from sidelane.cli.errors import plain_errors
+from sidelane.cli.guided import LOOK, Command, output
+from sidelane.cli.options import device_option, json_option, ranks_option
+from sidelane.cli.written import Written
+
+DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
+
+
+@click.command(
+    cls=Command,
+    heading=LOOK,
+    examples=(
+        ("sidelane demo", "everything, and a page in the folder report"),
+        ("sidelane demo --device cpu --ranks 8", "with eight CPU processes, whatever GPUs there are"),
+    ),
+)
+@ranks_option
+@device_option
+@json_option
+@output(
+    "--report",
+    type=Written(is_folder=True),
+    metavar="FOLDER",
+    default=Path("report"),
+    help="Write the page with pictures here.",
+)
+def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> None:
+    """See in a minute what Sidelane is, and get a page with pictures.
+
+    With GPUs: a GEMM next to a collective, measured under every strategy. Without: a program and its proof, every
+    collective between CPU processes, and what GPUs give, as predicted and as measured on H200s.
+    """
+    with plain_errors():
+        from sidelane.cli.launch import choose_target
+
+        if choose_target(ranks, device).on_cpu:
+            from sidelane_lab.studies.demo import show
+
+            show.main(report, ranks, json)
+            return
+        from sidelane.cli import findings as info
+        from sidelane.cli.terminal import tables_console
+        from sidelane_lab.studies.c3 import study as c3_study
+
+        info.show(info.look(probe=False), tables_console(json))
+        c3_study.main(
+            c3_study.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, json=json, report=report)
+        )

@@ -1,0 +1,125 @@
+"""The commands that only predict: ``sidelane machines``, ``claims``, ``pipeline`` and ``plan``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from sidelane.cli.errors import plain_errors
+from sidelane.cli.guided import LOOK, PREDICT, Command, how, what, where
+from sidelane.cli.options import VERSIONS, json_option, report_option
+
+DEMO_MACHINE = "mi300x8"
+
+PLANNED = ("llama-8b-like", "llama-70b-like")
+"""Models of `sidelane plan`: ``MODELS`` of ``sidelane_lab.model.layer``, which would take a while to load for help."""
+
+
+@click.command(
+    cls=Command,
+    heading=LOOK,
+    examples=(
+        ("sidelane machines", "names for --machine"),
+        ("sidelane machines --json -", "the same as a list of objects"),
+    ),
+)
+@json_option
+def machines(json: Path | None) -> None:
+    """List the machines that can be predicted, and where their numbers come from."""
+    with plain_errors():
+        from sidelane_lab.studies import machine_list
+
+        machine_list.main(json)
+
+
+@click.command(
+    cls=Command,
+    heading=PREDICT,
+    examples=(
+        ("sidelane claims --no-ranges", "every published figure, in two seconds"),
+        ("sidelane claims --machine h200x4 --no-ranges", "what was measured on four H200s, in a checkout"),
+    ),
+)
+@where(
+    "--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured."
+)
+@where(
+    "--results",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    default=Path("results"),
+    help="With a folder of measurements for each machine.",
+)
+@what("--version", type=click.Choice(VERSIONS), default="000", help="Version of the ConCCL paper.")
+@how(
+    "--ranges/--no-ranges",
+    default=None,
+    show_default="with them, except with --json and no --report",
+    help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds, "
+    "many minutes with --machine of a measured one.",
+)
+@json_option
+@report_option
+def claims(
+    machine: str, json: Path | None, results: Path, version: str, report: Path | None, ranges: bool | None
+) -> None:
+    """Hold predictions against every figure that papers publish, or against your measurements.
+
+    The exit code is 1 if a claim has no role, or if a number was fitted to a held-out claim. Wrong predictions are
+    shown, not punished.
+    """
+    with plain_errors():
+        from sidelane_lab.papers.claims import command as claims
+
+        with_ranges = (json is None or report is not None) if ranges is None else ranges
+        sys.exit(claims.main(claims.Options(machine, json, results, version, report, with_ranges)))
+
+
+@click.command(
+    cls=Command,
+    heading=PREDICT,
+    examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
+)
+@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@json_option
+@report_option
+def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
+    """Predict iterations of a GEMM and a collective that overlap.
+
+    By tile, number of thread blocks and priority, as the overlap paper measured them.
+    """
+    with plain_errors():
+        from sidelane_lab.papers.simulated import overlap as sim_overlap
+
+        sys.exit(sim_overlap.main(machine, report, json))
+
+
+@click.command(
+    cls=Command,
+    heading=PREDICT,
+    examples=(
+        ("sidelane plan --model llama-8b-like --machine mi300x8 --fsdp", "a training step on eight MI300X"),
+        ("sidelane plan --model llama-70b-like --machine h200x4 --fsdp --tokens 4096", "one sequence a rank"),
+    ),
+)
+@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@what("--model", required=True, type=click.Choice(PLANNED), help="Whose layers.")
+@what("--fsdp", is_flag=True, required=True, help="Layers are sharded over all ranks; nothing else is modelled.")
+@what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
+@what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
+@what("--layers", type=int, default=None, show_default="the model's", help="Another number of layers.")
+@json_option
+def plan(
+    machine: str, model: str, fsdp: bool, tokens: int, sequence: int, layers: int | None, json: Path | None
+) -> None:
+    """Predict the communication of a training step that stays exposed, and say what to change.
+
+    Under the library's kernels, with these on compute units of their own, with all-gathers on copy engines, and with
+    reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does.
+    """
+    with plain_errors():
+        from sidelane_lab.papers.simulated import plan as sim_plan
+
+        sys.exit(sim_plan.main(sim_plan.Options(machine, model, tokens, sequence, layers, fsdp, json)))

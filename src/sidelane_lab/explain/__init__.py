@@ -1,0 +1,1 @@
+"""The command ``sidelane explain``: what ``auto`` takes for a call, and why."""

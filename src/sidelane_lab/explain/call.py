@@ -1,0 +1,385 @@
+"""``sidelane explain``: what ``auto`` would take for a call, why, and what would be submitted. Needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import torch
+
+from sidelane import config as settings
+from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
+from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
+from sidelane.choice.hidden import hidden_shares
+from sidelane.choice.key import CPU, Key, key_here
+from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
+from sidelane.cli.launch import choose_target
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Line, Table, grouped
+from sidelane.cli.terminal import say, tables_console
+from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
+from sidelane.collectives.listed import LISTED, ListAgreement, Part
+from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
+from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped
+from sidelane.config import NOTHING
+from sidelane.program import collective as define
+from sidelane.program.builders import Alternation
+from sidelane.program.builders.confirmed import confirmed
+from sidelane.program.collective import MAX_NODE_RANKS, REDUCING, Collective, Kind, ReduceOp, Reduction
+from sidelane.program.ir import MOVES, Copy, Move, Program, describe
+from sidelane.program.kernel import KernelProgram
+from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
+from sidelane.program.shape import Beside, Computation
+from sidelane.sizes import format_bytes
+from sidelane_lab.explain.reach import SAID, mappable, ways_of
+from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
+from sidelane_lab.machines.load import find, machine_names
+from sidelane_lab.sim import simulate
+
+RANK = 0
+"""Whose part is shown; every rank's is alike."""
+
+UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
+"""What takes any number of elements: of the others every rank gets as many."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """A call, and where it would be made.
+
+    Attributes:
+        kind: which collective.
+        nbytes: gathered size of an all_gather, local buffer of the others; rounded up to whole elements, and to as many
+            for each rank where the collective gives all of them the same.
+        dtype: of the elements.
+        in_place: input and output share memory.
+        captured: into a graph.
+        ordinary: the tensors are not in symmetric memory.
+        map_memory: value of ``Config.map_memory`` to explain a call on ordinary tensors under, once addresses have come
+            again where it waits for that; None: as the settings have it, which stage unless they say otherwise.
+        beside: ``nothing`` or ``compute``.
+        beside_us: time of a computation that runs next to it, instead; None: not known.
+        world_size: ranks; None takes those that the profile was measured with, or those of this machine.
+        machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
+        profile: file to choose by, whatever machine it is of.
+        tensors: a list of that many of these in one call; None for one that is no list.
+        json: file for what was found out, or ``written.STDOUT``; None writes none.
+    """
+
+    kind: Kind
+    nbytes: int
+    dtype: str = "bfloat16"
+    in_place: bool = False
+    captured: bool = False
+    ordinary: bool = False
+    map_memory: MapMemory | None = None
+    beside: str = NOTHING
+    beside_us: float | None = None
+    world_size: int | None = None
+    machine: str | None = None
+    profile: Path | None = None
+    tensors: int | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1:
+            raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
+        if self.beside_us is not None and self.beside != NOTHING:
+            raise ValueError("explain: --beside and --beside-us exclude each other")
+        if self.machine is not None and self.profile is not None:
+            raise ValueError("explain: --machine and --profile exclude each other")
+        if self.map_memory is not None and not self.ordinary:
+            raise ValueError("explain: --map-memory is about ordinary tensors (--ordinary)")
+        if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
+            raise ValueError(
+                f"explain: tensors of {self.kind} (value={self.tensors}, allowed={', '.join(LISTED)}: 1..)"
+            )
+        if self.in_place and self.kind in (Kind.SCATTER, Kind.GATHER):
+            raise ValueError(f"explain: {self.kind} has no in-place form")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What was found out.
+
+    Attributes:
+        agreement: the call as all ranks see it.
+        choice: what would run.
+        by: what it was chosen by.
+        where: on what ranks, in words.
+        excluded: candidates that are not legal, with the reason.
+        submitted: what rank 0 would hand over, one line each, grouped by where it goes.
+        summary: the same in numbers.
+        notes: what is not as it was asked.
+        ways: how peers would reach ordinary tensors, for each value of ``Config.map_memory``, and what would run.
+        way: which of these this is; None for tensors that are symmetric.
+    """
+
+    agreement: AnyAgreement
+    choice: Choice
+    by: InForce
+    where: str
+    excluded: tuple[tuple[Candidate, str], ...]
+    submitted: tuple[tuple[str, tuple[str, ...]], ...]
+    summary: str
+    notes: tuple[str, ...] = ()
+    ways: tuple[tuple[Way, Choice], ...] = ()
+    way: Way | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """One JSON object."""
+        table = self.choice.table
+        return {
+            "call": dataclasses.asdict(self.agreement.call),
+            "on": self.where,
+            "by": self.by.where,
+            "takes": _named(self.choice.candidate),
+            "reason": self.choice.reason,
+            "candidates": [{**_named(candidate), "expected_us": us} for candidate, us in table],
+            "not_legal": [{**_named(candidate), "reason": reason} for candidate, reason in self.excluded],
+            "submitted": [{"to": place, "what": list(lines)} for place, lines in self.submitted],
+            "summary": self.summary,
+            "notes": [*self.notes, *self.by.notes],
+            "reach": [
+                {
+                    "map_memory": SAID[way.setting],
+                    "explained": way == self.way,
+                    "how": way.how,
+                    "why": way.why,
+                    "takes": _named(choice.candidate),
+                }
+                for way, choice in self.ways
+            ],
+        }
+
+
+def main(options: ExplainOptions) -> None:
+    """Explain, print, and write what the options ask for."""
+    found = explain(options)
+    if options.json is not None:
+        write_json(options.json, found.to_dict())
+    show(found, tables_console(options.json))
+
+
+def explain(options: ExplainOptions) -> Explanation:
+    """Find out what a call would do.
+
+    Raises:
+        ValueError: no such machine or profile, or a call that does not exist.
+    """
+    by, where, device_type, world_size, abilities = _where(options)
+    if world_size > MAX_NODE_RANKS:
+        raise ValueError(f"explain: world_size (value={world_size}, allowed=1..{MAX_NODE_RANKS}; more with --nodes)")
+    agreement = _agreement(options, world_size, where)
+    has_driver = by is not None and device_type != CPU
+    moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
+    if by is None:
+        assert options.machine is not None
+        by = _simulated(options.machine, agreement)
+    chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else options.machine, abilities)
+    choice, way, ways = chooses(agreement), None, tuple[tuple[Way, Choice], ...]()
+    if options.ordinary:
+        ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
+        setting = settings.current().map_memory if options.map_memory is None else options.map_memory
+        way, choice = next(entry for entry in ways if entry[0].setting == (setting or False))
+        agreement = as_mapped(agreement) if way.how == MAPPED else agreement
+    reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]
+    excluded = tuple((found, reason) for found, reason in reasons if reason)
+    if way is not None and way.goes_ahead:
+        alone = agreement.beside == NOTHING
+        program: Program | AnyKernelProgram = dataclasses.replace(confirmed(agreement.collective), alone=alone)
+    else:
+        program = _one_of(make_program(agreement, choice.candidate, moves))
+    submitted: tuple[tuple[str, tuple[str, ...]], ...]
+    if isinstance(program, KernelProgram | KernelListProgram):
+        submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
+    elif has_driver:
+        submitted, summary = call_lines(program, RANK, agreement.frozen, choice.candidate.launch == GRAPH)
+    else:
+        queues = program.queues_of(RANK)
+        submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
+    notes = (*_rounding(options, agreement), *(mappable(device_type) if options.ordinary else ()))
+    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, ways, way)
+
+
+def show(found: Explanation, console: rich.console.Console) -> None:
+    """Print for people."""
+    call = found.agreement.call
+    words = [
+        f"{call.kind} of {format_bytes(call.nbytes)} among {_ranks(call.world_size)}, {call.dtype}",
+        *([f"{len(found.agreement.parts)} tensors"] if isinstance(found.agreement, ListAgreement) else []),
+        "in place" if call.in_place else "out of place",
+        "in a graph" if call.captured else "eager",
+        *([] if call.symmetric and found.way is None else ["ordinary memory"]),
+        *([f"mapped (map_memory={SAID[found.way.setting]})"] if found.way and found.way.how == MAPPED else []),
+        *([f"beside {call.computation or call.beside}"] if call.beside != NOTHING else []),
+    ]
+    say(console, ", ".join(words))
+    say(console, f"on {found.where}")
+    say(console, f"by {found.by.where}")
+    say(console, f"auto takes {found.choice.candidate}: {found.choice.reason}", style="bold")
+    for note in (*found.notes, *found.by.notes):
+        say(console, f"note: {note}")
+    if found.ways:
+        say(console, "How peers reach ordinary tensors, by SIDELANE_MAP_MEMORY")
+        for way, choice in found.ways:
+            say(console, f"{SAID[way.setting]}: {way.how}, {choice.candidate}: {way.why}", indent=2)
+    console.print()
+    console.print(_table(found).to_rich())
+    say(console, f"Submitted by rank {RANK}" + (f": {found.summary}" if found.summary else ""))
+    for place, lines in found.submitted:
+        say(console, place, indent=2)
+        for line in lines:
+            say(console, line, indent=4)
+
+
+def _named(candidate: Candidate) -> dict[str, str]:
+    return {"implementation": candidate.implementation, "variant": candidate.name}
+
+
+def _table(found: Explanation) -> Table:
+    lines = [
+        Line(
+            (candidate.implementation, candidate.name, "-" if us is None else f"{us:.4g}"),
+            best=candidate == found.choice.candidate,
+        )
+        for candidate, us in found.choice.table
+    ]
+    reasons = grouped(found.excluded, lambda entry: entry[1], ordered=False)
+    unmeasured = any(us is None for _, us in found.choice.table)
+    notes: tuple[str, ...] = ("-: not measured, and taken only where nothing was",) if unmeasured else ()
+    notes += tuple(
+        f"not legal here: {', '.join(str(candidate) for candidate, _ in alike)}: {reason}" for reason, alike in reasons
+    )
+    return Table("Candidates", ("<implementation", "<variant", "expected\nus"), tuple(lines), notes, keys=2)
+
+
+def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
+    """What to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
+    name = options.machine
+    if options.profile is not None or name in builtin_names():
+        profile = builtin(name) if name is not None else read(Path(str(options.profile)))
+        if profile is None:
+            raise ValueError(
+                f"explain: no such profile (value={str(options.profile)!r}, allowed=a file of sidelane tune)"
+            )
+        ranks = options.world_size or max(
+            (curve.world_size for curve in profile.curves), default=max(profile.key.count, 2)
+        )
+        tables = builtin_for(profile.key) if name is not None else None
+        chosen_by = tables or InForce(profile, str(options.profile))
+        return _placed(chosen_by, _devices(profile.key, ranks), profile.key, ranks)
+    if name is not None:
+        if name not in machine_names() and not name.endswith((".toml", ".json")):
+            known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))
+            raise ValueError(f"explain: machine (value={name!r}, allowed={known}, or a file)")
+        machine = find(name)
+        ranks = options.world_size or machine.gpus
+        devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
+        return None, devices, "", ranks, Abilities()
+    place = choose_target()
+    ranks = options.world_size or place.world_size
+    key = key_here(place.device_type, place.world_size)
+    devices = f"{_devices(key, ranks)} of this machine"
+    if place.on_cpu:
+        devices += ", which has fewer than two GPUs (--machine h200x4 explains some)"
+    return _placed(in_force(settings.current().profile, key), devices, key, ranks)
+
+
+def _placed(by: InForce, where: str, key: Key, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
+    return by, where, key.device_type, world_size, Abilities() if key.device_type == CPU else EVERYTHING
+
+
+def _devices(key: Key, ranks: int) -> str:
+    return f"{ranks} CPU process{'es' * (ranks > 1)}" if key.device_type == CPU else f"{ranks} x {key.device}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count > 1)}"
+
+
+def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement: AnyAgreement) -> Choice:
+    if simulated is not None:
+        by = _simulated(simulated, agreement)
+    return choose(by.profile, agreement.call, abilities)
+
+
+def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:
+    """What is said where the size that was asked for does not exist."""
+    of_all = agreement.call.nbytes // (options.tensors or 1)
+    if of_all == options.nbytes:
+        return ()
+    shared = "" if options.kind in UNSHARED else f" for each of {_ranks(agreement.call.world_size)}"
+    number = "a whole number" if options.kind in UNSHARED else "one whole number"
+    return (f"{options.nbytes} bytes are not {number} of {options.dtype} elements{shared}: explained for {of_all}",)
+
+
+def _agreement(options: ExplainOptions, world_size: int, where: str) -> AnyAgreement:
+    collective, beside = _collective(options, world_size), _beside(options, where)
+    place = None if options.ordinary else (0, 0)
+    reads, scatters = options.kind in REDUCING, options.kind is Kind.REDUCE_SCATTER
+    places = (place if reads else None, None if scatters else place)
+    if options.tensors is not None:
+        parts = (Part(collective, options.dtype, *places),) * options.tensors
+        return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, beside)
+    return Agreement(
+        collective=collective,
+        dtype=options.dtype,
+        variant=AUTO,
+        input_place=places[0],
+        output_place=places[1],
+        frozen=options.captured,
+        beside=beside,
+    )
+
+
+def _beside(options: ExplainOptions, where: str) -> Beside:
+    """What runs next to the call; of a computation of known time also what hides there, by the device in ``where``."""
+    if options.beside_us is None:
+        return options.beside
+    shares = hidden_shares(where)
+    return Computation(options.beside_us, None, shares["conccl"], shares["c3_sp"])
+
+
+def _collective(options: ExplainOptions, world_size: int) -> Collective:
+    kind, in_place = options.kind, options.in_place
+    item = getattr(torch, options.dtype).itemsize
+    part = -(-options.nbytes // (world_size * item)) * item
+    whole = -(-options.nbytes // item) * item
+    match kind:
+        case Kind.ALL_GATHER:
+            return define.all_gather([part] * world_size, in_place=in_place)
+        case Kind.ALL_TO_ALL:
+            return define.all_to_all([[part] * world_size] * world_size, in_place=in_place)
+        case Kind.BROADCAST:
+            return define.broadcast(whole, world_size, 0, in_place=True)
+        case Kind.SCATTER:
+            return define.scatter([part] * world_size, 0)
+        case Kind.GATHER:
+            return define.gather([part] * world_size, 0)
+    assert kind in REDUCING
+    reduction = Reduction(ReduceOp.SUM, options.dtype)
+    if kind is Kind.REDUCE_SCATTER:
+        return define.reduce_scatter([part] * world_size, reduction, in_place=in_place)
+    return define.all_reduce(aligned_shards(whole, world_size, SHARD_ALIGNMENT), reduction, in_place=in_place)
+
+
+def _simulated(name: str, agreement: AnyAgreement) -> InForce:
+    """A profile of one size, predicted: for machines of the catalogue that nobody has measured."""
+    machine, call = find(name), agreement.call
+    curves = []
+    for candidate in candidates(call, Abilities()):
+        program = _one_of(make_program(agreement, candidate, frozenset[type[Move]](MOVES)))
+        assert isinstance(program, Program)
+        times = ((call.nbytes, simulate(program, machine).time_us),)
+        curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
+    profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
+    return InForce(profile, "the simulator: predicted, nothing was measured there, and copy engines only")
+
+
+def _one_of(plan: Plan) -> Program | AnyKernelProgram:
+    """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
+    return plan.turns[0] if isinstance(plan, Alternation) else plan

@@ -1,0 +1,1 @@
+"""What all studies share: running, result files, reports."""

@@ -1,0 +1,310 @@
+"""A study from options to a file: start the ranks, follow them, publish what they measured.
+
+Rank 0 sends every row as soon as it has it. If a rank fails or hangs later, the rows until then are published all the
+same, and then the error is raised: device time is too dear to lose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import rich.console
+import rich.progress
+
+from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
+from sidelane.cli.output import refuse_unwritable
+from sidelane.cli.terminal import progress_console, tables_console
+from sidelane.machine import local
+from sidelane_lab.harness.report import page as report
+from sidelane_lab.harness.report.drawing import Picture
+from sidelane_lab.harness.results import files as result_files
+from sidelane_lab.harness.results.files import Results, collect
+from sidelane_lab.harness.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.results.rows.every import Row
+from sidelane_lab.harness.results.rows.groups import GroupRow
+from sidelane_lab.harness.results.rows.operators import FusedRow, GemmRow
+from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
+from sidelane_lab.harness.results.rows.pairs import C3Row, IsolatedRow, OccupancyRow
+from sidelane_lab.harness.results.rows.training import FsdpRow
+
+R = TypeVar(
+    "R",
+    CollectiveRow,
+    C3Row,
+    OccupancyRow,
+    IsolatedRow,
+    PhaseRow,
+    PowerRow,
+    ChainRow,
+    HostRow,
+    FusedRow,
+    GemmRow,
+    OrdinaryRow,
+    FsdpRow,
+    GroupRow,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What every study lets a user say.
+
+    Attributes:
+        ranks: processes; None takes every accelerator, or a few processes on the CPU.
+        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
+        implementations: names to keep; empty keeps all of this machine.
+        json: file for the results, or ``written.STDOUT``, which then has nothing else; None writes none.
+        report: folder for the page and the pictures; None writes none.
+        timeout_s: for the whole study.
+        step_timeout_s: for one sample, check or allocation; a device that takes longer counts as hanging.
+        seed: of the random inputs.
+        command: what to type to run it again; empty takes this process's command line.
+        quiet: neither progress nor tables.
+    """
+
+    ranks: int | None = None
+    device: str = "auto"
+    implementations: tuple[str, ...] = ()
+    json: Path | None = None
+    report: Path | None = None
+    timeout_s: float = 600.0
+    step_timeout_s: float = 60.0
+    seed: int = 0
+    command: str = ""
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or self.step_timeout_s <= 0:
+            raise ValueError(
+                f"{type(self).__name__}: time-outs must be positive (value={self.timeout_s}, {self.step_timeout_s})"
+            )
+
+    @property
+    def step_s(self) -> float:
+        """The time-out of a step, which is never longer than that of the study."""
+        return min(self.step_timeout_s, self.timeout_s)
+
+
+class Sender:
+    """Rank 0's side of the channel to the user; on other ranks it does nothing.
+
+    Args:
+        rank: of this process.
+        steps: that the study will take.
+    """
+
+    def __init__(self, rank: Rank, steps: int) -> None:
+        self._rank = rank
+        self._steps = steps
+        self._done = 0
+
+    def step(self, text: str) -> None:
+        """Say that the next step begins."""
+        self._send({"step": self._done, "of": self._steps, "text": text})
+        self._done += 1
+
+    def row(self, row: Row) -> None:
+        """Hand over a row."""
+        self._send({"row": row.to_dict()})
+
+    def note(self, text: str) -> None:
+        """Say something that is no row: a reason, a choice."""
+        self._send({"note": text})
+
+    def note_rounding(self, asked: Iterable[int], rounded: Callable[[int], int]) -> None:
+        """Say which sizes are not measured as they were asked for.
+
+        Args:
+            asked: bytes.
+            rounded: what is measured in place of a size.
+        """
+        changed = [f"{nbytes} as {taken}" for nbytes in asked if (taken := rounded(nbytes)) != nbytes]
+        if changed:
+            self.note(f"rounded up to bytes that {self._rank.world_size} ranks share evenly: {', '.join(changed)}")
+
+    def _send(self, message: dict[str, object]) -> None:
+        if self._rank.rank == 0:
+            self._rank.say(json.dumps(message))
+
+
+class Follower(Generic[R]):
+    """The user's side: keeps rows, shows a bar on a terminal and one line a step elsewhere."""
+
+    def __init__(self, row_type: type[R], console: rich.console.Console | None) -> None:
+        self.rows: list[R] = []
+        self.notes: list[str] = []
+        self._row_type: type[R] = row_type
+        self._console = console
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+
+    @contextmanager
+    def shown(self, title: str) -> Iterator[None]:
+        """Show progress inside the ``with`` block."""
+        if self._console is None or not self._console.is_terminal:
+            yield
+            return
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+        )
+        with rich.progress.Progress(*columns, console=self._console, transient=True) as self._bar:
+            self._task = self._bar.add_task(title, total=None)
+            yield
+        self._bar = self._task = None
+
+    def __call__(self, line: str) -> None:
+        message = json.loads(line)
+        if "row" in message:
+            self.rows.append(self._row_type.from_dict(message["row"]))
+        elif "note" in message:
+            self.notes.append(message["note"])
+            self._print(message["note"])
+        elif self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=message["step"], total=message["of"], description=message["text"])
+        else:
+            self._print(f"[{message['step'] + 1}/{message['of']}] {message['text']}")
+
+    def _print(self, text: str) -> None:
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False)
+
+
+def run_study(
+    study: str,
+    row_type: type[R],
+    measure: Callable[..., int],
+    options: StudyOptions,
+    title: str,
+    joined: Callable[[Sequence[R]], Sequence[R]] = tuple,
+    further: Callable[[Sequence[R], Path], Sequence[Picture]] | None = None,
+) -> Results | None:
+    """Run ``measure(rank, options)`` on every rank and publish the rows that rank 0 sends.
+
+    Args:
+        study: name.
+        row_type: of its rows.
+        measure: what every rank does.
+        options: of the study.
+        title: for people.
+        joined: makes the rows of the file from those that were sent, such as with rows of an earlier run.
+        further: puts pictures into the folder of the report that are drawn from no rows.
+
+    Returns:
+        The results; None on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C
+            and where ``timeout`` ends the process (SIGTERM, which is a KeyboardInterrupt here).
+        ValueError: options do not fit this machine, or leave nothing to measure.
+    """
+    place = choose_target(options.ranks, options.device)
+    check_targets(options)
+    progress, tables = (None, None) if options.quiet else (progress_console(), tables_console(options.json))
+    follower = Follower(row_type, progress)
+    if progress is not None and place.on_cpu and place.world_size > local.cores():
+        progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
+    failure: BaseException | None = None
+    try:
+        with _interrupted_by_sigterm():
+            if not follow(follower, measure, options, place, title):
+                return None
+    except (Exception, KeyboardInterrupt) as error:  # under torchrun it is whatever the rank raised
+        if not follower.rows:
+            raise
+        failure = error
+    rows = joined(follower.rows)
+    if not rows:
+        raise ValueError(f"{study}: nothing that was asked for can run here ({_asked(options)})")
+    results = collect(study, rows, device_type=place.device_type, ranks=place.world_size, command=options.command)
+    publish(
+        results, options, tables, () if further is None or options.report is None else further(rows, options.report)
+    )
+    if progress is not None and options.report is not None:
+        progress.print(f"report: {options.report / report.PAGE}", markup=False)
+    if failure is not None:
+        raise failure
+    return results
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Where nobody else has asked for the signal."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def follow(
+    follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: LaunchTarget, title: str
+) -> bool:
+    """Run ``measure(rank, options)`` on every rank, and let ``follower`` show and keep what rank 0 sends.
+
+    Returns:
+        False on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    with follower.shown(title):
+        finished = run_ranks(
+            measure,
+            place.world_size,
+            options,
+            device_type=place.device_type,
+            timeout_s=options.timeout_s,
+            progress=follower,
+        )
+    return finished is not None
+
+
+def _asked(options: StudyOptions) -> str:
+    """What narrows a study down, in words."""
+    names = ("collectives", "cases", "implementations", "variants", "launches", "places")
+    given = [(name, getattr(options, name, ())) for name in names]
+    return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)
+
+
+def check_targets(options: StudyOptions) -> None:
+    """Find out that what is measured could not be written, before it is measured.
+
+    Raises:
+        ValueError: with the option and the reason.
+    """
+    refuse_unwritable("--json", options.json)
+    for name in ("report", "timeline"):
+        refuse_unwritable(f"--{name}", getattr(options, name, None), is_folder=True)
+
+
+def publish(
+    results: Results, options: StudyOptions, tables: rich.console.Console | None, further: Sequence[Picture] = ()
+) -> None:
+    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end.
+
+    ``further``: pictures that lie in the folder of the report.
+    """
+    if options.json is not None:
+        result_files.write(options.json, results)
+    if tables is not None:
+        report.show(results, tables)
+    if options.report is not None:
+        report.write(options.report, results, further)

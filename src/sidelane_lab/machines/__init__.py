@@ -1,0 +1,1 @@
+"""Descriptions of machines that need not be here, and the catalogue of them."""

@@ -1,0 +1,278 @@
+"""Reading machine descriptions: the catalogue in this package, and users' TOML or JSON files.
+
+A number is a table ``{ value = 5300, source = "datasheet", of = "...", low = ..., high = ... }``. A plain number is
+taken as ``assumed``. ``base = "mi300x8"`` starts from a machine of the catalogue, so that a file may state what
+differs only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.resources
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from sidelane_lab.machines.limits import LIBRARY_SPEEDS, contradictions, outside
+from sidelane_lab.machines.spec import Machine, Quantity, Source
+
+TOP_LEVEL = ("name", "title", "gpus", "nodes", "base")
+OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
+QUANTITY_KEYS = ("value", "source", "of", "low", "high")
+
+
+class _Mistake(Exception):
+    """What is wrong with the number at ``path``. ``beside``: the other number of a contradiction, if need be."""
+
+    def __init__(self, path: tuple[str, ...], text: str, beside: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.beside = beside
+        super().__init__(text)
+
+
+def machine_names() -> tuple[str, ...]:
+    """Names in the catalogue."""
+    folder = importlib.resources.files("sidelane_lab.machines") / "catalog"
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+@functools.cache
+def named(name: str) -> Machine:
+    """The machine of the catalogue with that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in machine_names():
+        raise ValueError(f"machine: name (value={name!r}, allowed={', '.join(machine_names())}, or a .toml or .json)")
+    entry = importlib.resources.files("sidelane_lab.machines") / "catalog" / f"{name}.toml"
+    return parse(entry.read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def find(name_or_path: str) -> Machine:
+    """A machine by its name in the catalogue, or from a TOML or JSON file.
+
+    Raises:
+        ValueError: no such name, or the file is wrong; the text names the line and what is allowed there.
+    """
+    path = Path(name_or_path)
+    if path.suffix in (".toml", ".json"):
+        if not path.is_file():
+            names = ", ".join(machine_names())
+            raise ValueError(
+                f"machine: no such file (value={name_or_path!r}, allowed={names}, or a file that there is)"
+            )
+        try:
+            return parse(path.read_text(encoding="utf-8"), name_or_path)
+        except (OSError, UnicodeDecodeError) as problem:
+            raise ValueError(f"{name_or_path}: cannot be read as text: {problem}") from problem
+    return named(name_or_path)
+
+
+def parse(text: str, where: str) -> Machine:
+    """Make a machine from the text of a file.
+
+    Args:
+        text: TOML, or JSON if ``where`` ends with ``.json``.
+        where: name of the file, for messages.
+
+    Raises:
+        ValueError: ``where:line: what is wrong``.
+    """
+    is_json = where.endswith(".json")
+    try:
+        content = json.loads(text) if is_json else tomllib.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"{where}:{problem.lineno}: not JSON: {problem.msg}") from problem
+    except tomllib.TOMLDecodeError as problem:
+        found = re.search(r"line (\d+)", str(problem))
+        line = found[1] if found else str(text.count("\n") + 1)
+        raise ValueError(f"{where}:{line}: not TOML: {problem}") from problem
+    try:
+        return _machine(content)
+    except _Mistake as mistake:
+        line = _line_of(text, mistake.path, is_json)
+        if mistake.beside and not _holds(content, mistake.path):
+            line = _line_of(text, mistake.beside, is_json)
+        raise ValueError(f"{where}:{line}: {'.'.join(mistake.path)}: {mistake}") from mistake
+
+
+def _machine(content: Any) -> Machine:
+    if not isinstance(content, Mapping):
+        raise _Mistake((), "must be a table of sections")
+    sections = _sections()
+    _check_keys((), content, (*TOP_LEVEL, *sections))
+    base = None
+    if "base" in content:
+        try:
+            base = named(str(content["base"]))
+        except ValueError as problem:
+            raise _Mistake(("base",), str(problem)) from problem
+    values: dict[str, Any] = {}
+    for key in ("name", "title", "gpus", "nodes"):
+        default = {"nodes": 1}.get(key) if base is None else getattr(base, key)
+        value = values[key] = content.get(key, default)
+        if key in ("name", "title") and not isinstance(value, str):
+            raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a text)")
+        least = 2 if key == "gpus" and content.get("nodes", 1) == 1 else 1
+        if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
+            raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
+    another_gpu = "gpu" in content
+    for name, (section, optional) in sections.items():
+        inherited = getattr(base, name) if base is not None else None
+        if base is not None and inherited is not None and another_gpu:
+            # Watts follow the GPU more than anything else does: those of another one are worse than none.
+            inherited = None if name in OF_ONE_GPU else _assumed(inherited, base.title)
+        if name in content:
+            values[name] = _section(name, section, content[name], inherited)
+        elif inherited is not None or optional:
+            values[name] = inherited
+        else:
+            raise _Mistake((name,), "section is missing")
+    if base is not None:
+        _follow_links(base, content, values)
+    machine = Machine(**values)
+    for path, other, text in contradictions(machine):
+        raise _Mistake(tuple(path.split(".")), text, beside=tuple(other.split(".")))
+    return machine
+
+
+def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Take what was measured over a base's links, and not stated anew, over to the links that a file states."""
+    stated = content.get("links", {})
+    if "topology" in stated and values["links"].topology is not base.links.topology:
+        needed = ("links.peak_gbps", "links.usable_gbps", "dma.engine_gbps", *LIBRARY_SPEEDS)
+        missing = [path for path in needed if not _holds(content, tuple(path.split(".")))]
+        if missing:
+            text = f"(value={stated['topology']!r}, allowed={base.links.topology} as {base.name} has it"
+            raise _Mistake(("links", "topology"), f"{text}, or with {', '.join(missing)} of these links)")
+    links = values["links"]
+    if "peak_gbps" in stated and "usable_gbps" not in stated:
+        links = _scaled(links, ("usable_gbps",), links.peak_gbps / base.links.peak_gbps, "links.peak_gbps")
+    longer = links.usable_gbps / base.links.usable_gbps
+    speeds = [path.partition(".")[2] for path in LIBRARY_SPEEDS]
+    inherited = [name for name in speeds if not _holds(content, ("library", name))]
+    values["links"] = links
+    values["library"] = _scaled(values["library"], inherited, longer, "links.usable_gbps")
+
+
+def _scaled(section: Any, names: Sequence[str], factor: float, why: str) -> Any:
+    """Numbers of a section in proportion to another number that has changed by a factor."""
+    if factor == 1.0:
+        return section
+    changes = {}
+    for name in names:
+        old = getattr(section, name)
+        ends = (None, None) if old.low is None else (old.low * factor, old.high * factor)
+        changes[name] = Quantity(old * factor, Source.ASSUMED, f"in proportion to {why}: {old.of or old.source}", *ends)
+    return dataclasses.replace(section, **changes)
+
+
+def _holds(content: Any, path: tuple[str, ...]) -> bool:
+    """True if a file states the number at a path."""
+    for key in path:
+        if not isinstance(content, Mapping) or key not in content:
+            return False
+        content = content[key]
+    return True
+
+
+def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
+    if not isinstance(content, Mapping):
+        raise _Mistake((name,), "must be a section with numbers")
+    hints = typing.get_type_hints(section)
+    _check_keys((name,), content, tuple(hints))
+    values = {}
+    for key, hint in hints.items():
+        if key not in content:
+            if inherited is None:
+                raise _Mistake((name,), f"{key} is missing")
+            values[key] = getattr(inherited, key)
+        elif issubclass(hint, StrEnum):
+            allowed = [str(member) for member in hint]
+            if content[key] not in allowed:
+                raise _Mistake((name, key), f"(value={content[key]!r}, allowed={', '.join(allowed)})")
+            values[key] = hint(content[key])
+        else:
+            values[key] = _quantity((name, key), content[key])
+    return section(**values)
+
+
+def _assumed(section: Any, title: str) -> Any:
+    """A section taken over from a machine with other GPUs: what was found out about those is assumed of these."""
+    changes = {}
+    for field in dataclasses.fields(section):
+        given = getattr(section, field.name)
+        if isinstance(given, Quantity) and given.source is not Source.ASSUMED:
+            text = f"as on {title}: {given.of or given.source}"
+            changes[field.name] = Quantity(float(given), Source.ASSUMED, text, given.low, given.high)
+    return dataclasses.replace(section, **changes)
+
+
+def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
+    if isinstance(content, int | float) and not isinstance(content, bool):
+        content = {"value": content, "source": "assumed", "of": "stated without a source"}
+    if not isinstance(content, Mapping) or "value" not in content or "source" not in content:
+        raise _Mistake(path, f"(value={content!r}, allowed=a number, or a table of {', '.join(QUANTITY_KEYS)})")
+    _check_keys(path, content, QUANTITY_KEYS)
+    if content["source"] not in tuple(Source):
+        raise _Mistake(path, f"source (value={content['source']!r}, allowed={', '.join(Source)})")
+    source = Source(content["source"])
+    if source is not Source.DATASHEET and not content.get("of"):
+        raise _Mistake(path, f"'of' must say which file, claims or argument (source={source})")
+    for key in ("value", "low", "high"):
+        if key in content and (not isinstance(content[key], int | float) or isinstance(content[key], bool)):
+            raise _Mistake(path, f"{key} (value={content[key]!r}, allowed=a number)")
+    for key in ("value", "low", "high"):
+        text = outside(".".join(path), content[key]) if key in content else ""
+        if text:
+            raise _Mistake(path, text if key == "value" else f"{key} {text}")
+    try:
+        return Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
+    except ValueError as problem:
+        raise _Mistake(path, str(problem)) from problem
+
+
+def _sections() -> dict[str, tuple[type, bool]]:
+    found = {}
+    for name, hint in typing.get_type_hints(Machine).items():
+        options = [option for option in typing.get_args(hint) or (hint,) if option is not type(None)]
+        if dataclasses.is_dataclass(options[0]):
+            found[name] = (typing.cast(type, options[0]), len(typing.get_args(hint)) > 1)
+    return found
+
+
+def _check_keys(path: tuple[str, ...], content: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    for key in content:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise _Mistake((*path, key), f"unknown name (allowed={', '.join(allowed)}){hint}")
+
+
+def _line_of(text: str, path: tuple[str, ...], is_json: bool) -> int:
+    """Line, from 1, at which the last part of ``path`` that the text holds is defined."""
+    lines = text.splitlines()
+    found, start = 0, 0
+    for depth, key in enumerate(path):
+        quoted = re.escape(key)
+        if is_json:
+            pattern = rf'"{quoted}"\s*:'
+        elif depth == 0:
+            pattern = rf"^\s*(\[\s*{quoted}\s*\]|{quoted}\s*[=.])"
+        else:
+            pattern = rf"^\s*({re.escape(path[depth - 1])}\.)?{quoted}\s*="
+        for index in range(start, len(lines)):
+            if re.search(pattern, lines[index]):
+                found, start = index, index
+                break
+        else:
+            break
+    return found + 1

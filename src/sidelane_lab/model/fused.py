@@ -1,0 +1,379 @@
+"""Kernels that compute and send, one a rank, in virtual time.
+
+A kernel has a fixed number of workgroups, which go over the work in its order, a round at a time. The end of the last
+workgroup of a slice raises its flag, and the slice's bytes flow to their rank. A rank ends when its own work is done
+and all that is sent to it has come:
+
+    rank 0    | slices for 1 | own slices | wait |      remote_first: what peers wait for, then what stays
+    0 to 1       | slices that are whole ...|
+    rank 1    | slices for 0 | own slices | wait |
+
+Stores hold their workgroups back while the link has a round waiting; the network takes slices without that, for
+``put_us`` of the workgroup that hands it over. An all-reduce adds a second flow: results, to all. A gather sends before
+it computes: some workgroups are busy with that, the others begin with what needs nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from sidelane_lab.machines.spec import Machine, Topology
+from sidelane_lab.model.workgroups import fused_figures
+from sidelane_lab.sim import Interval
+from sidelane_lab.sim.flows import FlowNetwork
+
+MOST_STEPS = 128
+"""Events of a kernel: more rounds than that are joined, so that time does not grow with the batch."""
+ROUNDING = 1e-9
+"""Share of what a rank gets from another that may be missing when all of it has come: sums of many parts."""
+
+Pair = tuple[int, int]
+"""Sender and receiver."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Workgroups that are alike.
+
+    Attributes:
+        workgroups: number of them.
+        sends: (rank, bytes of each workgroup) for every rank that gets some of it.
+        needs: rank from which all must have come before; None, or the rank itself: nobody.
+    """
+
+    workgroups: int
+    sends: tuple[tuple[int, float], ...]
+    needs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedKernel:
+    """What one rank runs.
+
+    Attributes:
+        works: in order.
+        resident: workgroups at once.
+        round_us: time of a workgroup with so many resident.
+        slice_workgroups: whose results travel together.
+        puts: the network is called, once a slice; False: workgroups store what they compute.
+        start_us: when the rank begins.
+        reduce_us: of all that has come, once it has; then its results go to all.
+        result_bytes: of those, to each peer; 0: none go.
+        first_bytes: that go to each peer before anything is computed.
+        first_shares: the same by rank, where they differ.
+        senders: workgroups that send those, one part each, and hold a place until they have gone.
+    """
+
+    works: tuple[Work, ...]
+    resident: int
+    round_us: Callable[[int], float]
+    slice_workgroups: int = 1
+    puts: bool = False
+    start_us: float = 0.0
+    reduce_us: float = 0.0
+    result_bytes: float = 0.0
+    first_bytes: float = 0.0
+    first_shares: tuple[float, ...] = ()
+    senders: int = 0
+
+    def first_to(self, rank: int) -> float:
+        """Bytes that go to a peer before anything is computed."""
+        return self.first_shares[rank] if self.first_shares else self.first_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedRun:
+    """Outcome. ``computed_us``: when a rank's own work was done; ``ended_us``: when it had everything."""
+
+    computed_us: tuple[float, ...]
+    ended_us: tuple[float, ...]
+    timeline: tuple[Interval, ...]
+
+    @property
+    def time_us(self) -> float:
+        """Until the last rank has ended."""
+        return max(self.ended_us)
+
+
+def run_fused(machine: Machine, kernels: Sequence[FusedKernel], *, record: bool = False) -> FusedRun:
+    """Run a kernel on every rank.
+
+    Args:
+        machine: its links, network and flags.
+        kernels: by rank.
+        record: keep the timeline.
+
+    Raises:
+        ValueError: not as many kernels as ranks, or a network that the machine does not have.
+    """
+    if len(kernels) != machine.world_size:
+        raise ValueError(f"run_fused: kernels (value={len(kernels)}, allowed={machine.world_size}, one a rank)")
+    return _Ranks(machine, kernels, record).run()
+
+
+@dataclasses.dataclass(slots=True)
+class _Rank:
+    """A rank on its way.
+
+    Attributes:
+        steps: of its work, that are left.
+        begun: it has started.
+        next: the one that waits for what it needs.
+        first: peers to which what is sent first is on its way.
+        sending: what the present one releases, by rank.
+        held: its stores wait for a link.
+        owed: bytes that it gets, by their sender: of the work, and of results.
+        missing: those that have not come yet.
+        came_us: when the last bytes came.
+        reducing: it has its work behind it, and adds or has added.
+        busy: it computes.
+        computed_us, ended_us: as in :class:`FusedRun`.
+    """
+
+    steps: Iterator[_Step]
+    owed: tuple[dict[int, float], dict[int, float]]
+    missing: tuple[dict[int, float], dict[int, float]]
+    sending: dict[int, float] = dataclasses.field(default_factory=dict)
+    begun: bool = False
+    next: _Step | None = None
+    first: set[int] = dataclasses.field(default_factory=set)
+    held: bool = False
+    came_us: float = 0.0
+    reducing: bool = False
+    busy: bool = True
+    computed_us: float = 0.0
+    ended_us: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """Rounds of a kernel: their time, what they release by rank, and the ranks that they need."""
+
+    duration_us: float
+    released: dict[int, float]
+    needs: frozenset[int]
+
+
+class _Ranks:
+    def __init__(self, machine: Machine, kernels: Sequence[FusedKernel], record: bool) -> None:
+        self.kernels, self.record, self.now = kernels, record, 0.0
+        self.fabric = _Fabric(machine)
+        self.queued: dict[Pair, float] = {}
+        self.flowing: dict[Pair, tuple[float, float]] = {}
+        put_us = float(fused_figures(machine).put_us)
+        self.ranks = [
+            _Rank(_steps(kernel, rank, put_us), _owed(kernels, rank), _owed(kernels, rank))
+            for rank, kernel in enumerate(kernels)
+        ]
+        self.events: list[tuple[float, int]] = []  # when a rank starts, or its step or reduction ends
+        self.timeline: list[Interval] = []
+
+    def run(self) -> FusedRun:
+        for rank, kernel in enumerate(self.kernels):
+            heapq.heappush(self.events, (kernel.start_us, rank))
+        while any(state.ended_us is None for state in self.ranks):
+            next_flow = self.fabric.network.next_end(self.now)
+            next_event = self.events[0][0] if self.events else math.inf
+            self.now = min(next_flow, next_event)
+            assert self.now < math.inf, "a rank waits for what nobody sends"
+            if next_flow <= next_event:
+                ended = self.fabric.network.pop_ended(self.now)
+                for pair in ended:
+                    self._came(pair)
+                for source, rank in ended:  # what ends together has ended before anybody goes on
+                    self._wake(source)
+                    self._wake(rank)
+                    self._settle(rank)
+            else:
+                self._step_ended(heapq.heappop(self.events)[1])
+        ends = tuple(float(state.ended_us or 0.0) for state in self.ranks)
+        return FusedRun(tuple(state.computed_us for state in self.ranks), ends, tuple(self.timeline))
+
+    def _begin(self, rank: int) -> None:
+        """Send what goes first, and compute."""
+        state, kernel = self.ranks[rank], self.kernels[rank]
+        state.begun = True
+        state.first = {peer for peer in range(len(self.kernels)) if peer != rank and kernel.first_to(peer)}
+        for peer in sorted(state.first):
+            self._send((rank, peer), kernel.first_to(peer))
+        self._compute(rank)
+
+    def _compute(self, rank: int) -> None:
+        """Begin the next step of a rank's work, or find that it has none."""
+        state = self.ranks[rank]
+        if state.next is None:
+            state.next = next(state.steps, None)
+        step, kernel = state.next, self.kernels[rank]
+        if step is None:
+            state.held = False  # or what came next would let it end before it has added
+            self._stop(rank)
+            return
+        free = kernel.resident - (kernel.senders if state.first else 0)
+        state.held = free <= 0 or any(state.missing[0][source] for source in step.needs)
+        if state.held:
+            return  # until more has come, or has gone
+        state.next, state.sending = None, step.released
+        duration = step.duration_us * kernel.resident / free
+        label = "remote work" if any(peer != rank for peer in state.sending) else "own work"
+        self._occupy(rank, label, self.now, duration)
+
+    def _occupy(self, rank: int, label: str, start_us: float, duration_us: float) -> None:
+        heapq.heappush(self.events, (start_us + duration_us, rank))
+        if self.record:
+            interval = Interval(f"rank {rank}", "workgroups", label, start_us, start_us + duration_us)
+            self.timeline.append(interval)
+
+    def _step_ended(self, rank: int) -> None:
+        state, kernel = self.ranks[rank], self.kernels[rank]
+        if not state.begun:
+            self._begin(rank)
+            return
+        if state.reducing:
+            for peer in range(len(self.ranks)):
+                self._send((rank, peer), kernel.result_bytes)
+            self._stop(rank)
+            return
+        for peer, nbytes in state.sending.items():
+            self._send((rank, peer), nbytes)
+        if not kernel.puts and self._waiting(rank):
+            state.held = True
+        else:
+            self._compute(rank)
+
+    def _stop(self, rank: int) -> None:
+        state = self.ranks[rank]
+        state.busy, state.computed_us = False, self.now
+        self._settle(rank)
+
+    def _waiting(self, rank: int) -> bool:
+        return any(source == rank for source, _ in self.queued)
+
+    def _send(self, pair: Pair, nbytes: float) -> None:
+        """Bytes of a pair keep their order: what is sent while some are on their way goes behind them."""
+        if pair[0] == pair[1] or not nbytes:
+            return
+        if pair in self.flowing:
+            self.queued[pair] = self.queued.get(pair, 0.0) + nbytes
+            return
+        self.flowing[pair] = (nbytes, self.now)
+        self.fabric.network.start(nbytes, self.fabric.weights[pair], pair, self.now)
+
+    def _came(self, pair: Pair) -> None:
+        source, rank = pair
+        nbytes, began = self.flowing.pop(pair)
+        state = self.ranks[rank]
+        for owed, missing in zip(state.owed, state.missing, strict=True):
+            part = min(nbytes, missing[source])
+            nbytes -= part
+            left = missing[source] - part
+            missing[source] = left if left > ROUNDING * owed[source] else 0.0
+        state.came_us = self.now + self.fabric.latency_us[pair]
+        if self.record:
+            self.timeline.append(Interval(f"rank {source}", f"to rank {rank}", "bytes", began, self.now))
+        waiting = self.queued.pop(pair, 0.0)
+        if waiting:
+            self._send(pair, waiting)
+        self.ranks[source].first.discard(rank)
+
+    def _wake(self, rank: int) -> None:
+        """Let a rank whose stores or whose work were held go on, if it can."""
+        if self.ranks[rank].held and (self.kernels[rank].puts or not self._waiting(rank)):
+            self._compute(rank)
+
+    def _settle(self, rank: int) -> None:
+        """Let a rank that has computed and got everything reduce, or end."""
+        state, kernel = self.ranks[rank], self.kernels[rank]
+        if state.busy or any(state.missing[state.reducing].values()):
+            return
+        ready = max(state.computed_us, state.came_us)
+        if (kernel.reduce_us or kernel.result_bytes) and not state.reducing:
+            state.reducing = state.busy = True
+            self._occupy(rank, "adds", ready, kernel.reduce_us)
+        else:
+            state.ended_us = ready
+
+
+def _owed(kernels: Sequence[FusedKernel], rank: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Bytes that a rank gets from each of the others: of their work, and of results."""
+    sources = [source for source in range(len(kernels)) if source != rank]
+    works = {
+        source: kernels[source].first_to(rank)
+        + sum(w.workgroups * b for w in kernels[source].works for peer, b in w.sends if peer == rank)
+        for source in sources
+    }
+    return works, {source: kernels[source].result_bytes for source in sources}
+
+
+class _Fabric:
+    """What bytes pass between each two ranks."""
+
+    def __init__(self, machine: Machine) -> None:
+        fused, links, ranks = fused_figures(machine), machine.links, range(machine.world_size)
+        self.weights: dict[Pair, dict[int, float]] = {}
+        self.latency_us: dict[Pair, float] = {}
+        capacities: list[float] = []
+        index: dict[tuple[str, int, int], int] = {}
+
+        def resource(key: tuple[str, int, int], gbps: float) -> int:
+            if key not in index:
+                index[key] = len(capacities)
+                capacities.append(gbps * 1e3)
+            return index[key]
+
+        for pair in ((a, b) for a in ranks for b in ranks if a != b):
+            a, b = pair
+            crosses = machine.node_of(a) != machine.node_of(b)
+            if crosses and not links.network_gbps:
+                raise ValueError(f"run_fused: links.network_gbps of {machine.name} (value=0, allowed=what joins nodes)")
+            gbps = float(links.network_gbps) if crosses else float(links.usable_gbps * fused.store_share)
+            if crosses or links.topology is Topology.SWITCH:
+                kind = "network" if crosses else "port"
+                passed = [resource((f"{kind} out", a, a), gbps), resource((f"{kind} in", b, b), gbps)]
+            else:
+                passed = [resource(("link", a, b), gbps)]
+            self.weights[pair] = dict.fromkeys(passed, 1.0)
+            self.latency_us[pair] = float(fused.flag_us) + (float(links.network_us) if crosses else 0.0)
+        self.network: FlowNetwork[Pair] = FlowNetwork(capacities)
+
+
+def _steps(kernel: FusedKernel, source: int, put_us: float) -> Iterator[_Step]:
+    """A kernel's rounds, joined where they are many.
+
+    The last workgroup of a slice hands it to the network, and is the last of the next slice, too: a round that sends
+    is as much longer (fused operators paper, IV-C, Figure 11).
+    """
+    rounds = math.ceil(sum(work.workgroups for work in kernel.works) / kernel.resident)
+    joined = max(1, math.ceil(rounds / MOST_STEPS))
+    room, taken, released, needs = joined * kernel.resident, 0, dict[int, float](), set[int]()
+
+    def step() -> _Step:
+        sends = set(released) - {source}
+        return _Step(_time_us(kernel, taken, put_us if sends else 0.0), released, frozenset(needs))
+
+    for work in kernel.works:
+        left = work.workgroups
+        part = 0  # of a slice, begun and not whole
+        while left:
+            count = min(left, room - taken)
+            left, taken, part = left - count, taken + count, part + count
+            if work.needs not in (None, source):
+                needs.add(work.needs)
+            whole = part if not left else part // kernel.slice_workgroups * kernel.slice_workgroups
+            part -= whole
+            for rank, nbytes in work.sends:
+                if whole:
+                    released[rank] = released.get(rank, 0.0) + whole * nbytes
+            if taken == room:
+                yield step()
+                taken, released, needs = 0, {}, set()
+    if taken:
+        yield step()
+
+
+def _time_us(kernel: FusedKernel, workgroups: int, put_us: float) -> float:
+    whole, rest = divmod(workgroups, kernel.resident)
+    time = whole * kernel.round_us(kernel.resident) + (kernel.round_us(rest) if rest else 0.0)
+    return time + (math.ceil(workgroups / kernel.resident) * put_us if kernel.puts else 0.0)

@@ -1,0 +1,129 @@
+"""GEMMs of the vendor's library: operations, bytes and launch of a shape, smooth in all three of its dimensions.
+
+A library has tiles of many sizes and splits long sums, so that no shape falls off an edge: a GEMM takes its operations
+at the share of the peak that measured ones reach, or its bytes, whichever is longer, and a launch. Where both take
+about as long they do not hide each other whole (``blend``); tiles begin and end (``ramp_k``); a result with few tiles
+is split along k, and added up (``split_us``). How many bytes go through memory follows from how much of what runs at
+once fits in the last-level cache:
+
+    a wave of workgroups goes along a row of tiles     panels = (rows x tile_m + columns x tile_n) x k
+    panels well below CACHED times the cache           ``intensity`` operations a byte: workgroups share what they read
+    panels well above it                               ``bound_intensity``: they drift apart and read it again
+"""
+
+from __future__ import annotations
+
+import math
+
+from sidelane.c3.workload import Gemm
+from sidelane.program.collective import ELEMENT_BYTES
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.device import Tiled, run_device
+
+CACHED = 2.0
+"""Sizes of the last-level cache at which half of the sharing is lost: between the GEMMs that the ConCCL paper calls
+compute-bound (up to 1.4) and its memory-bound ones (3.7 and more)."""
+STEEPNESS = 8
+"""How fast it is lost around there."""
+LONG_SUM = 4096
+"""Length of sums from which on few tiles are always split."""
+
+
+def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name: str = "gemm") -> Tiled:
+    """A GEMM of the vendor's library as a kernel.
+
+    Args:
+        machine: its ``matmul`` figures.
+        gemm: its shape decides, and nothing else.
+        limit: compute units that it may use.
+        name: of the kernel.
+    """
+    matmul, units = machine.matmul, int(machine.gpu.units)
+    usable = units if limit is None else min(limit, units)
+    tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
+    loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
+    operations_us = compute_us(machine, gemm) * (1 + loss) * (usable / units) ** matmul.partition_gain
+    if matmul.persistent or tiles <= units or is_memory_bound(machine, gemm):
+        waves = began = 1 if matmul.persistent else max(1, round(tiles / usable))
+        # Fewer tiles than units are split along k, so that they are no slower for it; they leave units free, though.
+        workgroups = min(tiles, usable) if waves == 1 else usable * waves
+        operations_us, spread = operations_us * units / usable, min(workgroups, usable)
+    else:
+        # A workgroup a tile, as many as the shape has. The time alone is smooth in the shape, but fewer units take
+        # whole waves more, and the last wave leaves units free (ConCCL paper, Figure 5 a: 17 to 27% for 32 to 64).
+        workgroups, spread = tiles, units
+        waves, began = math.ceil(tiles / usable), math.ceil(tiles / units)
+    return Tiled(
+        name,
+        workgroups,
+        blended_us(operations_us, bytes_us(machine, gemm), float(matmul.blend)) / began,
+        traffic_bytes(machine, gemm) / began / spread,
+        limit=limit,
+        cache_gain=float(matmul.cache_gain) if is_memory_bound(machine, gemm) else 0.0,
+        together=bool(matmul.persistent),
+        fixed_us=(matmul.launch_us + split_us(machine, gemm, usable)) / waves,
+    )
+
+
+def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
+    """Time of a GEMM alone, with all compute units or some."""
+    return run_device(machine, [gemm_kernel(machine, gemm, limit=units)]).time_us
+
+
+def compute_us(machine: Machine, gemm: Gemm) -> float:
+    """Time of its operations on all compute units."""
+    matmul, step = machine.matmul, int(machine.matmul.row_step)
+    rows = math.ceil(gemm.m / step) * step
+    flops = gemm.flops * rows / gemm.m * (1 + matmul.ramp_k / gemm.k)
+    return flops / (machine.gpu.peak_tflops * matmul.efficiency * 1e6)
+
+
+def bytes_us(machine: Machine, gemm: Gemm) -> float:
+    """Time of its bytes with the memory to itself."""
+    return traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3)
+
+
+def blended_us(operations_us: float, bytes_us: float, blend: float) -> float:
+    """Time of operations that the bytes do not let run at their full speed, where bytes are not what counts anyway."""
+    longer, shorter = max(operations_us, bytes_us), min(operations_us, bytes_us)
+    if longer == 0 or blend == 0:
+        return operations_us
+    return max(operations_us, longer * (1 + blend * (math.hypot(1.0, shorter / longer) - 1)))
+
+
+def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
+    """Time of adding up a result that is split along k: whole with one tile, nothing where tiles fill a quarter."""
+    matmul = machine.matmul
+    tiles = max(1.0, gemm.m / matmul.tile_m) * max(1.0, gemm.n / matmul.tile_n)
+    return matmul.split_us * max(0.0, 1 - 4 * tiles / units) * min(1.0, gemm.k / LONG_SUM)
+
+
+def traffic_bytes(machine: Machine, gemm: Gemm) -> float:
+    """Bytes that it moves through memory: by its intensity, and no fewer than its matrices have."""
+    return max(gemm.flops / intensity(machine, gemm), float(gemm.nbytes))
+
+
+def intensity(machine: Machine, gemm: Gemm) -> float:
+    """Operations for each byte that goes through memory."""
+    matmul = machine.matmul
+    crowded = panel_bytes(machine, gemm) / max(machine.gpu.cache_mb * 1e6, 1.0)
+    shared = 1.0 / (1.0 + (crowded / CACHED) ** STEEPNESS)
+    return matmul.bound_intensity + max(0.0, matmul.intensity - matmul.bound_intensity) * shared
+
+
+def panel_bytes(machine: Machine, gemm: Gemm) -> float:
+    """Bytes of both inputs that the workgroups of one wave read, along a row of tiles."""
+    matmul, units = machine.matmul, float(machine.gpu.units)
+    across = min(gemm.n / matmul.tile_n, units)
+    down = min(gemm.m / matmul.tile_m, units / max(across, 1.0))
+    return (down * matmul.tile_m + across * matmul.tile_n) * gemm.k * ELEMENT_BYTES[gemm.dtype]
+
+
+def is_memory_bound(machine: Machine, gemm: Gemm) -> bool:
+    """True if its bytes take longer than its operations."""
+    return bytes_us(machine, gemm) > compute_us(machine, gemm)
+
+
+def roofline_us(machine: Machine, gemm: Gemm) -> float:
+    """The least time that the GPU's peaks allow."""
+    return max(gemm.flops / (machine.gpu.peak_tflops * 1e6), gemm.nbytes / (machine.gpu.memory_gbps * 1e3))

@@ -1,0 +1,190 @@
+"""Collectives as kernels of the device model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.ir import Engine, EngineKind
+from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
+from sidelane_lab.machines.spec import Dma, Gpu, HostThreads, Links, Machine, Topology
+from sidelane_lab.model.device import Gang
+from sidelane_lab.model.executed import REDUCE_UNITS, executed_run
+from sidelane_lab.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
+from sidelane_lab.sim import Run
+
+DMA_TRAFFIC = 2.0
+"""Bytes through memory for each byte that crosses a link: read once here, written once there."""
+
+
+def library_gang(
+    machine: Machine, kind: Kind, nbytes: int, *, units: int | None = None, reserved: bool = False, priority: int = 0
+) -> Gang:
+    """The vendor library's collective as a kernel.
+
+    Args:
+        machine: its ``library`` figures.
+        kind: of collective.
+        nbytes: as studies count it.
+        units: workgroups; None: the library's default.
+        reserved: units are set aside for it.
+        priority: of its stream.
+    """
+    library = machine.library
+    default = default_units(library, kind)
+    count = default if units is None else min(units, default)  # more units than workgroups help nobody
+    need = float(library.all_to_all_need if kind is Kind.ALL_TO_ALL else library.all_gather_need)
+    alone = library_us(machine, kind, nbytes) * unit_speed(library, kind, default) / unit_speed(library, kind, count)
+    traffic = library.all_to_all_traffic if kind is Kind.ALL_TO_ALL else library.traffic
+    memory = wire_gbps(machine, kind, nbytes, alone) * traffic
+    return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
+
+
+def own_gang(
+    machine: Machine, kind: Kind, nbytes: int, *, units: int | None = None, reserved: bool = False, priority: int = 0
+) -> Gang:
+    """Sidelane's kernel. On all units it has so many workgroups that next to nothing of a GPU is left.
+
+    Args:
+        machine: with a section ``[kernels]``.
+        kind: of collective.
+        nbytes: as studies count it.
+        units: that it has; None: as many as its workgroups.
+        reserved: units are set aside for it.
+        priority: of its stream.
+
+    Raises:
+        ValueError: the description has no such section.
+    """
+    own = machine.kernels
+    if own is None:
+        text = "a description with a section [kernels]"
+        raise ValueError(f"own_gang: kernels of {machine.name} (value=none, allowed={text})")
+    blocks = MOST_BLOCKS if nbytes / machine.gpus >= LARGE_PART_BYTES else BLOCKS
+    count = min(blocks, int(machine.gpu.units)) if units is None else min(units, blocks)
+    need = float(own.all_reduce_need if kind is Kind.ALL_REDUCE else own.need)
+    speeds = {Kind.ALL_REDUCE: own.all_reduce_gbps, Kind.REDUCE_SCATTER: own.reduce_scatter_gbps}
+    share = (1 if machine.links.topology is Topology.MESH else machine.gpus - 1) / machine.gpus
+    moved = share * nbytes * (2 if kind is Kind.ALL_REDUCE else 1)
+    alone = own.latency_us + moved / (speeds.get(kind, own.gather_gbps) * 1e3) / min(1.0, count / need)
+    memory = wire_gbps(machine, kind, nbytes, alone) * own.traffic
+    return Gang("collective", alone, memory, count, need, reserved=reserved, priority=priority)
+
+
+def dma_gangs(
+    machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, write_back: bool = False
+) -> tuple[Gang, ...]:
+    """The collective on DMA engines as gangs, in launch order: copies, and the kernels that add where it reduces.
+
+    Its Program is simulated to learn what each takes alone.
+
+    copies of piece 0 | copies of piece 1 |                        | copies of results
+                      | reduction of 0    | ...  reduction of 1    |
+
+    Args:
+        machine: its ``dma`` figures.
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
+        nbytes: as studies count it.
+        variant: of the collective's builders; None: the faster of an engine for each peer and one engine for all.
+        write_back: kernels' caches are written back first. The two versions of the ConCCL paper disagree on whether an
+            MI300X needs that (VII-B2): the one with ConCCL in its title says no.
+    """
+    run = dma_collective(machine, kind, nbytes, variant, record=kind in REDUCING)
+    flush_us = machine.gpu.l2_mb / machine.gpu.memory_gbps * 1e3 if write_back else 0.0
+    memory = wire_gbps(machine, kind, nbytes, run.time_us) * DMA_TRAFFIC
+    if kind not in REDUCING:
+        return (Gang("collective", run.time_us + flush_us, memory),)
+    spans = _reductions(run)
+    units = min(REDUCE_UNITS, int(machine.gpu.units))
+    adding = min(float(machine.dma.reduce_gbps), float(machine.gpu.memory_gbps))
+    gangs: list[Gang] = []
+    before: tuple[str, ...] = ()
+    reached = -flush_us
+    for number, (start, end) in enumerate(spans):
+        gangs.append(Gang(f"copies {number}", start - reached, memory, after=before))
+        follows = (f"copies {number}", *((f"reduction {number - 1}",) if number else ()))
+        gangs.append(Gang(f"reduction {number}", end - start, adding, units, units, after=follows))
+        before, reached = (f"copies {number}",), start
+    gangs.append(Gang("collective", run.time_us - spans[-1][1], memory, after=(f"reduction {len(spans) - 1}",)))
+    return tuple(dataclasses.replace(gang, part_of=str(kind)) for gang in gangs)
+
+
+def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None) -> float:
+    """Time of the collective on DMA engines alone."""
+    return dma_collective(machine, kind, nbytes, variant).time_us
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Engines:
+    """A machine, equal to others that differ in nothing that copies between its GPUs depend on."""
+
+    gpus: int
+    nodes: int
+    gpu: Gpu
+    links: Links
+    dma: Dma
+    machine: Machine = dataclasses.field(compare=False)
+
+
+def dma_collective(
+    machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
+) -> Run:
+    """Simulate the collective that C3 runs on DMA engines, through the vendor's runtime.
+
+    Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
+    else, and for collectives that reduce, it is Sidelane's own program, with its flags.
+    """
+    engines = _Engines(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
+    return _dma_collective_once(engines, kind, nbytes, variant, record)
+
+
+@functools.lru_cache(maxsize=256)
+def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: str | None, record: bool) -> Run:
+    machine = engines.machine
+    reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
+    variants = ("pcpy", "b2b") if variant is None else (variant,)
+    if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:
+        return min((dma_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
+    return min((executed_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
+
+
+def _reductions(run: Run) -> list[tuple[float, float]]:
+    """When the first rank's kernels add: start and end of each, one after another."""
+    lane = str(Engine(EngineKind.COMPUTE))
+    return sorted(
+        (interval.start_us, interval.end_us)
+        for interval in run.timeline
+        if interval.group == "rank 0" and interval.lane == lane and interval.label.startswith("reduce")
+    )
+
+
+def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "gemm") -> Gang | None:
+    """The copy of the caller's own chunk where it has to wait for the end of a GEMM (``interference.local_waits``).
+
+    Args:
+        machine: one node of it.
+        kind: of collective.
+        nbytes: as studies count it; input and output are different buffers.
+        after: name of the GEMM.
+
+    Returns:
+        None where such a copy waits for nothing, and so ends long before its peers' bytes have come.
+    """
+    if not machine.interference.local_waits or kind in REDUCING:
+        return None
+    gbps = float(machine.dma.local_gbps)
+    return Gang("own chunk", nbytes / machine.gpus / gbps / 1e3, 2 * gbps, after=(after,))
+
+
+def wire_gbps(machine: Machine, kind: Kind, nbytes: int, time_us: float) -> float:
+    """Bytes that a GPU sends to its peers, by time."""
+    ranks = machine.gpus
+    rounds = 2 if kind is Kind.ALL_REDUCE else 1
+    return rounds * nbytes * (ranks - 1) / ranks / time_us / 1e3
+
+
+def wire_peak_gbps(machine: Machine) -> float:
+    """Bytes a GPU can send to its peers at once."""
+    peers = machine.gpus - 1 if machine.links.topology is Topology.MESH else 1
+    return peers * machine.links.usable_gbps

@@ -1,0 +1,148 @@
+"""Programs as the DMA collectives paper ran them: one process starts all engines and waits; nothing else orders them.
+
+Our own programs also hold handshakes between ranks, since no single process owns all GPUs, and copies of the caller's
+own chunk. Both are taken out here; the moves, their engines and their order are the builders'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+
+from sidelane.program.builders import build
+from sidelane.program.collective import (
+    REDUCING,
+    Collective,
+    Kind,
+    ReduceOp,
+    Reduction,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+from sidelane.program.ir import MOVES, EngineKind, Program
+from sidelane.program.transform import prelaunch
+from sidelane_lab.machines.spec import Library, Machine, Topology
+from sidelane_lab.sim import Run, simulate
+
+PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
+
+
+def bare(program: Program) -> Program:
+    """The program's moves between ranks, without flags and without copies inside a rank."""
+    queues = []
+    for queue in program.queues:
+        moves = tuple(command for command in queue.commands if isinstance(command, MOVES))
+        if moves and queue.engine.kind is EngineKind.DMA:
+            queues.append(dataclasses.replace(queue, commands=moves))
+    return dataclasses.replace(program, queues=tuple(queues), flag_count=0)
+
+
+def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
+    """The collective of a size as studies count it: gathered bytes of an all_gather, the local buffer otherwise.
+
+    Raises:
+        ValueError: another kind than all_gather, all_to_all, reduce_scatter, all_reduce.
+    """
+    part = max(1, nbytes // ranks)
+    whole = -(-part // 4) * 4  # of elements that are added
+    if kind is Kind.ALL_GATHER:
+        return all_gather([part] * ranks, in_place=True)
+    if kind is Kind.ALL_TO_ALL:
+        return all_to_all([[part] * ranks] * ranks)
+    if kind is Kind.ALL_REDUCE:
+        return all_reduce([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
+    if kind is Kind.REDUCE_SCATTER:
+        return reduce_scatter([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
+    raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, reduce_scatter, all_reduce)")
+
+
+@functools.lru_cache(maxsize=1024)
+def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
+    """A variant of the DMA collectives paper, section 4.2, as that paper ran it.
+
+    Raises:
+        ValueError: a collective that reduces. The DMA collectives paper has none, and its moves alone would not be one.
+    """
+    if kind not in PUBLISHED_VARIANTS:
+        allowed = ", ".join(PUBLISHED_VARIANTS)
+        raise ValueError(f"published_program: kind (value={kind}, allowed={allowed}; others: model.executed)")
+    collective = collective_of(kind, nbytes, ranks)
+    if variant == "swap":
+        collective = dataclasses.replace(collective, in_place=True)
+    program = bare(build(collective, variant))
+    return prelaunch(program) if prelaunched else program
+
+
+def dma_run(
+    machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False, *, record: bool = False
+) -> Run:
+    """Simulate a variant of the DMA collectives paper on all GPUs of one node.
+
+    Raises:
+        ValueError: the machine has several nodes, or the DMA collectives paper has no such variant.
+    """
+    machine.refuse_nodes("dma_run")
+    return simulate(published_program(kind, nbytes, machine.gpus, variant, prelaunched), machine, record=record)
+
+
+def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = None) -> float:
+    """Time of the vendor library's kernel collective: a latency, and bytes at the bandwidth that its units reach.
+
+    The library takes the better of two protocols: one that starts at once and spends bandwidth on flags between the
+    bytes, and one for bulk that starts later.
+
+    Args:
+        machine: one node of it.
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
+        nbytes: gathered bytes, or of the local buffer.
+        units: compute units that it may use; None: what it takes by default.
+
+    Raises:
+        ValueError: the machine has several nodes.
+    """
+    machine.refuse_nodes("library_us")
+    library, ranks = machine.library, machine.gpus
+    latency, gbps = _figures(library, kind)
+    # What crosses one link (mesh) or port (switch), one direction; an all_reduce moves everything twice.
+    share = (1 if machine.links.topology is Topology.MESH else ranks - 1) / ranks
+    rounds = 2 if kind is Kind.ALL_REDUCE else 1
+    speed = 1.0 if units is None else unit_speed(library, kind, units)
+    bytes_us = rounds * share * nbytes / (gbps * 1e3 * speed)
+    # Whatever crosses a link is read from one memory and written to another.
+    moved = 2 * rounds * (ranks - 1) / ranks * nbytes
+    bytes_us = max(bytes_us, moved / (machine.gpu.memory_gbps * 1e3))
+    return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
+
+
+def unit_speed(library: Library, kind: Kind, units: float) -> float:
+    """Share of its full bandwidth that a collective reaches with some compute units (ConCCL paper, fig. 5 b, c)."""
+    need = library.all_to_all_need if kind is Kind.ALL_TO_ALL else library.all_gather_need
+    return min(1.0, units / need)
+
+
+def default_units(library: Library, kind: Kind) -> int:
+    """Compute units that the library takes if nobody tells it otherwise; what reduces takes the more of the two."""
+    gather, exchange = library.default_units, library.all_to_all_units
+    if kind in REDUCING:
+        return int(max(gather, exchange))
+    return int(exchange if kind is Kind.ALL_TO_ALL else gather)
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def _figures(library: Library, kind: Kind) -> tuple[float, float]:
+    if kind is Kind.ALL_TO_ALL:
+        return library.all_to_all_us, library.all_to_all_gbps
+    if kind is Kind.ALL_REDUCE:
+        return library.all_reduce_us, library.all_reduce_gbps
+    if kind is Kind.REDUCE_SCATTER:
+        return library.reduce_scatter_us, library.reduce_scatter_gbps
+    return library.all_gather_us, library.all_gather_gbps

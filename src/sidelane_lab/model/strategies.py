@@ -1,0 +1,228 @@
+"""C3 strategies on the device model: what a GEMM and a collective take together (ConCCL and overlap papers)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import Means, Mover, Order, Strategy, ideal_speedup, percent_of_ideal
+from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane.program.collective import Kind
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.device import Gang, Tiled, run_device
+from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound
+from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_chunk_gang, own_gang
+from sidelane_lab.sim import Interval
+
+MOST_LOST, MOST_WON = -100.0, 105.0
+"""Percent of ideal below and above which a number says nothing more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """A pair under one strategy.
+
+    Attributes:
+        units: compute units of the collective where the strategy chose them, else 0.
+        gemm_us, comm_us: alone; ``comm_us`` is the vendor library's, as in the papers' definition of ideal.
+        best_comm_us: the faster of the library's and that of DMA engines.
+        time_us: both together.
+        other_us: both together, if the other of the two gets the units first; None where nothing is left to chance.
+    """
+
+    workload: Workload
+    strategy: str
+    units: int
+    gemm_us: float
+    comm_us: float
+    best_comm_us: float
+    time_us: float
+    timeline: tuple[Interval, ...] = ()
+    other_us: float | None = None
+
+    @property
+    def speedup(self) -> float:
+        """Over serial execution."""
+        return (self.gemm_us + self.comm_us) / self.time_us
+
+    @property
+    def ideal(self) -> float:
+        """Speedup if the shorter were hidden entirely."""
+        return ideal_speedup(self.gemm_us, self.comm_us)
+
+    @property
+    def percent(self) -> float | None:
+        """Of the ideal gain with the faster collective. None: undefined.
+
+        That is where there is next to nothing to gain (``percent_of_ideal``); where a strategy loses more than can be
+        gained: then its collective is another one; and where a memory-bound GEMM gains more by fewer units than there
+        is to hide. ``speedup`` says what either comes to.
+        """
+        percent = percent_of_ideal(self.gemm_us, self.best_comm_us, self.time_us)
+        return None if percent is None or not MOST_LOST <= percent <= MOST_WON else percent
+
+    @property
+    def percent_of_library(self) -> float | None:
+        """The papers' number: of the ideal gain with the library's collective. A faster one can pass 100."""
+        return percent_of_ideal(self.gemm_us, self.comm_us, self.time_us)
+
+    @property
+    def c3_class(self) -> C3Class:
+        """By the isolated times."""
+        return classify(self.gemm_us, self.comm_us)
+
+
+def predict(
+    machine: Machine,
+    workload: Workload,
+    strategy: Strategy | str,
+    *,
+    units: int | None = None,
+    write_back: bool = False,
+    record: bool = False,
+) -> Prediction:
+    """What a pair takes under a strategy.
+
+    Args:
+        machine: where.
+        workload: the pair.
+        strategy: the value that runs, too, or its name.
+        units: of a partition that is swept; None takes the best power of two, as the paper's sweep does.
+        write_back: kernels' caches are written back before DMA engines read (see ``kernels.dma_gangs``).
+        record: keep the timeline.
+
+    Raises:
+        TypeError: no machine, or no workload.
+        ValueError: unknown strategy, one that the model does not speak to (:func:`objection`), or units that the
+            machine cannot give.
+    """
+    if not isinstance(machine, Machine):
+        raise TypeError(f"predict: machine (value={machine!r}, allowed=a Machine, as machine.load.named returns)")
+    if not isinstance(workload, Workload):
+        raise TypeError(f"predict: workload (value={workload!r}, allowed=a Workload, as parse_workload returns)")
+    chosen = named(strategy) if isinstance(strategy, str) else strategy
+    if reason := objection(chosen, machine):
+        raise ValueError(f"predict: strategy (value={chosen.name!r}): {reason}")
+    swept = chosen.partition is not None and chosen.partition.units is None
+    options = ([units] if units is not None else partitions(machine)) if swept else [0]
+    if swept and any(not 0 < option < machine.gpu.units for option in options):
+        raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
+    placed = {option: _kernels(machine, workload, chosen, option, write_back) for option in options}
+    best = min(options, key=lambda option: run_device(machine, placed[option][0]).time_us) if swept else 0
+    run, *others = (run_device(machine, kernels, record=record) for kernels in placed[best])
+    alone = library_gang(machine, workload.collective, workload.nbytes).alone_us
+    fastest = min(alone, dma_us(machine, workload.collective, workload.nbytes))
+    alone_gemm = gemm_us(machine, workload.gemm)
+    other_us = others[0].time_us if others else None
+    return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline, other_us)
+
+
+def predict_all(
+    machine: Machine, workload: Workload, under: Sequence[Strategy | str] | None = None
+) -> list[Prediction]:
+    """A pair under several strategies; None: under all that the model speaks to."""
+    return [predict(machine, workload, strategy) for strategy in (predictable(machine) if under is None else under)]
+
+
+def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
+    """Strategies that the model speaks to: on a machine, or wherever it is.
+
+    Not every library has GEMMs that leave units, not every description has Sidelane's kernels, and not every caller can
+    do with another call.
+    """
+    return tuple(
+        one for one in strategies() if not objection(one, machine) and not _targets(one) and one.mover.as_asked
+    )
+
+
+def objection(strategy: Strategy, machine: Machine | None = None) -> str:
+    """Why the model does not speak to a strategy on a machine, or on some; empty where it does."""
+    if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
+        return "not predicted: descriptions of machines have no GEMMs of ours"
+    match strategy.mover:
+        case Mover.SM if machine is None or machine.kernels is None:
+            return "not predicted: the description has no times of Sidelane's own kernels"
+        case Mover.LIBRARY_CTAS:
+            return "not predicted: descriptions of machines have the library's collectives in their own number of CTAs"
+        case Mover.DMA_IN_PLACE:
+            return "not predicted: an all-to-all in place stages what it sends, which the model of pairs does not have"
+        case Mover.LIBRARY_DMA:
+            return "not predicted: descriptions of machines have no times of the library's copy engines"
+    return ""
+
+
+def library_strategies() -> tuple[str, ...]:
+    """Those whose best is the ConCCL paper's c3_best: the library's kernels, by launch order and by partition."""
+    return tuple(s.name for s in predictable() if s.mover is Mover.LIBRARY and s.concurrent and not s.priority)
+
+
+def partitions(machine: Machine) -> list[int]:
+    """Powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
+    return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
+
+
+def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tiled | Gang]:
+    """Kernels of a pair in the order of their launches, with what holds them back and what comes before what.
+
+    Args:
+        strategy: its order and its priority.
+        gemm: the computation.
+        gangs: the collective; those that follow others in it have their ``after``.
+    """
+    ranked = [dataclasses.replace(gang, priority=strategy.priority) for gang in gangs]
+    match strategy.order:
+        case Order.SERIAL:
+            return [gemm, *(dataclasses.replace(gang, after=(gemm.name, *gang.after)) for gang in ranked)]
+        case Order.GEMM_FIRST:
+            return [gemm, *ranked]
+        case Order.COLLECTIVE_FIRST:
+            return [*ranked, gemm]
+
+
+def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> tuple[list[Tiled | Gang], ...]:
+    """Kernels of a pair in the order of their launches, and in the other one where either may come first.
+
+    A GEMM has a workgroup a tile: a collective that was there before it, or goes before it as its workgroups end, runs
+    beside what is left of the GPU; one that comes second waits for the GEMM's last wave. On machines with
+    ``either_first`` launch order decides nothing. The first of the two that are returned is what to plan with: without
+    priority that the GEMM wins, since a rank on which it does holds up all.
+
+    Args:
+        machine: its ``interference``.
+        strategy: as in :func:`arrange`.
+        gemm: the computation; it may be limited.
+        gangs: the collective.
+    """
+    units = gangs[0].units
+    room = machine.gpu.units - (gemm.limit or machine.gpu.units)
+    alike = not machine.interference.either_first or not strategy.concurrent or gangs[0].reserved
+    if alike or units <= room:  # nobody is in anybody's way
+        return (arrange(strategy, gemm, gangs),)
+    behind: list[Tiled | Gang] = [gemm, *gangs]
+    ahead: list[Tiled | Gang] = [*gangs, gemm]
+    return (ahead, behind) if strategy.priority or _targets(strategy) else (behind, ahead)
+
+
+def _targets(strategy: Strategy) -> bool:
+    return strategy.partition is not None and strategy.partition.means is Means.TARGET
+
+
+def _kernels(
+    machine: Machine, workload: Workload, strategy: Strategy, swept: int, write_back: bool
+) -> tuple[list[Tiled | Gang], ...]:
+    kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
+    bound = is_memory_bound(machine, workload.gemm)
+    taken = 0 if partition is None else partition.taken(swept, bound)
+    # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
+    gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
+    if strategy.mover.takes_units:
+        own_units = taken > 0 and not _targets(strategy)
+        made = own_gang if strategy.mover is Mover.SM else library_gang
+        gang = made(machine, kind, nbytes, units=taken if own_units else None, reserved=own_units)
+        return orders(machine, strategy, gemm, [gang])
+    own = None
+    if kind is Kind.ALL_TO_ALL and strategy.mover.as_asked:  # out of place, as in all studies; all_gathers are in place
+        own = own_chunk_gang(machine, kind, nbytes)
+    kernels = arrange(strategy, gemm, dma_gangs(machine, kind, nbytes, write_back=write_back))
+    return (kernels if own is None else [*kernels, own],)

@@ -1,0 +1,279 @@
+"""A training step of a transformer whose layers are sharded (FSDP2), on the device model.
+
+    forward    all-gather of layer i+1 beside layer i
+    backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
+
+A layer is GEMMs with element-wise kernels in front of each, and attention (``model/layer.py``). Beside a GEMM a kernel
+of a collective runs on units that it takes away, or waits for the GEMM's end; what is hidden then is what ran beside
+attention and element-wise kernels. Where nothing but chance decides which, as far as is known (``orders``), a step has
+so many collectives that it takes the mean of both.
+
+An all-gather waits for the one before it and for the layer whose buffer it takes; a reduce-scatter for its layer's
+gradients and for the one before it. Layers are alike: a few of them are simulated, and the rest take as long as the
+last ones. Embedding, head and optimizer are left out.
+
+FSDP2 copies a gathered layer out of a buffer before it is computed, on the stream of the computation; a gather straight
+into the parameters needs no such copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Sequence
+
+from sidelane.program.collective import Kind
+from sidelane_lab.machines.spec import Gpu, Interference, Machine, Matmul
+from sidelane_lab.model.device import Gang, Tiled, run_device
+from sidelane_lab.model.kernels import dma_gangs, library_gang
+from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
+from sidelane_lab.model.published import default_units
+from sidelane_lab.model.strategies import partitions
+
+SUSTAINED = 0.11
+"""Share by which GEMMs of a step take longer than alone, since the GPU is at its power cap all the time: between the 9
+and 12% of two H200s (kernels' times, docs/lab/hardware.md); 5 to 8% on two others (fsdp-profile.json). Assumed for
+other machines."""
+COMMUNICATING = 0.04
+"""The same of a step that communicates over one that does not, apart from what runs beside transfers: the power cap is
+held over more than a GEMM. Mean of six steps on two H200s (1 to 6%: ``gemm_apart_ms`` of
+results/h200x2/fsdp-profile.json). Assumed for other machines."""
+BESIDE_COPIES = 0.1
+"""The same beside copy engines that move, besides: ``gemm_beside_ms`` of Sidelane's two steps there, over the time of
+copies times the share of a step that GEMMs have (9 and 10%). Assumed for other machines."""
+SIMULATED = (3, 5)
+"""Layers that are simulated; the difference is what each further one takes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """Who communicates.
+
+    Attributes:
+        gathers, scatters: all-gathers and reduce-scatters run on copy engines.
+        straight: parameters are gathered to where they are used, so that nothing is copied out.
+        apart: the library's kernels have compute units of their own, which nothing else runs on in the whole step.
+    """
+
+    gathers: bool = False
+    scatters: bool = False
+    straight: bool = False
+    apart: bool = False
+
+
+WAYS = {
+    "library": Way(),
+    "library, own units": Way(apart=True),
+    "dma all-gather": Way(gathers=True),
+    "dma both": Way(gathers=True, scatters=True),
+    "straight all-gather": Way(gathers=True, straight=True),
+    "straight both": Way(gathers=True, scatters=True, straight=True),
+}
+STRATEGIES = tuple(WAYS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step takes, microseconds: with communication, without, and the collectives alone, one after another.
+
+    The step without has copies out of buffers, so that a way that needs none can expose less than nothing. ``units``:
+    of the library's kernels, where they have some of their own; else 0.
+    """
+
+    time_us: float
+    compute_us: float
+    communication_us: float
+    units: int = 0
+
+    @property
+    def exposed_us(self) -> float:
+        """What communication adds to the step."""
+        return self.time_us - self.compute_us
+
+
+def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float:
+    """A step without communication; ``straight``: without copies out of buffers, too."""
+    return _scaled(sustained(machine), step, None, straight)
+
+
+def step_times(
+    machine: Machine, step: Step, strategy: str, alone_us: float | None = None, units: int | None = None
+) -> StepTimes:
+    """Predict a step.
+
+    Args:
+        machine: one node of it.
+        step: the model and its tokens.
+        strategy: one of ``STRATEGIES``: the library's kernels, or these on units of their own; all-gathers on copy
+            engines, or reduce-scatters, too; out of buffers, or straight into the parameters.
+        alone_us: of the step without communication, if it is known.
+        units: of their own; None: the best power of two.
+
+    Raises:
+        ValueError: another strategy, or several nodes.
+    """
+    if strategy not in WAYS:
+        raise ValueError(f"step_times: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
+    way = WAYS[strategy]
+    machine.refuse_nodes("step_times")
+    machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
+    machine = ordinary(machine)
+    if alone_us is None:
+        alone_us = compute_us(machine, step)
+    options = [0] if not way.apart else partitions(machine) if units is None else [units]
+    found = [_with_units(machine, step, way, alone_us, option) for option in options]
+    return min(found, key=lambda times: times.time_us)
+
+
+def _with_units(machine: Machine, step: Step, way: Way, alone_us: float, units: int) -> StepTimes:
+    nbytes = step.model.parameters * ELEMENT
+    on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
+
+    def library(kind: Kind) -> tuple[Gang, ...]:
+        own = units or None
+        return (library_gang(machine, kind, nbytes, units=own, reserved=way.apart, priority=1),)
+
+    gangs = {kind: dma_gangs(machine, kind, nbytes) if on else library(kind) for kind, on in on_engines.items()}
+    alone = {kind: run_device(machine, parts).time_us for kind, parts in gangs.items()}
+    layers = step.model.layers
+    communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
+    limit = int(machine.gpu.units) - units if units else None
+    machines = orders(sustained(machine, COMMUNICATING))
+    if way.apart or (way.gathers and way.scatters):
+        machines = machines[:1]
+    times = [_scaled(one, step, gangs, way.straight, limit) for one in machines]
+    return StepTimes(statistics.fmean(times), alone_us, communication, units)
+
+
+def orders(going: Machine) -> list[Machine]:
+    """Machines of whose steps the mean counts: one whose GEMMs go on beside the library's kernels, and one of others.
+
+    Both where chance decides, and where nobody has looked at GEMMs beside these kernels. On two H200s pauses of the
+    computation's stream are 0.3 to 3.5 ms longer than without communication, and would be 6.5 and 13.7 if they took
+    turns (results/h200x2/fsdp-profile.json): they run beside.
+    """
+    if not going.interference.either_first or going.interference.kernels:
+        return [going]
+    return [going, going.with_value("matmul.persistent", 1)]
+
+
+def ordinary(machine: Machine) -> Machine:
+    """A machine whose library gathers in ordinary memory, as FSDP2 does.
+
+    Its rings have as many units for gathers as for reductions; ``library.default_units`` may be those of a gather among
+    windows, which takes fewer.
+    """
+    library = machine.library
+    if not machine.interference.either_first:
+        return machine
+    need = max(float(library.all_gather_need), float(library.all_to_all_need))
+    machine = machine.with_value("library.default_units", default_units(library, Kind.REDUCE_SCATTER))
+    return machine.with_value("library.all_gather_need", need)
+
+
+def sustained(machine: Machine, communicating: float = 0.0) -> Machine:
+    """A machine whose GEMMs are at the power cap all the time, which other things share."""
+    return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED) / (1 + communicating))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Node:
+    """A machine, equal to others that differ in nothing that a step's kernels depend on once its gangs are known."""
+
+    gpus: int
+    gpu: Gpu
+    matmul: Matmul
+    interference: Interference
+    machine: Machine = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, machine: Machine) -> Node:
+        """With those numbers of a machine."""
+        return cls(machine.gpus, machine.gpu, machine.matmul, machine.interference, machine)
+
+
+def _scaled(
+    machine: Machine,
+    step: Step,
+    gangs: dict[Kind, tuple[Gang, ...]] | None,
+    straight: bool,
+    limit: int | None = None,
+) -> float:
+    return _scaled_once(Node.of(machine), step, None if gangs is None else tuple(gangs.items()), straight, limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scaled_once(
+    node: Node,
+    step: Step,
+    gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None,
+    straight: bool,
+    limit: int | None,
+) -> float:
+    """Of most numbers of a description that are changed one at a time a step does not take notice."""
+    machine, by_kind = node.machine, None if gangs is None else dict(gangs)
+    few, more = (run_device(machine, step_kernels(node, step, n, by_kind, straight, limit)).time_us for n in SIMULATED)
+    return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
+
+
+def step_kernels(
+    node: Node,
+    step: Step,
+    layers: int,
+    gangs: dict[Kind, tuple[Gang, ...]] | None,
+    straight: bool,
+    limit: int | None = None,
+) -> list[Tiled | Gang]:
+    """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name.
+
+    ``limit``: compute units of all but the collectives.
+    """
+    found: list[Tiled | Gang] = []
+    order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
+    last = layers - 1
+    gathers = [f"AG {phase}{i}" for phase, i in order if (phase, i) != ("B", last)]  # the last layer stays gathered
+    gathered: list[str] = []
+
+    def gather(name: str, behind: tuple[str, ...]) -> None:
+        if gangs is not None and name in gathers:
+            found.extend(_named(gangs[Kind.ALL_GATHER], name, (*gathered[-1:], *behind)))
+            gathered.append(name)
+
+    gather("AG F0", ())
+    for number, (phase, i) in enumerate(order):
+        before = tuple(f"{p}{k}" for p, k in order[number - 1 : number] if number)
+        if number + 1 < len(order):
+            phase_next, following = order[number + 1]
+            gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
+        needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
+        way = Pass(phase == "B", f"AG {phase}{i}" in gathers, straight)
+        found += _layer(_kernels(node, step, way, limit), f"{phase}{i}", (*before, *needs))
+        if phase == "B" and gangs is not None:
+            behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
+            found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
+    return found
+
+
+def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Gang]:
+    """A collective's parts under names of their own; the last one has the collective's."""
+    names = {part.name: f"{name} {part.name}" for part in parts[:-1]} | {parts[-1].name: name}
+    renamed = []
+    for part in parts:
+        after = tuple(names[before] for before in part.after) or behind
+        renamed.append(dataclasses.replace(part, name=names[part.name], after=after, part_of=part.part_of and name))
+    return renamed
+
+
+def _layer(kernels: Sequence[Tiled], name: str, behind: tuple[str, ...]) -> list[Tiled]:
+    """A layer's kernels one after another, under names of their own; the last one has the layer's."""
+    named: list[Tiled] = []
+    for place, kernel in enumerate(kernels):
+        label = name if place + 1 == len(kernels) else f"{name} {place}"
+        named.append(dataclasses.replace(kernel, name=label, after=(named[-1].name,) if named else behind))
+    return named
+
+
+@functools.lru_cache(maxsize=64)
+def _kernels(node: Node, step: Step, way: Pass, limit: int | None) -> tuple[Tiled, ...]:
+    return layer_kernels(node.machine, step, way, limit)

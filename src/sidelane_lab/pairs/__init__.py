@@ -1,0 +1,1 @@
+"""A computation and a collective, run together under every strategy and judged."""

@@ -1,0 +1,183 @@
+"""Heuristics held against the best of a sweep: what each would take for a pair, why, and what that loses.
+
+Pure: a pair's times under every strategy in, verdicts out. The times are measured (``studies/c3/heuristics.py``) or
+those of a described machine (``model/swept.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from sidelane.c3.expected import Asked, decide
+from sidelane.c3.heuristic import Kernel, launch_order
+from sidelane.c3.isolated import Isolated
+from sidelane.c3.strategies import named
+from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.workload import Workload
+
+RIGHT_WITHIN = 0.005
+"""A choice that loses less is right: medians of a few rounds repeat no better."""
+
+LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, CHOICE = "launch_order", "launch_order_3", "partition", "spared", "auto"
+HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, CHOICE)
+"""Who is first of two kernels and of more, units for the collective, units that a GEMM spares, and the strategy."""
+
+Way = tuple[str, int]
+"""Name of a strategy, and units taken from the GEMM."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sweep:
+    """A pair under every strategy that runs.
+
+    Attributes:
+        workload: the pair.
+        gemm_us: of the GEMM alone.
+        times_us: by way.
+        kernels: the GEMM and the library's collective, as a runtime sees them before their launch.
+        others: the same with further kernels.
+        orders_us: times of the latter, by the names in the order of their launches.
+        why_not: no such times.
+    """
+
+    workload: Workload
+    gemm_us: float
+    times_us: Mapping[Way, float]
+    kernels: tuple[Kernel, Kernel]
+    others: tuple[Kernel, ...] = ()
+    orders_us: Mapping[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
+    why_not: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a heuristic has chosen for a pair; without times where ``reason`` says why nothing could be judged.
+
+    Attributes:
+        heuristic: one of ``HEURISTICS``.
+        seen: the GEMM is one that was profiled.
+        chosen: by the heuristic, and ``best``, of the sweep; in words.
+        chosen_us: what both take so.
+        best_us: likewise.
+        reason: that the heuristic gave.
+    """
+
+    heuristic: str
+    seen: bool
+    chosen: str = ""
+    best: str = ""
+    chosen_us: float | None = None
+    best_us: float | None = None
+    reason: str = ""
+
+    @property
+    def lost(self) -> float | None:
+        """0.01: the choice takes 1% longer than the best."""
+        return None if self.chosen_us is None or self.best_us is None else self.chosen_us / self.best_us - 1
+
+    @property
+    def right(self) -> bool | None:
+        lost = self.lost
+        return None if lost is None else lost <= RIGHT_WITHIN
+
+
+def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iterator[Verdict]:
+    """Every heuristic on one pair.
+
+    Args:
+        sweep: of the pair.
+        known: what was profiled of the machine, by which the heuristics go.
+        constants: shares, where no pair was (``choice.hidden``).
+    """
+    gemm = sweep.workload.gemm
+    profiled = {(one.gemm.m, one.gemm.n, one.gemm.k, one.gemm.dtype) for one in known.gemms}
+    seen = (gemm.m, gemm.n, gemm.k, gemm.dtype) in profiled
+    for verdict in (
+        _launch_order(sweep),
+        _launch_orders(sweep),
+        _partition(sweep, known),
+        _spared(sweep, known),
+        _choice(sweep, known, constants),
+    ):
+        yield dataclasses.replace(verdict, seen=seen)
+
+
+def _launch_order(sweep: Sweep) -> Verdict:
+    order = launch_order(sweep.kernels)
+    first = Order.GEMM_FIRST if order.kernels[0] is sweep.kernels[0] else Order.COLLECTIVE_FIRST
+    times = {
+        way: us
+        for way, us in sweep.times_us.items()
+        if (one := named(way[0])).concurrent and (one.mover, one.priority, one.partition) == (Mover.LIBRARY, 0, None)
+    }
+    chosen = next((way for way in times if named(way[0]).order is first), None)
+    if chosen is None or len(times) < 2:
+        return Verdict(LAUNCH_ORDER, False, reason="the two launch orders were not both run")
+    return _verdict(LAUNCH_ORDER, chosen, times, order.reason)
+
+
+def _launch_orders(sweep: Sweep) -> Verdict:
+    if not sweep.orders_us:
+        return Verdict(LAUNCH_ORDERS, False, reason=sweep.why_not or "no third kernel was run")
+    order = launch_order(sweep.others)
+    chosen = tuple(kernel.name for kernel in order.kernels)
+    best = min(sweep.orders_us, key=sweep.orders_us.__getitem__)
+    words = (" > ".join(chosen), " > ".join(best))
+    return Verdict(LAUNCH_ORDERS, False, *words, sweep.orders_us[chosen], sweep.orders_us[best], order.reason)
+
+
+def _partition(sweep: Sweep, known: Isolated) -> Verdict:
+    """Units of the first swept strategy of the library's kernels that ran."""
+    names = [name for name, units in sweep.times_us if units and _is_swept(named(name))]
+    times = {way: us for way, us in sweep.times_us.items() if names and way[0] == names[0]}
+    if not times:
+        return Verdict(PARTITION, False, reason="no partition was run")
+    try:
+        library = [c.implementation for c in known.collectives if c.implementation in Mover.LIBRARY.implementations]
+        found = known.allocate(sweep.workload, library[0] if library else None)
+    except ValueError as problem:
+        return Verdict(PARTITION, False, reason=str(problem))
+    chosen = (names[0], found.units)
+    if chosen not in times:
+        return Verdict(PARTITION, False, reason=f"{found.units} units were not run: {found.reason}")
+    return _verdict(PARTITION, chosen, times, found.reason)
+
+
+def _is_swept(strategy: Strategy) -> bool:
+    partition = strategy.partition
+    return partition is not None and partition.units is None and strategy.mover is Mover.LIBRARY
+
+
+def _spared(sweep: Sweep, known: Isolated) -> Verdict:
+    """Beside copy engines: with all units, or with what was spared."""
+    times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover is Mover.DMA}
+    if len(times) < 2:
+        return Verdict(SPARED, False, reason="copy engines were not run with and without units taken from the GEMM")
+    found = known.spare(sweep.workload.gemm)
+    # A sweep that has other units than were spared is judged by those that come nearest.
+    chosen = min(times, key=lambda way: (abs(way[1] - found.units), named(way[0]).preference))
+    return _verdict(SPARED, chosen, times, found.reason)
+
+
+def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Verdict:
+    times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
+    able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
+    asked = Asked(sweep.gemm_us, sweep.workload.gemm, (sweep.workload,))
+    try:
+        found = decide(asked, able, known, constants, {})
+    except ValueError as problem:
+        return Verdict(CHOICE, False, reason=str(problem))
+    chosen = (found.strategy, found.units)
+    if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
+        chosen = next(way for way in times if way[0] == found.strategy)
+    return _verdict(CHOICE, chosen, times, found.reason)
+
+
+def _verdict(heuristic: str, chosen: Way, times: Mapping[Way, float], reason: str) -> Verdict:
+    best = min(times, key=times.__getitem__)
+    return Verdict(heuristic, False, _words(chosen), _words(best), times[chosen], times[best], reason)
+
+
+def _words(way: Way) -> str:
+    return way[0] + (f" {way[1]}" if way[1] else "")

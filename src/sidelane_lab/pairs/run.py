@@ -1,0 +1,376 @@
+"""Run one pair under every strategy on this rank: buffers, streams, checks, rounds and ratios.
+
+How both start together on a GPU. The host queues everything while the device is held back: a spin on the caller's
+stream, then a barrier of all ranks, then the event that starts the clock. Both lanes wait for it::
+
+    caller   spin  barrier  start ─┬───────────────────────────────┬─ end
+    first                          └─ begun, operation ────────────┤
+    second                               └─ operation ─────────────┘
+
+The second lane waits for an event that the first one records just before its operation. That hop between streams, about
+2 us, is what keeps the order; the host's launch latency plays no part. A strategy with a priority has the collective on
+a stream that the device serves first, one with a partition has lanes of its own (``c3.lanes``), and is tried with each
+of its numbers of units, with the call of its implementation that is fastest alone. On a CPU the collective's threads
+(or Gloo's) work while a thread of ours computes, and the order is that of the calls; priority means a thread that
+yields (``YIELDING``). What cannot run here at all becomes a result with the reason.
+
+Checks: before a strategy may be timed it runs once with fresh random inputs and poisoned outputs, and the bytes of the
+collective and the result of the GEMM are compared. (The GEMM keeps its random inputs for all checks of a pair.)
+
+A strategy with several calls has each of them tried in a short look; those that are as fast as its best, or nearly, get
+all rounds (``c3.narrowed``). What is the same launch as another strategy's is not launched twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import torch
+
+from sidelane.c3.isolated import Isolated
+from sidelane.c3.lanes import Lanes, Partitions, shares
+from sidelane.c3.strategies import strategies as all_strategies
+from sidelane.c3.strategy import Mover, Order, Strategy
+from sidelane.c3.workload import Workload
+from sidelane.choice.hidden import hidden_shares
+from sidelane_lab.pairs.narrowed import Launches, aliases_of, lasting, narrowed
+from sidelane_lab.pairs.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
+from sidelane_lab.pairs.product import GemmRun
+from sidelane_lab.pairs.spans import Trace
+from sidelane_lab.pairs.traced import Beginning, Operation, Traced
+
+YIELDING = 10
+"""Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
+then gets about a tenth of it."""
+
+
+class CollectiveRun(Configuration, Protocol):
+    """One way to run the pair's collective, with its buffers."""
+
+    @property
+    def workgroups(self) -> int:
+        """That it is held to; 0: nobody says."""
+        ...
+
+    def start(self) -> Callable[[], None]:
+        """Begin on the current stream; what comes back waits for the end on a CPU."""
+        ...
+
+    def fill(self, seed: int) -> None:
+        """Fresh random input, poisoned output."""
+        ...
+
+    def error(self, seed: int) -> str | None:
+        """What is wrong with the output for the input of ``seed``."""
+        ...
+
+
+class Instruments(Protocol):
+    """How ranks agree and measure; every rank makes the same calls."""
+
+    def on_stream(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def attempt(self, step: Callable[[], str | None] | Callable[[], None]) -> str | None:
+        """Run a step on all ranks; the first error of any of them."""
+        ...
+
+    def finish(self, what: str) -> None:
+        """Wait for the device, with a time-out."""
+        ...
+
+    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        """Microseconds of each run, one for each round, of the slowest rank; rounds interleaved, after a warm-up."""
+        ...
+
+    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        """The same in few rounds."""
+        ...
+
+
+def run_workload(
+    workload: Workload,
+    collectives: Sequence[CollectiveRun],
+    instruments: Instruments,
+    *,
+    device: torch.device,
+    lanes: Lanes | None = None,
+    partitions: Partitions | None = None,
+    no_partitions: str = "there are no green contexts here",
+    memory_bound: bool = False,
+    strategies: Sequence[Strategy] | None = None,
+    unavailable: Mapping[str, str] | None = None,
+    seed: int = 0,
+    device_name: str = "",
+    known: Isolated | None = None,
+    on_trace: Callable[[str, Trace], None] | None = None,
+) -> Outcome:
+    """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
+
+    Args:
+        workload: the pair.
+        collectives: every configuration of every implementation, ready to run.
+        instruments: how to agree and to measure.
+        device: of this rank.
+        lanes: streams, on an accelerator.
+        partitions: what takes units from a GEMM; None: nothing does here, and ``no_partitions`` says why.
+        no_partitions: see there.
+        memory_bound: the GEMM is limited by its bytes, which some strategies go by.
+        strategies: what to run; None: all that there are.
+        unavailable: implementations that should be here and are not, with the reason.
+        seed: of the random inputs.
+        device_name: for the shares that the choice is made by, where nothing was measured of the machine.
+        known: what was.
+        on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
+            is called in the same order.
+    """
+    seeds = iter(range(seed + 1, seed + 1_000_000))
+    strategies = all_strategies() if strategies is None else strategies
+    refused = _refused(strategies, partitions, no_partitions, instruments)
+    tried = {
+        strategy.name: shares(strategy.partition, partitions.units, memory_bound)
+        for strategy in strategies
+        if strategy.partition is not None and partitions is not None
+    }
+    with instruments.on_stream(), Workers() as workers:
+        gemm = GemmRun(workload.gemm, device)
+        pairs = Pairs(gemm, lanes, workers, partitions)
+        gemm.fill(next(seeds))
+        instruments.finish("the GEMM's inputs")
+        alone, failed_alone = _check({run.label: (run, _alone(run)) for run in collectives}, None, instruments, seeds)
+        able = [strategy for strategy in strategies if strategy.name not in refused]
+        looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
+        runs = _runs_of(able, [run for run in collectives if run.label in alone], collectives, looked, tried)
+        every = {
+            pair_label(strategy, run, units): (strategy, run, units)
+            for strategy in able
+            for run in runs[strategy.name]
+            for units in tried.get(strategy.name, (0,))
+            if _suits(strategy, run, units)
+        }
+        aliases = aliases_of(every)
+        planned = {
+            label: (run, pairs.launch(strategy, run, units))
+            for label, (strategy, run, units) in every.items()
+            if label not in aliases
+        }
+        together, failed_together = _check(planned, gemm, instruments, seeds)
+        kept = narrowed(every, together, instruments)
+        by_library: dict[str, list[str]] = {}
+        for label, (run, _) in alone.items():
+            by_library.setdefault(run.implementation, []).append(label)
+        needed = {every[label][1].label for label in kept} | lasting(by_library.values(), looked)
+        launches = {GEMM: gemm.run} | {
+            label: launch for label, (_, launch) in {**alone, **kept}.items() if label in needed or label in kept
+        }
+        times = dict(instruments.time(launches))
+        for label, twin in aliases.items():
+            if twin in times:
+                times[label] = times[twin]
+            elif twin in failed_together:
+                failed_together[label] = failed_together[twin]
+        failures = {**failed_alone, **failed_together, **refused}
+        hidden = hidden_shares(device_name)
+        outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
+        for result in outcome.results:
+            best = next((one for one in collectives if one.label == result.label), None)
+            if on_trace is not None and result.time_us is not None and best is not None:
+                traced = Traced(gemm, best, on_cpu=device.type == "cpu")
+                strategy = next(one for one in strategies if one.name == result.strategy)
+                launch = Pairs(traced, lanes, workers, partitions).launch(strategy, traced, result.units)
+                instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
+                on_trace(result.strategy, traced.read())
+    return outcome
+
+
+class Workers(contextlib.ExitStack):
+    """Threads that compute on a CPU while collectives run: one like any other, and one that yields to all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.yielding = (
+            self.enter_context(ThreadPoolExecutor(1, initializer=_begin_thread, initargs=(steps,)))
+            for steps in (0, YIELDING)
+        )
+
+    def of(self, strategy: Strategy) -> ThreadPoolExecutor:
+        """Where the GEMM runs under a strategy."""
+        return self.yielding if strategy.priority else self.usual
+
+
+class Pairs:
+    """Turns (strategy, collective) into a launch of both."""
+
+    def __init__(
+        self, gemm: Operation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+    ) -> None:
+        self._gemm = gemm
+        self._lanes = lanes
+        self._workers = workers
+        self._partitions = partitions
+
+    def launch(self, strategy: Strategy, run: Beginning, units: int = 0) -> Callable[[], None]:
+        """What launches both; ``units``: that the GEMM does without."""
+        if not strategy.concurrent:
+            return lambda: self._serial(run)
+        if self._lanes is None:
+            return lambda: self._on_threads(strategy, run)
+        lanes = self._lanes
+        if units and strategy.partition is not None:
+            assert self._partitions is not None, "without them the strategy is refused"
+            parts = self._partitions.lanes
+            lanes = parts(strategy.partition, units, lanes, confine=strategy.mover.takes_units)
+        return lambda: self._on_lanes(strategy, run, lanes)
+
+    def _serial(self, run: Beginning) -> None:
+        self._gemm.run()
+        run.start()()
+
+    def _on_lanes(self, strategy: Strategy, run: Beginning, lanes: Lanes) -> None:
+        operations: list[tuple[torch.cuda.Stream, Callable[[], object]]] = [
+            (lanes.gemm, lambda: self._limited(lanes)),
+            (lanes.urgent if strategy.priority else lanes.collective, run.start),
+        ]
+        if strategy.order is Order.COLLECTIVE_FIRST:
+            operations.reverse()
+        caller = torch.cuda.current_stream()
+        released = torch.cuda.Event()
+        released.record(caller)
+        for lane, operation in operations:
+            lane.wait_event(released)
+            released = torch.cuda.Event()  # for the second lane: the first one has come to its operation
+            released.record(lane)
+            with torch.cuda.stream(lane):
+                operation()
+        for lane, _ in operations:
+            caller.wait_stream(lane)
+
+    def _limited(self, lanes: Lanes) -> None:
+        with lanes.limited():
+            self._gemm.run()
+
+    def _on_threads(self, strategy: Strategy, run: Beginning) -> None:
+        if strategy.order is Order.COLLECTIVE_FIRST and not strategy.priority:
+            wait = run.start()
+            self._gemm.run()
+            wait()
+            return
+        begun = threading.Event()
+
+        def compute() -> None:
+            begun.set()
+            self._gemm.run()
+
+        worker = self._workers.of(strategy)
+        if strategy.order is Order.COLLECTIVE_FIRST:
+            wait = run.start()
+            product = worker.submit(compute)
+        else:
+            product = worker.submit(compute)
+            begun.wait()
+            wait = run.start()
+        wait()
+        product.result()
+
+
+def _begin_thread(yields: int) -> None:
+    torch.set_num_threads(1)
+    if yields and sys.platform == "linux":  # where niceness is a thread's, not the process's
+        os.nice(yields)
+
+
+def _refused(
+    strategies: Sequence[Strategy], partitions: Partitions | None, no_partitions: str, instruments: Instruments
+) -> dict[str, Failure]:
+    """Strategies that take units where they cannot be taken, with the reason. Collective."""
+    refused = {}
+    for strategy in strategies:
+        partition = strategy.partition
+        if partition is None:
+            continue
+        if partitions is None:
+            reason: str | None = no_partitions
+        else:
+            reason = instruments.attempt(functools.partial(partitions.objection, partition))
+        if reason:
+            text = f"it takes compute units from the GEMM ({partition.means}): {reason}"
+            refused[strategy.name] = Failure(text, wrong=False)
+    return refused
+
+
+def _runs_of(
+    strategies: Sequence[Strategy],
+    right: Sequence[CollectiveRun],
+    all_runs: Sequence[CollectiveRun],
+    looked: Mapping[str, Sequence[float]],
+    tried: Mapping[str, Sequence[int]],
+) -> dict[str, list[CollectiveRun]]:
+    """The runs of a strategy's implementation that are right; where units are taken only what is fastest alone."""
+    here = {run.implementation for run in all_runs}
+    runs = {}
+    for strategy in strategies:
+        mine = [run for run in right if run.implementation == strategy.implementation(here)]
+        if any(tried.get(strategy.name, ())) and strategy.mover is not Mover.LIBRARY_CTAS:
+            mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
+        runs[strategy.name] = mine
+    return runs
+
+
+def _suits(strategy: Strategy, run: CollectiveRun, units: int) -> bool:
+    """Where a GEMM leaves units to workgroups that are counted, there are as many of these."""
+    return strategy.mover is not Mover.LIBRARY_CTAS or not units or run.workgroups == units
+
+
+def _alone(run: CollectiveRun) -> Callable[[], None]:
+    return lambda: run.start()()
+
+
+def _check(
+    launches: Launches[CollectiveRun], gemm: GemmRun | None, instruments: Instruments, seeds: Iterator[int]
+) -> tuple[Launches[CollectiveRun], dict[str, Failure]]:
+    """Run each launch once and keep those that are right on every rank; the others with what was wrong.
+
+    The result of ``gemm`` is compared as well, where it is part of the launches.
+    """
+    right: Launches[CollectiveRun] = {}
+    failures: dict[str, Failure] = {}
+    for label, (run, launch) in launches.items():
+        failure = _check_one(label, run, launch, gemm, instruments, next(seeds))
+        if failure is None:
+            right[label] = (run, launch)
+        else:
+            failures[label] = failure
+    return right, failures
+
+
+def _check_one(
+    label: str,
+    run: CollectiveRun,
+    launch: Callable[[], None],
+    gemm: GemmRun | None,
+    instruments: Instruments,
+    seed: int,
+) -> Failure | None:
+    def execute() -> None:
+        run.fill(seed)
+        if gemm is not None:
+            gemm.poison()
+        launch()
+        instruments.finish(label)
+
+    def compare() -> str | None:
+        return run.error(seed) or (None if gemm is None else gemm.error())
+
+    # Two steps: a rank that could not run has nothing to compare, and the two are told apart in the result.
+    refused = instruments.attempt(execute)
+    if refused is not None:
+        return Failure(refused, wrong=False)
+    wrong = instruments.attempt(compare)
+    return None if wrong is None else Failure(wrong, wrong=True)

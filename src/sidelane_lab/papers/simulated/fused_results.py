@@ -1,0 +1,169 @@
+"""``sidelane fused --machine --results``: predictions of fused operators held against a file of measured ones.
+
+Rows of graphs are compared, whose host has no part in them: the computation alone, the collective alone, both one
+after the other, and the fused kernel in each order. What the model does not speak to is counted. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sidelane.cli.table import Line, Table, grouped, number
+from sidelane_lab.harness.results import files
+from sidelane_lab.harness.results.rows.operators import ALONE, FusedRow
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.claims import error_of
+from sidelane_lab.model.gemm_operators import DispatchGemm
+from sidelane_lab.model.norm_operator import AllReduceNorm
+from sidelane_lab.model.operators import OBLIVIOUS, REMOTE_FIRST, TiledGemm, predict_fused
+from sidelane_lab.model.split import chain_us, ours_us, split_us
+from sidelane_lab.papers.simulated.fused_shapes import operators_of
+from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
+
+COMPUTE, COLLECTIVE, UNFUSED, FUSED = "compute alone", "collective alone", "unfused, process group", "fused"
+CHAIN, PARTS = "unfused, copy engines", "in parts"
+SCHEDULES = {
+    "remote_first": REMOTE_FIRST,
+    "oblivious": OBLIVIOUS,
+    "two_phase": REMOTE_FIRST,
+    "two_phase, oblivious": OBLIVIOUS,
+    "rows in turn": REMOTE_FIRST,
+    "rows as they come": REMOTE_FIRST,
+    "cells": REMOTE_FIRST,
+    "pushed": REMOTE_FIRST,
+}
+"""Orders of the model by schedules of the study. Norms that are pushed it does not have."""
+
+UNKNOWN = {("gemv_all_reduce", "cells")}
+"""Operators and schedules with a name that the model has of others only."""
+
+OUR_KERNEL = "our kernel"
+"""Schedules that begin so compute bags by our own kernel, unfused: predicted are those of the framework."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """A time that was measured, and what was predicted. ``schedule``: of a fused kernel."""
+
+    op: str
+    shape: str
+    part: str
+    schedule: str
+    measured_us: float
+    predicted_us: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, next to the measured time; without a sign."""
+        error = error_of(self.measured_us, self.predicted_us)
+        assert error is not None
+        return error
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` writes it."""
+        return {**dataclasses.asdict(self), "error_percent": 100 * self.error}
+
+
+def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
+    """Predict what a file has measured.
+
+    Args:
+        machine: whose GPUs and links these are; its number of GPUs becomes the file's number of ranks.
+        path: a result file of ``sidelane fused``.
+
+    Returns:
+        The machine, what was compared, and how many rows of graphs the model does not speak to.
+
+    Raises:
+        ValueError: no such result file, or nothing in it that is predicted.
+    """
+    if not path.is_file():
+        raise ValueError(f"fused: --results (value={path}, allowed=a file that is there)")
+    results = files.read(path)
+    captured = [row for row in results.rows if isinstance(row, FusedRow) and row.launch == "graph"]
+    rows = [row for row in captured if row.correct or row.implementation in ALONE]
+    if not rows:
+        raise ValueError(f"fused: --results (value={path}, allowed=a file of sidelane fused on GPUs, with graphs)")
+    machine = dataclasses.replace(machine, gpus=results.ranks, nodes=1)
+    found: list[Held] = []
+    unknown = 0
+    for (op, shape), alike in grouped(rows, lambda row: (row.op, row.shape), ordered=False):
+        held = [] if shape.endswith((EVENLY, EXPERTS)) else list(_of_shape(machine, op, shape, alike))
+        found += held
+        known = {one.schedule for one in held}
+        chain = any(one.part == CHAIN for one in held)
+        others = ("unfused_best", "auto", *ALONE, *(("unfused_sidelane",) if chain else ()))
+        unknown += sum(row.implementation not in others and row.schedule not in known for row in alike)
+    if not found:
+        raise ValueError(f"fused: --results (value={path}, allowed=with an operator that is predicted)")
+    return machine, found, unknown
+
+
+def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[Table]:
+    """Errors by operator and part: the median, and the worst with its shape."""
+    lines = []
+    for op, alike in grouped(found, lambda one: one.op, ordered=False):
+        parts = grouped(alike, lambda one: one.part, ordered=False)
+        for place, (part, same) in enumerate(parts):
+            worst = max(same, key=lambda one: one.error)
+            errors = statistics.median(one.error for one in same), worst.error
+            cells = (op, part, str(len(same)), *(f"{100 * error:.0f}" for error in errors))
+            seen = f"{number(worst.measured_us)} ({number(worst.predicted_us)})"
+            lines.append(Line((*cells, worst.shape, seen), rule=place == len(parts) - 1))
+    notes = (
+        "captured in graphs; nothing of the description was taken from these rows",
+        f"{unknown} rows of graphs are not predicted: GEMVs in cells, other routings than half for one "
+        "peer, and ours unfused with one rank",
+    )
+    columns = ("<operator", "<what", "rows", "median\n%", "worst\n%", "<at", "measured\n(predicted), us")
+    title = f"fused operators on {machine.gpus} of {machine.title}: errors of predictions"
+    return [Table(title, columns, tuple(lines), notes, keys=2)]
+
+
+def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[Held]:
+    sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
+    ways = [
+        (made, {order: predict_fused(machine, made, order) for order in (REMOTE_FIRST, OBLIVIOUS)})
+        for made, _ in operators_of(op, sizes, machine.world_size)
+    ]
+    made, fastest = min(ways, key=lambda way: way[1][REMOTE_FIRST].compute_us)
+    times = fastest[REMOTE_FIRST]
+    rows = [row for row in rows if not row.schedule.startswith(OUR_KERNEL)]
+    first = rows[0]
+    computed = first.compute_us
+    if op == "embedding_all_to_all":  # whose fastest computation is our own kernel
+        alone = [row.time_us for row in rows if row.implementation == "compute" and row.time_us]
+        computed = min(alone, default=computed)
+    if computed is not None:
+        yield Held(op, shape, COMPUTE, "", computed, times.compute_us)
+    if first.comm_us is not None and times.collective_us and machine.world_size > 1:
+        uneven = isinstance(made, TiledGemm | DispatchGemm) and made.counts  # of which a kernel of ours knows nothing
+        ours = times.collective_us if uneven else ours_us(machine, made.kind, made.collective_bytes())
+        fastest_us = min(times.collective_us, ours)  # the best of all implementations was measured
+        yield Held(op, shape, COLLECTIVE, "", first.comm_us, fastest_us)
+    unfused = [row for row in rows if row.implementation == "unfused_nccl"]
+    if unfused:
+        row = min(unfused, key=lambda one: one.time_us or 0.0)
+        yield Held(op, shape, UNFUSED, row.schedule, row.time_us or 0.0, times.unfused_us)
+    chain = [row.time_us for row in rows if row.implementation == "unfused_sidelane" and row.time_us]
+    predicted = chain_us(machine, made)
+    if chain and predicted is not None:  # auto takes kernels where they are faster: held against the fastest
+        yield Held(op, shape, CHAIN, "", min(chain), predicted)
+    for row in rows:
+        pieces = re.fullmatch(r"mm in parts, (\d+) a peer", row.schedule)
+        if row.implementation == "fused" and pieces:
+            in_parts = split_us(machine, made, int(pieces[1]))
+            assert in_parts is not None
+            yield Held(op, shape, PARTS, row.schedule, row.time_us or 0.0, in_parts)
+        is_known = row.implementation == "fused" and (op, row.schedule) not in UNKNOWN
+        order = SCHEDULES.get(row.schedule) if is_known else None
+        if order is not None:
+            fused = fastest[order].fused
+            if row.schedule == "pushed" and isinstance(made, AllReduceNorm):
+                fused = predict_fused(machine, dataclasses.replace(made, pushed=True), order).fused
+            yield Held(op, shape, FUSED, row.schedule, row.time_us or 0.0, fused.time_us)

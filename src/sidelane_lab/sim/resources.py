@@ -1,0 +1,116 @@
+"""The resources of a machine as numbers, and which of them a command uses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from sidelane.program.collective import Span
+from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
+from sidelane_lab.machines.spec import Machine, Topology
+
+BYTES_PER_US = 1e3
+"""Bytes a microsecond in 1 GB/s."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand:
+    """What a command asks of a machine.
+
+    Attributes:
+        nbytes: of progress, counted at the source.
+        weights: bytes of each resource that one of these takes.
+        latency_us: beyond the engine's own, where the bytes leave the node.
+    """
+
+    nbytes: float
+    weights: Mapping[int, float]
+    latency_us: float
+
+
+class Resources:
+    """Capacities, made on first use, of everything that a program's bytes pass.
+
+    Args:
+        machine: gives the capacities.
+        program: its queues decide how engines are shared.
+    """
+
+    def __init__(self, machine: Machine, program: Program) -> None:
+        self.capacities: list[float] = []
+        self.names: list[str] = []
+        self._machine = machine
+        self._index: dict[tuple[object, ...], int] = {}
+        # Queues that serve the same peers in the same order do not disturb each other: those of ``striped``.
+        self._orders: dict[int, set[tuple[frozenset[int], ...]]] = {}
+        for queue in program.queues:
+            served = tuple(frozenset(s.rank for s in spans(c)) for c in queue.commands if isinstance(c, MOVES))
+            if queue.engine.kind is EngineKind.DMA and served:
+                self._orders.setdefault(queue.rank, set()).add(served)
+
+    def demand(self, command: Move | Reduce, rank: int, engine: Engine) -> Demand:
+        """What a command of a queue asks for."""
+        weights: dict[int, float] = {}
+        match command:
+            case Copy(dst, src):
+                self._carry(weights, src, dst)
+            case Broadcast(dsts, src):
+                self._carry(weights, src, dsts[0])
+                self._carry(weights, src, dsts[1])
+                weights[self._memory(src.rank)] -= 1.0  # the source is read once (DMA collectives paper, 6.2)
+            case Swap(a, src):
+                self._carry(weights, a, src)
+                self._carry(weights, src, a)
+            case Reduce(dst, srcs):
+                # A kernel on a few compute units: they and the memory hold it.
+                for span in (dst, *srcs):
+                    self._add(weights, self._memory(span.rank), 1.0)
+                    self._add(weights, self._of(("reduction", rank), self._machine.dma.reduce_gbps), 1.0)
+                return Demand(float(dst.nbytes), weights, 0.0)
+        if engine.kind is not EngineKind.COMPUTE:
+            written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
+            inside = len({span.rank for span in spans(command)}) == 1
+            self._add(weights, self._local(rank) if inside else self._engine(rank, engine), written)
+        crosses = len({self._machine.node_of(span.rank) for span in spans(command)}) > 1
+        return Demand(float(src.nbytes), weights, self._machine.links.network_us if crosses else 0.0)
+
+    def _carry(self, weights: dict[int, float], src: Span, dst: Span) -> None:
+        self._add(weights, self._memory(src.rank), 1.0)
+        self._add(weights, self._memory(dst.rank), 1.0)
+        if src.rank == dst.rank:
+            return
+        links = self._machine.links
+        a, b = src.rank, dst.rank
+        if self._machine.node_of(a) != self._machine.node_of(b):
+            self._add(weights, self._of(("network out", a), links.network_gbps), 1.0)
+            self._add(weights, self._of(("network in", b), links.network_gbps), 1.0)
+        elif links.topology is Topology.MESH:
+            self._add(weights, self._of(("link", a, b), links.usable_gbps), 1.0)
+        else:
+            self._add(weights, self._of(("port out", a), links.usable_gbps), 1.0)
+            self._add(weights, self._of(("port in", b), links.usable_gbps), 1.0)
+
+    def _memory(self, rank: int) -> int:
+        return self._of(("memory", rank), self._machine.gpu.memory_gbps)
+
+    def _local(self, rank: int) -> int:
+        return self._of(("local engine", rank), self._machine.dma.local_gbps)
+
+    def _engine(self, rank: int, engine: Engine) -> int:
+        dma = self._machine.dma
+        engines = max(1, int(dma.engines))
+        undisturbed = len(self._orders.get(rank, ())) <= engines
+        gbps = dma.engine_gbps * (1.0 if undisturbed else dma.shared_queues)
+        return self._of(("engine", rank, engine.index % engines), gbps)
+
+    @staticmethod
+    def _add(weights: dict[int, float], resource: int, weight: float) -> None:
+        weights[resource] = weights.get(resource, 0.0) + weight
+
+    def _of(self, key: tuple[object, ...], gbps: float) -> int:
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.capacities)
+            self.capacities.append(gbps * BYTES_PER_US)
+            self.names.append(" ".join(map(str, key)))
+        return index

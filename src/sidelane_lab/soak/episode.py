@@ -1,0 +1,123 @@
+"""From (seed, number) to an episode: its ranks, its settings and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+from sidelane_lab.soak.endings import ENDINGS, GOOD, ON_CPUS_ONLY, SLACK_S, START_S
+from sidelane_lab.soak.storm.described import Storm
+
+CPU = "cpu"
+SIZES = {1: 5, 2: 53, 3: 17, 4: 10, 5: 4, 6: 4, 7: 3, 8: 4}
+"""Ranks of a world on a CPU, with how often they are drawn."""
+
+SHARE = {1: 2.0, 2: 1.0, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.07, 7: 0.05, 8: 0.04}
+"""Calls of an episode by its ranks, against those of two: on two cores, a call among eight takes as long as twenty."""
+
+CALLS = 4000
+"""Of an episode of two ranks, unless said otherwise."""
+
+LANES = (2, 3)
+"""Threads of a rank, where each has a communicator of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+    """What all episodes of a campaign share.
+
+    Attributes:
+        device_type: of the ranks' tensors.
+        world_sizes: that may be drawn.
+        calls: of an episode of two ranks.
+        map_memory: of the communicators, one of ``storm.described.MODES``; None: what they have by themselves.
+    """
+
+    device_type: str = CPU
+    world_sizes: tuple[int, ...] = tuple(SIZES)
+    calls: int = CALLS
+    map_memory: str | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device_type == CPU
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Episode:
+    """A world of ranks with some calls and one ending.
+
+    Attributes:
+        seed: of the campaign.
+        number: in it.
+        setting: of the campaign.
+        world_size: ranks.
+        calls: that it makes, and checks, before it ends.
+        ending: one of ``ENDINGS``.
+        culprit: the rank that ends it.
+        within_s: the fault hits that long after the culprit has begun its last calls; None: between two of them.
+        groups: of ranks; the first is that of all.
+        lanes: threads of each rank with a communicator each; 0: the main thread does it all.
+        debug, verify: settings of its communicators.
+        timeout_s: likewise.
+        storm: what is done instead of all that.
+    """
+
+    seed: int
+    number: int
+    setting: Setting
+    world_size: int
+    calls: int
+    ending: str
+    culprit: int
+    within_s: float | None
+    groups: tuple[tuple[int, ...], ...]
+    lanes: int
+    debug: bool
+    verify: bool
+    timeout_s: float
+    storm: Storm | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a word of any rank after which something hangs."""
+        return START_S + 2 * SLACK_S + 2 * self.timeout_s
+
+    @staticmethod
+    def of_storm(storm: Storm, seed: int, number: int, setting: Setting) -> Episode:
+        """One that is a storm among all ranks of the setting's only world."""
+        (n,) = setting.world_sizes
+        everyone = (tuple(range(n)),)
+        return Episode(seed, number, setting, n, storm.steps, GOOD, 0, None, everyone, 0, False, True, 60.0, storm)
+
+    @staticmethod
+    def draw(seed: int, number: int, setting: Setting) -> Episode:
+        """The episode ``number`` of a campaign."""
+        draw = random.Random(f"sidelane soak {seed} {number}")
+        sizes = setting.world_sizes
+        n = draw.choices(sizes, [SIZES.get(size, 1) for size in sizes])[0]
+        lanes = draw.choice(LANES) if draw.random() < 0.2 else 0
+        barred = () if setting.on_cpu else ON_CPUS_ONLY
+        names = [name for name in ENDINGS if name not in barred]
+        ending = draw.choices(names, [ENDINGS[name].weight for name in names])[0]
+        if n == 1 or lanes:
+            ending = GOOD
+        debug = draw.random() < 0.15 and ENDINGS[ending].names
+        within = ENDINGS[ending].within and draw.random() < 0.7
+        some = [tuple(sorted(draw.sample(range(n), draw.randrange(1, n + 1)))) for _ in range(draw.randrange(3))]
+        return Episode(
+            seed=seed,
+            number=number,
+            setting=setting,
+            world_size=n,
+            calls=max(40, int(setting.calls * (SHARE.get(n, SHARE[8]) if setting.on_cpu else 1.0))),
+            ending=ending,
+            culprit=draw.randrange(n),
+            within_s=0.02 * draw.random() ** 2 if within else None,
+            groups=(tuple(range(n)), *some),
+            lanes=lanes,
+            debug=debug,
+            verify=n <= 4 or not setting.on_cpu or draw.random() < 0.3,
+            # On GPUs a rank may be compiling a kernel that its peers wait for.
+            timeout_s=(6.0 if n <= 4 and setting.on_cpu else 8.0) if ENDINGS[ending].times_out else 40.0,
+        )

@@ -1,0 +1,193 @@
+"""``sidelane c3 --study heuristics``: what each heuristic chooses for pairs, against the best of their sweeps.
+
+The pairs are those of a result file of ``sidelane c3``, or they are measured first, or a described machine's; what the
+heuristics go by is a file of ``sidelane tune --study c3``, or what that would find on the described machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from sidelane.c3.heuristic import Kernel
+from sidelane.c3.measured import isolated_times
+from sidelane.c3.workload import Gemm, Workload, parse_workload
+from sidelane.choice.hidden import hidden_shares
+from sidelane.cli import provenance
+from sidelane.cli.table import grouped
+from sidelane.cli.terminal import tables_console
+from sidelane_lab.harness.results.files import Results, read
+from sidelane_lab.harness.results.rows.pairs import C3Row, HeuristicRow
+from sidelane_lab.harness.running.study import check_targets, publish
+from sidelane_lab.machines.load import find
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.study import TABLE_II, table_ii_workload
+from sidelane_lab.model.swept import KINDS, isolated_of_machine, sweep_of
+from sidelane_lab.pairs.judged import Sweep, Verdict, Way, judge
+from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
+from sidelane_lab.studies.c3 import study as c3_study
+from sidelane_lab.studies.c3.foretold import workload_of
+
+TILE = 128
+"""Rows and columns of a block of a library's GEMM, about; the heuristic compares it with tens of workgroups."""
+
+LIBRARY_WORKGROUPS = {"cpu": 1, "gpu": 32}
+"""Of the library's collective: a thread of Gloo, and NCCL's CTAs at the sizes that hide behind GEMMs."""
+
+NO_THIRD = "the file has no third kernel (sidelane c3 --third measures one, --machine simulates one)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeuristicsOptions(c3_study.C3Options):
+    """What to judge.
+
+    Attributes:
+        results: file of ``sidelane c3``; None: measure the pairs first.
+        machine: name in the catalogue, or a file; then nothing is measured.
+    """
+
+    results: Path | None = None
+    machine: str | None = None
+
+    def __post_init__(self) -> None:
+        c3_study.C3Options.__post_init__(self)
+        if self.results is not None and self.machine is not None:
+            raise ValueError("HeuristicsOptions: results and machine (allowed=one of the two: measured, or predicted)")
+
+
+def main(options: HeuristicsOptions) -> Results | None:
+    """Judge the heuristics, and show how they did.
+
+    Returns:
+        A row for each heuristic and pair; None on the other ranks under torchrun.
+
+    Raises:
+        ValueError: no isolated times of this machine, a file that is another one, or no such machine.
+    """
+    check_targets(options)
+    results = _predicted(options, find(options.machine)) if options.machine is not None else _measured(options)
+    if results is not None:
+        publish(results, options, None if options.quiet else tables_console(options.json))
+    return results
+
+
+def _measured(options: HeuristicsOptions) -> Results | None:
+    if options.results is not None:
+        found = read(options.results)
+        if found.study != "c3":
+            raise ValueError(f"heuristics: results (value={found.study!r}, allowed=a file of sidelane c3)")
+        device_type = "cpu" if found.on_cpu else "cuda"
+        known = isolated_times(options.isolated, device_type, found.ranks)
+    else:
+        known = c3_study.isolated_here(options)
+    if known is None:
+        raise ValueError("heuristics: there are no isolated times to go by (value=none, allowed=--isolated FILE of "
+                         "sidelane tune --study c3, or that command first)")  # fmt: skip
+    if options.results is None:
+        plain = {f.name: getattr(options, f.name) for f in dataclasses.fields(c3_study.C3Options)}
+        measured = c3_study.main(c3_study.C3Options(**{**plain, "json": None, "report": None}))
+        if measured is None:
+            return None
+        found = measured
+    rows = [row for row in found.rows if isinstance(row, C3Row)]
+    shares = hidden_shares("" if found.on_cpu else found.device)
+    workgroups = LIBRARY_WORKGROUPS["cpu" if found.on_cpu else "gpu"]
+    judged = [
+        row_of(sweep.workload, verdict)
+        for sweep in sweeps_of(rows, workgroups)
+        for verdict in judge(sweep, known, shares)
+    ]
+    return dataclasses.replace(found, study="heuristics", rows=tuple(judged), command=_command(options))
+
+
+def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
+    if options.workloads == c3_study.C3Options.workloads:
+        workloads = [table_ii_workload(name, kind) for name in TABLE_II for kind in KINDS]
+    else:
+        workloads = [parse_workload(text, kind, options.dtype) for text in options.workloads for kind in KINDS]
+    known, shares = isolated_of_machine(machine), hidden_shares(machine.name)
+    judged = [
+        row_of(workload, verdict)
+        for workload in workloads
+        for verdict in judge(sweep_of(machine, workload), known, shares)
+    ]
+    return Results(
+        study="heuristics",
+        machine=machine.name,
+        gpus=machine.gpus,
+        device=f"{machine.title.removeprefix(f'{machine.gpus} x ')}, simulated",
+        ranks=machine.gpus,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=provenance.commit(),
+        command=_command(options),
+        software=provenance.software_versions(),
+        rows=tuple(judged),
+    )
+
+
+def _command(options: HeuristicsOptions) -> str:
+    return options.command or provenance.command_line()
+
+
+def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
+    """The pairs of a study of strategies.
+
+    Args:
+        rows: of it; what has no time is left out, and ``auto``, which repeats another row.
+        workgroups: of the library's collective.
+    """
+    sweeps = []
+    for _, alike in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+        timed = [row for row in alike if row.time_us is not None and not row.chosen]
+        if not timed or timed[0].gemm_us is None:
+            continue
+        first = timed[0]
+        workload = workload_of(first)
+        times: dict[Way, float] = {}
+        for row in timed:
+            times |= _ways_of(row)
+        kernels = Kernel(GEMM, _tiles(workload.gemm)), Kernel(first.collective, workgroups)
+        orders = next((_orders_of(row) for row in alike if row.orders), {})
+        others = (kernels[0], Kernel(SMALL, _tiles(small_of(workload.gemm))), kernels[1]) if orders else ()
+        sweeps.append(Sweep(workload, timed[0].gemm_us, times, kernels, others, orders, "" if orders else NO_THIRD))
+    return sweeps
+
+
+def _tiles(gemm: Gemm) -> int:
+    return math.ceil(gemm.m / TILE) * math.ceil(gemm.n / TILE)
+
+
+def _orders_of(row: C3Row) -> dict[tuple[str, ...], float]:
+    """Times of three kernels by the names in the order of their launches."""
+    points = (point.rpartition(" ") for point in row.orders.split(", "))
+    return {tuple(names.split(" > ")): float(time_us) for names, _, time_us in points}
+
+
+def _ways_of(row: C3Row) -> dict[Way, float]:
+    """Times of a row by units, of its sweep if it has one."""
+    assert row.time_us is not None
+    times = {(row.strategy, row.units): row.time_us}
+    for point in filter(None, row.sweep.split(", ")):
+        units, _, time_us = point.partition(" ")
+        times[row.strategy, int(units)] = float(time_us)
+    return times
+
+
+def row_of(workload: Workload, verdict: Verdict) -> HeuristicRow:
+    """A verdict with its pair."""
+    lost = verdict.lost
+    return HeuristicRow(
+        heuristic=verdict.heuristic,
+        **workload.columns,
+        seen=verdict.seen,
+        chosen=verdict.chosen,
+        best=verdict.best,
+        time_us=verdict.chosen_us,
+        best_us=verdict.best_us,
+        lost_percent=None if lost is None else 100 * lost,
+        right=verdict.right,
+        note=verdict.reason,
+    )

@@ -1,0 +1,357 @@
+"""The occupancy study: pipelined iterations of a GEMM in many shapes and a collective, with and without priority.
+
+A sample is a whole pipeline, sequential or overlapped; samples of one shape take turns. Normalised time is overlapped
+over sequential, both of the same shape (overlap paper, 4.2.1); so a shape with a good ratio may still be a slow one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from sidelane.c3.lanes import Lanes
+from sidelane.c3.strategy import LIBRARY
+from sidelane.c3.workload import Gemm, Workload, parse_workload
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.device.gemm_shape import SHAPES, GemmShape
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.pairs import OccupancyRow
+from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.harness.running.measure import Job
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.pairs.pipelined import Pipelined, Schedule
+from sidelane_lab.pairs.product import GemmRun
+from sidelane_lab.pairs.run import Workers
+from sidelane_lab.pairs.spans import Trace
+from sidelane_lab.studies.c3.study import case_of, scaled_workload
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.driver import Driver
+    from sidelane.execute.cuda.shaped import ShapedGemm
+
+ROWS_ON_CPUS = "rows"
+"""The shape of a GEMM on a CPU: parts of its rows, one after another."""
+
+BLOCKS = {"cpu": (1, 4, 16), "gpu": (64, 256, 1024, 0)}
+"""Blocks of a grid; 0: one for each tile (data-parallel). On CPUs: parts."""
+
+RESIDENT = (1, 2, 4)
+"""Blocks that a unit may hold, tried with data-parallel grids."""
+
+HIDE_LAUNCH_US = 150.0
+"""For each operation of a pipeline that the host queues before the clock starts."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OccupancyOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        workloads: pairs as Table II of the ConCCL paper writes them.
+        collectives: kinds; every pair runs with each.
+        dtype: of GEMM and collective on accelerators; CPUs take float32.
+        full_size: see ``C3Options``.
+        shapes: names of ``gemm_shape.SHAPES``; CPUs have one of their own.
+        blocks: of grids; empty takes ``BLOCKS``.
+        iterations: of a pipeline.
+        in_order: GEMMs follow each other.
+        warmup: rounds before the measured ones; a third of all, as in the paper.
+        repeats: measured rounds.
+    """
+
+    workloads: tuple[str, ...] = ("cb1_896M",)
+    collectives: tuple[Kind, ...] = (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
+    dtype: str = "bfloat16"
+    full_size: bool = False
+    shapes: tuple[str, ...] = tuple(SHAPES)
+    blocks: tuple[int, ...] = ()
+    iterations: int = 6
+    in_order: bool = False
+    warmup: int = 2
+    repeats: int = 4
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        for text in self.workloads:
+            parse_workload(text, dtype=self.dtype)
+        unknown = [name for name in self.shapes if name not in SHAPES]
+        if unknown or not self.workloads or not self.collectives or not self.shapes:
+            raise ValueError(f"OccupancyOptions: shapes (value={self.shapes}, allowed={', '.join(SHAPES)})")
+        if self.blocks and min(self.blocks) < 0:
+            raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")
+        if self.repeats < 1 or self.warmup < 0:
+            raise ValueError(f"OccupancyOptions: repeats, warmup (value={self.repeats}, {self.warmup}, allowed=1, 0)")
+        Schedule(self.iterations)
+
+
+def main(options: OccupancyOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
+    device_type = choose_target(options.ranks, options.device).device_type
+    check_asked(device_type, options.collectives, implementations=options.implementations, with_auto=True)
+    return run_study("occupancy", OccupancyRow, _measure, options, "pipelined iterations")
+
+
+class Shaped(Protocol):
+    """A GEMM with two results, so that those of two iterations can be under way at once.
+
+    Attributes:
+        shape: name.
+        blocks: of its grid.
+        grid: ``persistent`` or ``data-parallel``.
+        resident: blocks that a unit holds; 0 where that is not known.
+        shared_bytes: that each of them asks for.
+    """
+
+    shape: str
+    blocks: int
+    grid: str
+    resident: int
+    shared_bytes: int
+
+    def launch(self, number: int) -> None:
+        """The GEMM of an iteration, on the current stream."""
+        ...
+
+
+@dataclasses.dataclass(slots=True)
+class InRows:
+    """On a CPU: parts of the rows, one after another."""
+
+    runs: Sequence[GemmRun]
+    blocks: int
+    shape: str = ROWS_ON_CPUS
+    grid: str = "data-parallel"
+    resident: int = 0
+    shared_bytes: int = 0
+
+    def launch(self, number: int) -> None:
+        run = self.runs[number % len(self.runs)]
+        for a, c in zip(run.a.tensor_split(self.blocks), run.c.tensor_split(self.blocks), strict=True):
+            torch.mm(a, run.b, out=c)
+
+
+@dataclasses.dataclass(slots=True)
+class OnUnits:
+    """On a GPU: the Triton kernel."""
+
+    launches: Sequence[Callable[[], None]]
+    shape: str
+    blocks: int
+    grid: str
+    resident: int
+    shared_bytes: int
+
+    def launch(self, number: int) -> None:
+        self.launches[number % len(self.launches)]()
+
+
+def _measure(rank: Rank, options: OccupancyOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)  # the ranks share the cores
+    texts = itertools.product(options.workloads, options.collectives)
+    workloads = [
+        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank) for text, kind in texts
+    ]
+    wanted = options.implementations or tuple(name for name in LIBRARY if (name == "gloo") == on_cpu)
+    sender = Sender(rank, len(workloads))
+    roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
+    cases = [case_of(rank, workload) for workload in workloads]
+    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    lanes = Lanes.on(rank.device)
+    second = None if on_cpu else torch.cuda.Stream(rank.device)
+    seeds = itertools.count(options.seed + 1)
+    count = 0
+    for workload, case in zip(workloads, cases, strict=True):
+        sender.step(workload.name)
+        for implementation in roster.implementations.values():
+            entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
+            for entrant in entrants:
+                run = Prepared(entrant, case, implementation)
+                pair = Pair(roster, workload, run, lanes, second, options)
+                for row in pair.rows(rank.device, seeds):
+                    sender.row(row)
+                    count += 1
+    roster.close()
+    return count
+
+
+class Pair:
+    """A GEMM and a collective on this rank, to be run in every shape."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        workload: Workload,
+        run: Prepared,
+        lanes: Lanes | None,
+        second: torch.cuda.Stream | None,
+        options: OccupancyOptions,
+    ) -> None:
+        self._meter, self._workload, self._run = roster.meter, workload, run
+        self._lanes, self._second, self._options = lanes, second, options
+
+    def rows(self, device: torch.device, seeds: Iterator[int]) -> Iterator[OccupancyRow]:
+        """Measure every shape. Collective."""
+        with self._meter.on_stream(), Workers() as workers:
+            gemms = [GemmRun(self._workload.gemm, device) for _ in range(2)]
+            for gemm in gemms:
+                gemm.fill(next(seeds))
+            self._meter.finish("the GEMM's inputs")
+            for make in shapes_of(self._workload.gemm, gemms, device, self._options):
+                made: list[Shaped] = []
+                refused = self._meter.attempt(functools.partial(_make, make, made))
+                if refused is not None:
+                    yield self._row(None, False, note=refused)
+                    continue
+                yield from self._measured(made[0], gemms, workers, next(seeds))
+
+    def _measured(
+        self, shaped: Shaped, gemms: Sequence[GemmRun], workers: Workers, seed: int
+    ) -> Iterator[OccupancyRow]:
+        options = self._options
+        schedules = [Schedule(options.iterations, priority, options.in_order) for priority in (False, True)]
+        wrong = self._error(shaped, gemms, workers, schedules, seed)
+        if wrong is not None:
+            for schedule in schedules:
+                yield self._row(shaped, schedule.priority, correct=False, note=wrong)
+            return
+        pipelined = Pipelined(shaped.launch, self._run.start, self._lanes, self._second, workers)
+        traces: dict[bool, list[Callable[[], Trace]]] = {schedule.priority: [] for schedule in schedules}
+
+        def overlapped(schedule: Schedule) -> None:
+            traces[schedule.priority].append(pipelined.overlapped(schedule))
+
+        jobs: dict[str, Callable[[], object]] = {
+            "gemm": lambda: shaped.launch(0),
+            "collective": self._run.run,
+            "sequential": lambda: pipelined.sequential(options.iterations),
+        }
+        for schedule in schedules:
+            jobs[f"overlapped {schedule.priority}"] = functools.partial(overlapped, schedule)
+        hidden_us = 0.0 if self._lanes is None else HIDE_LAUNCH_US * 2 * options.iterations
+        measured = self._meter.rounds(
+            {name: Job(job, hide_launch_us=hidden_us) for name, job in jobs.items()},
+            warmup=options.warmup,
+            repeats=options.repeats,
+        )
+        sequential = measured["sequential"]
+        for schedule in schedules:
+            together = measured[f"overlapped {schedule.priority}"]
+            ratios = [ours / theirs for ours, theirs in zip(together.times_us, sequential.times_us, strict=True)]
+            rates = [read().overlap_rate for read in traces[schedule.priority][-options.repeats :]]
+            everyones = self._meter.of_all_ranks([statistics.median(rates)])
+            yield self._row(
+                shaped,
+                schedule.priority,
+                gemm_us=measured["gemm"].median_us,
+                comm_us=measured["collective"].median_us,
+                sequential_us=sequential.median_us,
+                time_us=together.median_us,
+                normalised=statistics.median(ratios),
+                overlap_rate=100 * statistics.mean(rate for (rate,) in everyones),
+                correct=True,
+            )
+
+    def _error(
+        self,
+        shaped: Shaped,
+        gemms: Sequence[GemmRun],
+        workers: Workers,
+        schedules: Sequence[Schedule],
+        seed: int,
+    ) -> str | None:
+        """What is wrong after a run of each schedule, on any rank. Collective."""
+        for schedule in schedules:
+
+            def execute(schedule: Schedule = schedule) -> None:
+                self._run.fill(seed)
+                for gemm in gemms:
+                    gemm.fill(seed)
+                # One whose second run would read the first one's result runs once.
+                calls = itertools.count() if not self._run.repeatable else itertools.repeat(0)
+                once = lambda: self._run.start() if next(calls) == 0 else lambda: None  # noqa: E731
+                Pipelined(shaped.launch, once, self._lanes, self._second, workers).overlapped(schedule)
+                self._meter.finish("a pipeline")
+
+            def compare() -> str | None:
+                return self._run.error(seed) or next(filter(None, (gemm.error() for gemm in gemms)), None)
+
+            error = self._meter.attempt(execute) or self._meter.attempt(compare)
+            if error is not None:
+                return error
+        return None
+
+    def _row(self, shaped: Shaped | None, priority: bool, note: str = "", **figures: float | None) -> OccupancyRow:
+        nothing = dict.fromkeys(("gemm_us", "comm_us", "sequential_us", "time_us", "normalised", "overlap_rate"))
+        return OccupancyRow(
+            **self._workload.columns,
+            implementation=self._run.implementation,
+            shape=shaped.shape if shaped else "",
+            grid=shaped.grid if shaped else "",
+            blocks=shaped.blocks if shaped else 0,
+            resident=shaped.resident if shaped else 0,
+            shared_bytes=shaped.shared_bytes if shaped else 0,
+            priority=priority,
+            in_order=self._options.in_order,
+            iterations=self._options.iterations,
+            note=note,
+            **{"correct": None, **nothing, **figures},  # type: ignore[arg-type]
+        )
+
+
+def shapes_of(
+    gemm: Gemm, runs: Sequence[GemmRun], device: torch.device, options: OccupancyOptions
+) -> Iterator[Callable[[], Shaped]]:
+    """What makes each shape that is measured: on GPUs shapes by blocks, and data-parallel grids by residency."""
+    if device.type == "cpu":
+        for blocks in options.blocks or BLOCKS["cpu"]:
+            yield functools.partial(InRows, runs, min(blocks or gemm.m, gemm.m))
+        return
+    for name in options.shapes:
+        shape = SHAPES[name]
+        tiles = shape.tiles(gemm.m, gemm.n)
+        for blocks in dict.fromkeys(min(blocks or tiles, tiles) for blocks in options.blocks or BLOCKS["gpu"]):
+            for resident in (None, *RESIDENT) if blocks == tiles else (None,):
+                chosen = dataclasses.replace(shape, resident=resident)
+                yield functools.partial(_on_units, chosen, blocks, gemm, runs, device)
+
+
+def _make(make: Callable[[], Shaped], made: list[Shaped]) -> None:
+    made.append(make())
+
+
+def _on_units(shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device) -> OnUnits:
+    kernels = [_kernel(device, shape, run) for run in runs]
+    if not kernels[0].resident:
+        raise UnavailableError(f"no block of {shape.name} fits a compute unit ({kernels[0].shared_bytes} bytes)")
+    grid = "data-parallel" if blocks == shape.tiles(gemm.m, gemm.n) else "persistent"
+    launches = [kernel.bind(blocks) for kernel in kernels]
+    return OnUnits(launches, shape.name, blocks, grid, kernels[0].resident, kernels[0].shared_bytes)
+
+
+def _kernel(device: torch.device, shape: GemmShape, run: GemmRun) -> ShapedGemm:
+    from sidelane.execute.cuda.shaped import ShapedGemm
+
+    return ShapedGemm(_driver(device), shape, run.a, run.b, run.c)
+
+
+@functools.cache
+def _driver(device: torch.device) -> Driver:
+    """One for all kernels: it keeps what it has compiled."""
+    from sidelane.execute.cuda.driver import Driver
+
+    return Driver(device)

@@ -1,0 +1,112 @@
+"""Strategies of the C3 study as pictures."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.cli.table import grouped
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.report.drawing import BLACK, COLOURS, GREY, VERMILLION, Picture, file_name, save, where_from
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.studies.c3.tables import too_few_cores
+
+PAIRS_A_PICTURE = 4
+
+
+def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, directory: Path) -> list[Picture]:
+    """Speedup and percent of ideal by strategy, a column of panels for each pair, with axes in common."""
+    pairs = grouped(rows, lambda row: (row.gemm, row.dtype, row.bytes), ordered=False)
+    pictures = []
+    for number, start in enumerate(range(0, len(pairs), PAIRS_A_PICTURE)):
+        shown = [alike for _, alike in pairs[start : start + PAIRS_A_PICTURE]]
+        # What could not run has no bar; the table has its reason.
+        ran = [[row for row in alike if row.time_us is not None] for alike in shown]
+        names = list(dict.fromkeys(row.strategy for alike in ran for row in alike if not row.chosen))
+        size = (2.2 + 2.9 * len(shown), 1.9 + 2 * (0.5 + 0.3 * len(names)))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(2, len(shown), squeeze=False, sharex="row", sharey=True)
+        limits: list[list[tuple[float, float]]] = [[], []]
+        for column, alike in enumerate(shown):
+            pair = alike[0]
+            times = f"alone: GEMM {_time(pair.gemm_us)}, collective {_time(pair.best_comm_us)}"
+            panels[0][column].set_title(f"{pair.gemm} with {format_bytes(pair.bytes)} ({pair.c3_class})", pad=26)
+            panels[0][column].annotate(
+                times, (0, 1), (0, 17), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
+            )
+            ideal = f"ideal {pair.ideal:.2f}"
+            upper, lower, bars = panels[0][column], panels[1][column], ran[column]
+            limits[0].append(_bars(upper, names, bars, "speedup", "{:.2f}", pair.ideal, ideal, nothing=1.0))
+            limits[1].append(_bars(lower, names, bars, "percent_of_ideal", "{:.0f}%", 100.0, "100%", nothing=0.0))
+        for row, unit in enumerate(("speedup", "percent of ideal")):
+            low, high = zip(*limits[row], strict=True)
+            panels[row][0].set_xlim(min(low), max(high))
+            for axes in panels[row]:
+                axes.set_xlabel(unit)
+        panels[0][0].set_ylim(len(names) - 0.4, -0.6)
+        panels[0][0].set_yticks(range(len(names)), names)
+        title = f"GEMM with {collective}: {where_from(results)}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        note = too_few_cores(results)
+        if note:
+            figure.supxlabel(textwrap.fill(note, round(14 * size[0])), x=0.01, ha="left", fontsize=8, color=VERMILLION)
+        name = file_name(f"c3 {collective}") + (f"-{number + 1}" if len(pairs) > PAIRS_A_PICTURE else "")
+        text = f"Speedup over serial execution and percent of the ideal speedup by strategy, next to {collective}."
+        pictures.append(save(figure, name, title, text, directory))
+    return pictures
+
+
+def _bars(
+    axes: Axes,
+    names: Sequence[str],
+    rows: Sequence[C3Row],
+    figure: str,
+    pattern: str,
+    mark: float | None,
+    mark_name: str,
+    nothing: float,
+) -> tuple[float, float]:
+    """Horizontal bars of a figure of ``rows``, a place a name; a dashed line at ``mark``, a solid one at ``nothing``.
+
+    Returns:
+        What the axis must show.
+    """
+    picked = {row.chosen for row in rows}
+    drawn = [row for row in rows if not row.chosen]  # the row of auto repeats that of what it picked
+    places = [names.index(row.strategy) for row in drawn]
+    values = [getattr(row, figure) for row in drawn]
+    numbers = [value if value is not None else nothing for value in values]
+    colours = [COLOURS.get(row.strategy, GREY) for row in drawn]
+    axes.barh(places, [number - nothing for number in numbers], left=nothing, color=colours, height=0.66)
+    low, high = min([nothing, *numbers]), max([mark or nothing, *numbers])
+    span = (high - low) or 1.0
+    for place, number, value, row in zip(places, numbers, values, drawn, strict=True):
+        text = "no ideal" if value is None else pattern.format(number)
+        left = number < nothing
+        # A white edge keeps the value readable where the dashed line runs through it.
+        axes.annotate(
+            f"{text} (auto)" if row.strategy in picked else text,
+            (number, place),
+            xytext=(-3 if left else 3, 0),
+            textcoords="offset points",
+            ha="right" if left else "left",
+            va="center",
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"},
+        )
+    if mark is not None:
+        axes.axvline(mark, color=BLACK, linestyle="--", linewidth=0.9, zorder=0)
+        axes.annotate(mark_name, (mark, -0.62), ha="center", va="bottom", fontsize=8, annotation_clip=False)
+    axes.axvline(nothing, color=BLACK, linewidth=0.9)
+    axes.tick_params(axis="y", length=0)
+    return low - (0.25 * span if low < nothing else 0.0), high + 0.35 * span
+
+
+def _time(time_us: float | None) -> str:
+    if time_us is None:
+        return "-"
+    return f"{time_us:.0f} us" if time_us < 1000 else f"{time_us / 1000:.3g} ms"

@@ -1,0 +1,364 @@
+"""The C3 study: pairs of a GEMM and a collective under every strategy, side by side in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from sidelane.c3.isolated import Isolated
+from sidelane.c3.lanes import DevicePartitions, Lanes
+from sidelane.c3.measured import isolated_times
+from sidelane.c3.strategies import named
+from sidelane.c3.strategy import LIBRARY
+from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
+from sidelane.choice.candidate import DMA, SM
+from sidelane.cli.launch import LaunchTarget, Rank, choose_target
+from sidelane.cli.output import STDOUT
+from sidelane.collectives.plan import AUTO
+from sidelane.errors import UnavailableError
+from sidelane.machine.inventory import machine_name
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.harness.results.files import Results, collect, read
+from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.running.asked import OTHER_CALLS, check_asked
+from sidelane_lab.harness.running.measure import Job, Meter
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.machines.load import machine_names
+from sidelane_lab.machines.load import named as machine_named
+from sidelane_lab.model.gemm import is_memory_bound
+from sidelane_lab.pairs.outcome import Outcome
+from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.thirds import orders_of
+from sidelane_lab.studies.c3.pair_rows import (
+    NOT_RUN,
+    Key,
+    is_done,
+    key_of_row,
+    merged,
+    rows_not_run,
+    rows_of,
+    too_large,
+)
+from sidelane_lab.studies.c3.traces import traced, write_trace
+
+HIDE_LAUNCH_US = 500.0
+"""The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
+LOOKS = 2
+"""Rounds of a look: each call has run before, in its check."""
+
+NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class C3Options(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        workloads: pairs as Table II of the ConCCL paper writes them (``cb1_896M``, ``4096x4096x4096_64M``).
+        collectives: kinds; every pair runs with each.
+        strategies: names; empty takes all.
+        variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
+            a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
+        dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
+        full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
+        isolated: file of ``sidelane tune --study c3`` that the partition heuristic goes by; None: the user's of this
+            machine, if there is one.
+        known: what is in it; filled in by :func:`main`.
+        warmup: rounds before the measured ones (ConCCL paper: 6).
+        repeats: measured rounds (ConCCL paper: 9).
+        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none. With
+            ``report``, the page has those of the fastest and of the slowest strategy.
+        not_run: pairs that are left out, and why: they become rows with that reason.
+        resume: keep the rows of ``json``, and measure only pairs that lack a strategy there, or that were not run.
+        third: run each pair next to a third kernel, too, in every order of their launches (``c3.thirds``).
+        budget_s: begin no further pair when so many seconds have passed; None: all are measured.
+        done: rows that are there; filled in by :func:`main`.
+    """
+
+    workloads: tuple[str, ...] = ("cb1_896M",)
+    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    strategies: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ("auto",)
+    dtype: str = "bfloat16"
+    full_size: bool = False
+    isolated: Path | None = None
+    known: Isolated | None = None
+    warmup: int = 6
+    repeats: int = 9
+    timeline: Path | None = None
+    not_run: tuple[tuple[str, str], ...] = ()
+    resume: bool = False
+    third: bool = False
+    budget_s: float | None = None
+    done: frozenset[Key] = frozenset()
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not self.workloads or not self.collectives:
+            raise ValueError("C3Options: at least one workload and one collective are needed (value=none)")
+        for text in (*self.workloads, *(pair for pair, _ in self.not_run)):
+            parse_workload(text, dtype=self.dtype)
+        both = [pair for pair, _ in self.not_run if pair in self.workloads]
+        if both or not all(reason.strip() for _, reason in self.not_run):
+            raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
+        for name in self.strategies:
+            named(name)
+        if self.resume and (self.json is None or self.json == STDOUT):
+            raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueError(f"C3Options: budget_s (value={self.budget_s}, allowed=more than 0)")
+        if self.repeats < 1 or self.warmup < 0:
+            raise ValueError(f"C3Options: repeats and warmup must be positive (value={self.repeats}, {self.warmup})")
+
+
+def main(options: C3Options) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+
+    Raises:
+        ValueError: also for an implementation or a variant that is not known here.
+    """
+    place = choose_target(options.ranks, options.device)
+    check_asked(
+        place.device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        chosen_from=(DMA, SM),
+        with_auto=True,
+        with_others=True,
+    )
+    known = _rows_there(options, place) if options.resume else ()
+    done = frozenset(key_of_row(row) for row in known if not row.note.startswith(NOT_RUN))
+    options = dataclasses.replace(options, known=isolated_here(options), done=done)
+    return run_study(
+        *("c3", C3Row, _measure, options, "computation and communication"),
+        joined=functools.partial(merged, known),
+        further=None if options.timeline is None else functools.partial(traced, options.timeline),
+    )
+
+
+def _rows_there(options: C3Options, place: LaunchTarget) -> tuple[C3Row, ...]:
+    """Rows of the file that grows.
+
+    Raises:
+        ValueError: it is of another study, or of another machine.
+    """
+    assert options.json is not None, "C3Options sees to that"
+    if not options.json.exists():
+        return ()
+    found = read(options.json)
+    here = collect("c3", (), device_type=place.device_type, ranks=place.world_size)
+    theirs, ours = [(one.study, one.device, one.ranks) for one in (found, here)]
+    if theirs != ours:
+        raise ValueError(f"c3: resume: {options.json} is of something else (value={theirs}, allowed={ours})")
+    return tuple(row for row in found.rows if isinstance(row, C3Row))
+
+
+def isolated_here(options: C3Options) -> Isolated | None:
+    """What heuristics and ``auto`` go by where the study would run: the file that was given, or the user's, if any."""
+    place = choose_target(options.ranks, options.device)
+    return isolated_times(options.isolated, place.device_type, place.world_size)
+
+
+def _measure(rank: Rank, options: C3Options) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)  # the ranks share the cores
+    workloads = [
+        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
+        for text in options.workloads
+        for kind in options.collectives
+    ]
+    workloads = [one for one in workloads if not is_done(one, options.strategies, options.done)]
+    sender = Sender(rank, len(workloads))
+    count = 0
+    for text, reason in options.not_run:
+        for kind in options.collectives:
+            left_out = scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
+            if is_done(left_out, options.strategies, options.done):
+                continue
+            for row in rows_not_run(left_out, reason, options.strategies):
+                sender.row(row)
+                count += 1
+    if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
+        asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
+        sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
+    roster = make_roster(
+        rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True, with_others=True
+    )
+    own_bytes = 0.0 if on_cpu else float(torch.cuda.mem_get_info(rank.device)[1])
+    memory_bytes = None if on_cpu else min(theirs for (theirs,) in roster.meter.of_all_ranks([own_bytes]))
+    cases = []
+    for workload in list(workloads):
+        case = case_of(rank, workload)
+        needed = too_large(workload, case, memory_bytes)
+        if needed is None:
+            cases.append(case)
+            continue
+        workloads.remove(workload)
+        for row in rows_not_run(workload, needed, options.strategies):
+            sender.row(row)
+            count += 1
+    if not cases:
+        roster.close()
+        return count
+    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    instruments = C3Instruments(roster.meter, options)
+    lanes = Lanes.on(rank.device)
+    partitions, no_partitions = DevicePartitions.on(rank.device)
+    device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
+    began = time.monotonic()
+    for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
+        is_over = number > 0 and time.monotonic() - began > (options.budget_s or math.inf)
+        is_over = is_over and rank.rank == 0  # whose clock decides for all
+        if roster.meter.agree("over" if is_over else None) is not None:
+            left = ", ".join(one.name for one in workloads[number:])
+            sender.note(f"{options.budget_s:g} s are over; left: {left} (the same command with --resume goes on)")
+            break
+        sender.step(workload.name)
+        runs = list(_runs(roster, case, options))
+        outcome = run_workload(
+            workload,
+            runs,
+            instruments,
+            device=rank.device,
+            lanes=lanes,
+            partitions=partitions,
+            no_partitions=no_partitions,
+            memory_bound=is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size),
+            strategies=[named(name) for name in options.strategies] or None,
+            unavailable=roster.unavailable | ({} if workload.collective is Kind.ALL_TO_ALL else NO_OWN_PARTS),
+            seed=options.seed + 1_000_000 * number,
+            device_name=device_name,
+            known=options.known,
+            on_trace=None
+            if options.timeline is None
+            else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
+        )
+        rows = rows_of(outcome, options.known)
+        if options.third:
+            orders = _orders(outcome, runs, instruments, rank.device, options.seed + 1_000_000 * number + 500_000)
+            rows[0] = dataclasses.replace(rows[0], orders=orders)
+        for row in rows:
+            sender.row(row)
+            count += 1
+        for line in _explanations(outcome, instruments.late):
+            sender.note(line)
+    roster.close()
+    return count
+
+
+def _orders(
+    outcome: Outcome, runs: Sequence[Prepared], instruments: C3Instruments, device: torch.device, seed: int
+) -> str:
+    """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
+    timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
+    if not timed:
+        return ""
+    fastest = min(timed, key=timed.__getitem__)
+    run = next(one for one in runs if one.label == fastest)
+    found = orders_of(outcome.workload, run, instruments, device, itertools.count(seed))
+    return ", ".join(f"{' > '.join(order)} {us:.6g}" for order, us in found.items())
+
+
+class C3Instruments:
+    """The meter as ``c3.run`` wants it: every sample hides what the host takes to launch."""
+
+    def __init__(self, meter: Meter, options: C3Options) -> None:
+        self._meter = meter
+        self._options = options
+        self.late: dict[str, int] = {}
+        self.on_stream = meter.on_stream
+        self.attempt = meter.attempt
+        self.finish = meter.finish
+
+    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        return self._timed(runs, self._options.warmup, self._options.repeats)
+
+    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
+        return self._timed(runs, 0, LOOKS)
+
+    def _timed(
+        self, runs: Mapping[str, Callable[[], None]], warmup: int, repeats: int
+    ) -> Mapping[str, Sequence[float]]:
+        hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
+        jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
+        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
+        self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
+        return {name: measured.times_us for name, measured in rounds.items()}
+
+
+def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:
+    """A pair as this rank runs it: on CPUs smaller, unless it is to have its ``full_size``, and in float32."""
+    workload = parse_workload(text, kind, dtype)
+    if rank.device.type == "cpu":
+        if not full_size:
+            workload = workload.scaled_for_cpu()
+        workload = dataclasses.replace(workload, gemm=dataclasses.replace(workload.gemm, dtype="float32"))
+    return dataclasses.replace(workload, nbytes=rounded_bytes(workload.nbytes, rank.world_size))
+
+
+def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
+    """Whether bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
+    if known is not None:
+        return known.bound(gemm)[0] is Bound.MEMORY
+    machine = machine_name(device_name, devices) if device_name else ""
+    if machine in machine_names():
+        return is_memory_bound(machine_named(machine), gemm)
+    return gemm.tag.startswith("mb")
+
+
+def case_of(rank: Rank, workload: Workload) -> Case:
+    """The collective of a pair."""
+    dtype = getattr(torch, workload.gemm.dtype)
+    return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
+
+
+def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
+    """Every configuration that takes part: in and out of place where both exist, launched eagerly.
+
+    At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
+    """
+    for implementation in roster.implementations.values():
+        only = () if implementation.name == SM and AUTO in options.variants else options.variants
+        for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
+            try:
+                prepared = Prepared(candidate, case, implementation)
+            except UnavailableError:  # on all ranks: windows for which there is no room next to everything else
+                continue
+            yield prepared
+
+
+def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
+    """What the rows leave out: every isolated time, the choice, and samples that are in doubt."""
+    times = ", ".join(
+        f"{alone.label} {alone.time_us:.0f} us"
+        if alone.time_us is not None
+        else f"{alone.label} {'failed' if alone.failure else 'slower in a look'}"
+        for alone in outcome.isolated
+    )
+    yield f"  alone: GEMM {outcome.gemm_us:.0f} us, {times}"
+    for alone in outcome.isolated:
+        if alone.failure is not None:
+            yield f"  {alone.label}: {'wrong' if alone.failure.wrong else 'could not run'}: {alone.failure.text}"
+    if outcome.choice is not None:
+        yield f"  auto takes {outcome.choice.reason}"
+    if late:
+        yield f"  the host was late in some samples: {', '.join(f'{name} ({n})' for name, n in late.items())}"
+    gemm = outcome.workload.gemm
+    if gemm.divisor > 1:
+        what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
+        yield f"  scaled for CPUs: {what} (--full-size: not)"

@@ -1,0 +1,354 @@
+"""The study of collectives: every implementation and variant over sizes, each checked before it is timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from sidelane.choice.candidate import DMA
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
+from sidelane.program.variant import Variant
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Implementation, Prepared, candidates_of
+from sidelane_lab.baselines.listed import prepare
+from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
+from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
+from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.harness.running.measure import Job, Meter, Rounds
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+
+MOST_CALLS = 20
+SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
+"""Shortest time worth sampling; smaller operations are repeated until a sample takes about that long."""
+
+FEW_ROUNDS_FROM_BYTES = 256 << 20
+FEW_ROUNDS = 9
+HOST_ROUNDS = 4
+"""Times as many rounds of what is bound by the host of a GPU: twenty calls take it a quarter of a millisecond, and for
+milliseconds it may be half as fast. With nine rounds the same kernel took 12.8 us by its name and 17.0 as the pick of
+``auto`` (``results/h200x4/collectives.json``, 7876871: 8 KB)."""
+
+PROFILED_BYTES = 16 << 20
+CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
+"""Variants that are measured as cached graphs too, without being asked for."""
+
+PRELAUNCHED = ("b2b+prelaunch",)
+PRELAUNCHED_BYTES = 1 << 20
+"""Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectiveOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        collectives: kinds, in this order.
+        sizes: bytes: gathered size of an all_gather, local buffer of the others; empty takes ``default_sizes``. A size
+            that does not divide among the ranks (and tensors) is rounded up.
+        tensors: that share the bytes of a size evenly: more than 1 measures calls with lists of them, and separate
+            calls for comparison. What takes one tensor a call (``bench.asked``) takes no part then.
+        dtype: of the elements; it matters to the reducing collectives only.
+        variants: of Sidelane's collectives, ``pcpy+prelaunch`` and so on included; empty takes all without prelaunch,
+            and ``b2b+prelaunch`` up to ``PRELAUNCHED_BYTES``.
+        launches: ``eager``, ``graph``; empty takes both where both exist.
+        places: keep ``in`` place, ``out`` of place, or both (empty).
+        warmup: rounds before the measured ones.
+        repeats: measured rounds; from 256 MiB up at most 9. On GPUs ``HOST_ROUNDS`` times as many of what the host
+            limits.
+        profile: at the end, look with a profiler which implementations launched kernels.
+    """
+
+    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    sizes: tuple[int, ...] = ()
+    tensors: int = 1
+    dtype: str = "bfloat16"
+    variants: tuple[str, ...] = ()
+    launches: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    warmup: int = 3
+    repeats: int = 15
+    profile: bool = True
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        for kind in self.collectives:
+            if kind not in KINDS:
+                raise ValueError(f"CollectiveOptions: collectives (value={kind}, allowed={', '.join(KINDS)})")
+        if not set(self.places) <= {"in", "out"}:
+            raise ValueError(f"CollectiveOptions: places (value={self.places}, allowed=in, out)")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"CollectiveOptions: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
+        if not 1 <= self.tensors <= MOST_TENSORS:
+            raise ValueError(f"CollectiveOptions: tensors (value={self.tensors}, allowed=1..{MOST_TENSORS})")
+        if self.repeats < 1 or self.warmup < 0 or any(size < 1 for size in self.sizes):
+            raise ValueError(
+                f"CollectiveOptions: repeats, warmup and sizes must be positive "
+                f"(value={self.repeats}, {self.warmup}, {self.sizes})"
+            )
+
+
+def main(options: CollectiveOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+
+    Raises:
+        ValueError: also for an implementation, a variant or a launch that is not known here.
+    """
+    check_asked(
+        choose_target(options.ranks, options.device).device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        launches=options.launches,
+        listed=options.tensors > 1,
+    )
+    return run_study("collectives", CollectiveRow, _measure, options, "collectives")
+
+
+def default_sizes(device_type: str) -> tuple[int, ...]:
+    """Powers of 4: 1 KB to 4 GB on an accelerator, 1 KB to 16 MB on a CPU.
+
+    >>> default_sizes("cpu")[-1] == 16 << 20
+    True
+    """
+    return tuple(1024 * 4**exponent for exponent in range(8 if device_type == "cpu" else 12))
+
+
+def calls_per_sample(kind: Kind, nbytes: int, device_type: str, tensors: int = 1) -> int:
+    """Operations in a sample: as many as make it long enough to time, at most 20. Of lists as of separate calls.
+
+    >>> [calls_per_sample(Kind.ALL_GATHER, size, "cuda") for size in (1 << 10, 64 << 20, 4 << 30)]
+    [20, 14, 1]
+    >>> calls_per_sample(Kind.ALL_GATHER, 1 << 10, "cuda", tensors=32)
+    6
+    """
+    sample_us = SAMPLE_US["cpu" if device_type == "cpu" else "gpu"]
+    return max(1, min(MOST_CALLS, round(sample_us / _expected_us(kind, nbytes, device_type, tensors))))
+
+
+def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> float:
+    """A rough time, only to size samples with: latency, and bytes at the pace of one engine or one core."""
+    passes = 2 if kind is Kind.ALL_REDUCE else 1
+    if device_type == "cpu":
+        return 300.0 * calls + passes * nbytes / 1e3
+    return 10.0 * calls + passes * nbytes / 500e3
+
+
+def _measure(rank: Rank, options: CollectiveOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    asked = options.sizes or default_sizes(rank.device.type)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
+    sizes = sorted(set(map(rounded, asked)))
+    sender = Sender(rank, len(sizes) * len(options.collectives))
+    sender.note_rounding(asked, rounded)
+    roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
+    cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
+    roster.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    seeds = itertools.count(options.seed + 1)
+    count = 0
+    for case in cases:
+        calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)
+        spread = f" in {case.tensors} tensors" if case.tensors > 1 else ""
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)}{spread}, {calls} call{'s' * (calls > 1)} a sample")
+        absent = absent_rows(roster, case) if case.nbytes == sizes[0] else []
+        for row in itertools.chain(absent, measure_case(roster, case, options, seeds)):
+            sender.row(row)
+            count += 1
+    if options.profile and roster.kernels_of is not None:
+        for line in _kernels(roster, cases, options, next(seeds)):
+            sender.note(line)
+    roster.close()
+    return count
+
+
+def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
+    sizes = (nbytes // options.tensors,) * options.tensors if options.tensors > 1 else ()
+    return Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device, sizes)
+
+
+def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, seed: int) -> Iterator[str]:
+    """Which kernels each implementation launches, at the largest size up to 16 MiB of every kind. Collective."""
+    assert roster.kernels_of is not None
+    find, meter = roster.kernels_of, roster.meter
+    options = dataclasses.replace(options, launches=("eager",))
+    for kind in options.collectives:
+        sizes = [case for case in cases if case.kind is kind]
+        case = max((c for c in sizes if c.nbytes <= PROFILED_BYTES), key=lambda c: c.nbytes, default=sizes[0])
+        for implementation in roster.implementations.values():
+            for candidate in wanted_candidates(implementation, case, options):
+                prepared = prepare(candidate, case, implementation)
+                found: list[str] = []
+
+                def step(prepared: Prepared = prepared, found: list[str] = found) -> None:
+                    prepared.fill(seed)
+                    meter.finish(prepared.label)
+                    found += find(prepared.run)
+
+                with meter.on_stream():
+                    refused = meter.attempt(step)
+                shown = ", ".join(name[:60] for name in found) or "none"
+                yield f"kernels of {kind}, {candidate}: {shown if refused is None else f'not known: {refused}'}"
+
+
+def absent_rows(roster: Roster, case: Case) -> list[CollectiveRow]:
+    """One row for each implementation that belongs on this machine and cannot take part, with the reason."""
+    problems = {name: _Problem(f"takes no part: {reason}", wrong=False) for name, reason in roster.unavailable.items()}
+    return [_row(case, Entrant(name), None, problem) for name, problem in problems.items()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Problem:
+    """Why a candidate has no time; ``wrong``: it ran, and its output was wrong."""
+
+    text: str
+    wrong: bool
+
+
+def measure_case(
+    roster: Roster, case: Case, options: CollectiveOptions, seeds: Iterator[int]
+) -> Iterator[CollectiveRow]:
+    """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
+    meter = roster.meter
+    calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
+    prepared: dict[Entrant, Prepared] = {}
+    problems: dict[Entrant, _Problem] = {}
+    with meter.on_stream():
+        for implementation in roster.implementations.values():
+            for candidate in wanted_candidates(implementation, case, options):
+                bound = _prepare(meter, functools.partial(prepare, candidate, case, implementation, calls), next(seeds))
+                if isinstance(bound, _Problem):
+                    problems[candidate] = bound
+                else:
+                    bound.settle()
+                    prepared[candidate] = bound
+        rounds = time_candidates(meter, prepared, case, options)
+        for candidate, bound in prepared.items():
+            # After hundreds of calls, and twice back to back where that can be: what a first call does not show.
+            problem = _check(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
+            if problem is not None:
+                problems[candidate] = problem
+            bound.release()
+    for candidate in (*prepared, *(c for c in problems if c not in prepared)):
+        row = _row(case, candidate, rounds.get(candidate), problems.get(candidate))
+        yield dataclasses.replace(row, variant=prepared[candidate].variant) if candidate in prepared else row
+
+
+def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
+    """Every way to run a case that the options ask for."""
+    listed = bool(case.sizes)
+    find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
+    found = find(only=options.variants)
+    small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
+    if not options.variants:  # cached graphs differ from plain calls in one way only, so one of them tells enough
+        found = [c for c in found if not Variant.of(c.variant).graph or c.variant in CACHED]
+    if case.input_bytes > SLOT_BYTES:
+        found = [c for c in found if not c.variant.startswith(ALTERNATING)]
+    if implementation.name == DMA and small and not options.variants:
+        found += find(only=PRELAUNCHED)
+    return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
+
+
+def _prepare(meter: Meter, make: Callable[[], Prepared], seed: int) -> Prepared | _Problem:
+    """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
+    made: list[Prepared] = []
+    refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
+    if refused is not None:
+        for prepared in made:
+            prepared.release()
+        return _Problem(refused, wrong=False)
+    (prepared,) = made
+    problem: _Problem | None = None
+    if prepared.candidate.launch == "graph":
+        # A first call outside of a capture: libraries connect and allocate in it. Every step is agreed on before the
+        # next, since a rank that cannot go on must not leave the others waiting on their devices.
+        problem = _attempt_run(meter, prepared, seed, runs=1)
+        if problem is None:
+            refused = meter.attempt(prepared.capture)
+            problem = None if refused is None else _Problem(f"capture: {refused}", wrong=False)
+    if problem is None:
+        problem = _check(meter, prepared, seed, runs=1)
+    if problem is not None:
+        prepared.release()
+        return problem
+    return prepared
+
+
+def _check(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _Problem | None:
+    """Run on fresh input and poisoned output, and compare. Collective."""
+    problem = _attempt_run(meter, prepared, seed, runs=runs)
+    if problem is not None:
+        return problem
+    wrong = meter.attempt(lambda: prepared.error(seed))
+    return None if wrong is None else _Problem(wrong, wrong=True)
+
+
+def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _Problem | None:
+    def step() -> None:
+        prepared.fill(seed)
+        for _ in range(runs):
+            prepared.run()
+        meter.finish(prepared.label)
+
+    refused = meter.attempt(step)
+    return None if refused is None else _Problem(refused, wrong=False)
+
+
+def time_candidates(
+    meter: Meter, prepared: Mapping[Entrant, Prepared], case: Case, options: CollectiveOptions
+) -> dict[Entrant, Rounds]:
+    """Time them, interleaved; what the host limits apart from what the device does, and more often. Collective."""
+    by_device: dict[Entrant, Job] = {}
+    by_host: dict[Entrant, Job] = {}
+    for candidate, bound in prepared.items():
+        if hides_launches(case, candidate):
+            by_device[candidate] = bound.job(HIDDEN_LAUNCH_US)
+        else:
+            by_host[candidate] = bound.job(0.0)
+    repeats = min(options.repeats, FEW_ROUNDS) if case.nbytes >= FEW_ROUNDS_FROM_BYTES else options.repeats
+    times = meter.rounds(by_device, warmup=options.warmup, repeats=repeats) if by_device else {}
+    if by_host:
+        more = repeats if case.device.type == "cpu" else HOST_ROUNDS * repeats
+        times |= meter.rounds(by_host, warmup=options.warmup, repeats=more)
+    return times
+
+
+def hides_launches(case: Case, candidate: Entrant) -> bool:
+    """True where the clock starts when the host is done.
+
+    What takes long is bound by the device, however it is launched, and a graph is timed for what the device makes of
+    it. Of a list each tensor must take that long: to hand over fewer calls is a part of what a list is for.
+    """
+    expected_us = _expected_us(case.kind, case.nbytes // case.tensors, case.device.type)
+    return case.device.type != "cpu" and (candidate.launch == "graph" or expected_us >= HIDDEN_LAUNCH_US)
+
+
+def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Problem | None) -> CollectiveRow:
+    usable = rounds if problem is None else None
+    time_us = None if usable is None else usable.median_us
+    return CollectiveRow(
+        collective=case.kind,
+        bytes=case.nbytes,
+        dtype=str(case.dtype).removeprefix("torch."),
+        in_place=candidate.in_place,
+        launch=candidate.launch,
+        implementation=candidate.implementation,
+        variant=candidate.variant,
+        prelaunch=candidate.prelaunch,
+        time_us=time_us,
+        p10_us=None if usable is None else usable.p10_us,
+        p90_us=None if usable is None else usable.p90_us,
+        bus_gbps=None if time_us is None else bus_gbps(case.kind, case.nbytes, case.world_size, time_us),
+        energy_mj=None,
+        correct=True if problem is None else False if problem.wrong else None,
+        note="" if problem is None else problem.text,
+        tensors=case.tensors,
+    )

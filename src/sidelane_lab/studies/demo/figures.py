@@ -1,0 +1,142 @@
+"""The pictures of the demo: how much communication disappears behind a GEMM, an all-gather by size, two timelines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.c3.workload import parse_workload
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.report.drawing import (
+    BLACK,
+    BLUE,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RC,
+    STYLES,
+    VERMILLION,
+    Picture,
+    label_ends,
+    save,
+    size_axis,
+)
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.strategies import predict
+from sidelane_lab.model.study import c3_study
+from sidelane_lab.papers.simulated.figures import draw_timeline
+from sidelane_lab.studies.demo.measured import Measured
+
+PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
+PAPER = {"c3_base": 21.0, "c3_sp": 42.0, "conccl": 66.0, "conccl_rp": 72.0}
+"""Mean percent of ideal (library) in the ConCCL paper, sections IV-C, V-A, VI-D and VI-F, on eight MI300X."""
+
+NAMES = {
+    "c3_base": "library's\nkernels",
+    "c3_sp": "kernels,\nin order",
+    "conccl": "copy\nengines",
+    "conccl_rp": "copy engines,\nunits apart",
+    "nccl_ce": "NCCL's copy\nengines",
+    "auto": "Sidelane's\nchoice",
+}
+LINES = {"nccl": "NCCL at its best", "symm_mem": "PyTorch symmetric memory", "auto": "Sidelane"}
+SHOWN_PAIR = "cb1_896M"
+
+
+def draw(data: Measured, folder: Path) -> list[Picture]:
+    """Draw all into a folder, which is made if need be."""
+    with mpl.rc_context(RC):
+        pictures = [_overlap(data, folder), _gathers(data, folder)]
+    return [*pictures, *_timelines(folder)]
+
+
+def overlap_percents(data: Measured) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Mean percent of ideal (library) by strategy: predicted for MI300X, measured on H200, predicted for those."""
+    study = c3_study(named(PREDICTED))
+    predicted = {strategy: study.percent(strategy) for strategy in PAPER}
+    found: dict[str, list[float]] = {}
+    again: dict[str, list[float]] = {}
+    machine = named(MEASURED_LIKE)
+    for row in data.overlaps:
+        found.setdefault(row.strategy, []).append(row.percent)
+        if row.strategy in ("c3_base", "conccl"):
+            percent = predict(machine, row.workload, row.strategy).percent_of_library
+            assert percent is not None, "the pairs that were measured have something to gain"
+            again.setdefault(row.strategy, []).append(percent)
+    return (
+        predicted,
+        {strategy: statistics.fmean(values) for strategy, values in found.items()},
+        {strategy: statistics.fmean(values) for strategy, values in again.items()},
+    )
+
+
+def _overlap(data: Measured, folder: Path) -> Picture:
+    predicted, measured, again = overlap_percents(data)
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _bars(left, predicted, PAPER, "Predicted for 8 x MI300X", "measured in the paper")
+    _bars(right, measured, again, f"Measured on {data.overlap_source.machine}", "predicted by the model")
+    left.set_ylabel("percent of ideal (library)")
+    title = "How much of a collective disappears behind a GEMM"
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    text = "Mean percent of ideal (library) by strategy, for eight MI300X as predicted and four H200 as measured."
+    return save(figure, "overlap", title, text, folder)
+
+
+def _bars(axes: Axes, bars: dict[str, float], dots: dict[str, float], title: str, dotted: str) -> None:
+    colours = {"c3_base": VERMILLION, "c3_sp": ORANGE, "nccl_ce": PURPLE}
+    order = [name for name in NAMES if name in bars]
+    for place, name in enumerate(order):
+        axes.bar(place, bars[name], 0.6, color=colours.get(name, BLUE))
+        above = max(bars[name], 0.0, *([dots[name]] if name in dots else []))
+        axes.text(place, above + 4, f"{bars[name]:.0f}", ha="center", fontsize=9, fontweight="bold")
+    marked = [place for place, name in enumerate(order) if name in dots]
+    axes.plot(marked, [dots[order[place]] for place in marked], "D", color=BLACK, markersize=5, label=dotted)
+    axes.axhline(0, color=BLACK, linewidth=0.8)
+    axes.axhline(100, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(order)), [NAMES[name] for name in order], fontsize=8)
+    axes.set_ylim(-25, 150)
+    axes.set_title(title)
+    axes.legend(fontsize=8, loc="upper left", frameon=False)
+
+
+def _gathers(data: Measured, folder: Path) -> Picture:
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots()
+    colours = {"nccl": VERMILLION, "symm_mem": PURPLE, "auto": BLACK}
+    ends: list[tuple[float, float, str, str]] = []
+    sizes: Sequence[int] = ()
+    for index, (name, times) in enumerate(data.gathers.items()):
+        sizes = sorted(times)
+        line, mark = STYLES[index]
+        look: Any = {"linestyle": line, "marker": mark, "markersize": 4, "color": colours[name], "linewidth": 1.5}
+        axes.plot(sizes, [times[n] for n in sizes], **look)
+        ends.append((sizes[0], times[sizes[0]], LINES[name], colours[name]))
+    axes.set_yscale("log")
+    size_axis(axes, sizes)
+    axes.set_ylabel("us, in a CUDA graph")
+    axes.yaxis.set_label_position("right")
+    title = f"all_gather by size, measured on {data.gather_source.machine}"
+    axes.set_title(title)
+    label_ends(axes, ends, "left")
+    text = "Time of an all-gather by gathered size: NCCL, PyTorch's symmetric memory and Sidelane."
+    return save(figure, "all-gather", title, text, folder)
+
+
+def _timelines(folder: Path) -> list[Picture]:
+    workload = parse_workload(SHOWN_PAIR)
+    machine = named(PREDICTED)
+    made = []
+    for strategy, words in (("c3_base", "the library's kernels"), ("conccl", "copy engines")):
+        prediction = predict(machine, workload, strategy, record=True)
+        size, percent = format_bytes(workload.nbytes), f"{prediction.percent or 0:.0f}% of ideal"
+        title = f"GEMM and all_gather of {size} by {words}: {percent}, predicted for MI300X"
+        draw_timeline(prediction.timeline, title, folder, f"timeline-{strategy}")
+        made.append(Picture(f"timeline-{strategy}", title, title))
+    return made

@@ -1,0 +1,212 @@
+"""``sidelane demo`` without GPUs: six short acts on the terminal, and one page with all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sidelane.cli.launch import run_ranks
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Line, Table
+from sidelane.cli.terminal import progress_console, say, tables_console
+from sidelane.config import COMPUTE, NOTHING
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.explain.call import ExplainOptions, explain
+from sidelane_lab.harness.report.drawing import Picture
+from sidelane_lab.harness.report.page import STYLE, inline
+from sidelane_lab.studies.demo import figures
+from sidelane_lab.studies.demo.checked import Checked, check
+from sidelane_lab.studies.demo.measured import Measured, measured
+from sidelane_lab.studies.demo.proof import Proof, prove
+
+RANKS = 4
+CHOICE_BYTES = (64 << 10, 16 << 20, 1 << 30)
+CHOICE_MACHINE = "h200x4"
+NEXT = (
+    ("sidelane c3 --machine mi300x8", "every pair of the paper's study, predicted; --report FOLDER draws it"),
+    ("sidelane explain all_gather 16M --machine h200x4", "what one call would do, command by command"),
+    ("torchrun --nproc-per-node 2 examples/own_program.py", "a program of your own, proved and run (in a checkout)"),
+)
+OVERLAP_NOTE = (
+    "100: both at once take as long as the longer of them, with the library's collective, as papers count (a faster "
+    "one can pass 100). README and guide count by the fastest collective (docs/guide/overlap.md, How much is hidden?). "
+    "0: one after the other. Below 0: slower together than that. On H200 the tensors are in symmetric memory. "
+    "Eight pairs of a GEMM and a collective of 512 and 896 MiB on H200, thirty on MI300X."
+)
+
+
+def main(report: Path, ranks: int | None = None, json: Path | None = None) -> None:
+    """Show everything, and write ``report/index.html``.
+
+    Args:
+        report: folder of the page.
+        ranks: processes that exchange real bytes.
+        json: file for the figures, or ``written.STDOUT``; None writes none.
+    """
+    console, progress, began = tables_console(json), progress_console(), time.perf_counter()
+    console.print("\n[bold]1. A collective is a program.[/] Two ranks gather, each by its copy engines:\n")
+    proof = prove()
+    console.print(str(proof.program), highlight=False, markup=False)
+    console.print(f"\n{proof_text(proof)}\n")
+    told, refusal = mistake_text(proof).split("\n")
+    console.print("[bold]2. A mistake is refused.[/]", told)
+    say(console, refusal.strip(), indent=2)
+    console.print()
+    count = RANKS if ranks is None else ranks
+    console.print(f"[bold]3. Real bytes.[/] Every collective between {count} processes of this machine, checked:")
+    with progress.status("starting processes"):
+        checked = run_ranks(check, count)
+    assert checked is not None
+    console.print(checked_table(checked, count).to_rich())
+    with progress.status("simulating, drawing"):
+        data = measured()
+        pictures = figures.draw(data, report)
+        percents = figures.overlap_percents(data)
+    console.print("[bold]4. On GPUs.[/] What communication costs next to a GEMM that needs all compute units:")
+    choices = choices_of()
+    tables = [overlap_table(data, *percents), choice_table(choices)]
+    console.print(tables[0].to_rich())
+    console.print("[bold]5. Nobody has to pick.[/] What a call takes by itself:")
+    console.print(tables[1].to_rich())
+    page = write(report, proof, [checked_table(checked, count), *tables], pictures, data)
+    console.print(f"[bold]6. All of it on one page:[/] {page}   ({time.perf_counter() - began:.0f} s)\n")
+    for command, what in NEXT:
+        say(console, command, indent=2)
+        say(console, what, indent=6, style="dim")
+    if json is not None:
+        write_json(json, figures_of(proof, checked, percents, choices))
+
+
+def figures_of(
+    proof: Proof, checked: Sequence[Checked], percents: Sequence[dict[str, float]], choices: Sequence[Chosen]
+) -> dict[str, Any]:
+    """What the demo shows, as one JSON object."""
+    names = ("mi300x8_predicted", "h200x4_measured", "h200x4_predicted")
+    return {
+        "study": "demo",
+        "proof": {"commands": proof.verification.commands, "seconds": proof.seconds, "refused": proof.refusal},
+        "checked": [dataclasses.asdict(row) for row in checked],
+        "percent_of_ideal_library": {"mi300x8_paper": figures.PAPER, **dict(zip(names, percents, strict=True))},
+        "choices": [dataclasses.asdict(choice) for choice in choices],
+    }
+
+
+def proof_text(proof: Proof) -> str:
+    """What was proved."""
+    verification = proof.verification
+    return (
+        f"Proved in {1e3 * proof.seconds:.1f} ms: {verification.commands} commands, back to back, by ranks that run "
+        "ahead of each other: no race, no deadlock, every byte of every output."
+    )
+
+
+def mistake_text(proof: Proof) -> str:
+    """What the proof says without a command."""
+    return f"Without {proof.left_out}, the wait for the peer's output to be free, verify says:\n  {proof.refusal}"
+
+
+def checked_table(rows: Sequence[Checked], ranks: int) -> Table:
+    """What became of the calls."""
+    lines = [
+        Line((row.name, str(row.calls), f"{row.nbytes / 1e6:.1f}", str(row.wrong), f"{row.seconds:.2f}"))
+        for row in rows
+    ]
+    title = f"Calls among {ranks} CPU processes"
+    note = "float32, bfloat16 and int64, of 1 to 100,000 elements a rank, on rank 0; wrong: on all ranks"
+    return Table(title, ("<collective", "calls", "MB compared", "wrong", "s"), tuple(lines), (note,))
+
+
+def overlap_table(
+    data: Measured, predicted: dict[str, float], found: dict[str, float], again: dict[str, float]
+) -> Table:
+    """Percent of ideal by the library's collective, predicted and measured."""
+    lines = []
+    for strategy, name in figures.NAMES.items():
+        cells = [predicted.get(strategy), figures.PAPER.get(strategy), again.get(strategy), found.get(strategy)]
+        shown = ("" if value is None else f"{value:.0f}" for value in cells)
+        lines.append(Line((name.replace("\n", " "), *shown), best=strategy == "auto"))
+    machines = ("8 MI300X\npredicted", "8 MI300X\npaper", "4 H200\npredicted", "4 H200\nmeasured")
+    columns = ("<how the bytes travel", *machines)
+    source = data.overlap_source
+    notes = (OVERLAP_NOTE, f"Measured: {source.file}, {source.date}, commit {source.commit}.")
+    return Table("Percent of ideal (library)", columns, tuple(lines), notes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chosen:
+    """What one call takes by itself.
+
+    Attributes:
+        bytes: gathered size.
+        beside: what runs beside it.
+        implementation: ``sm`` for a kernel, ``dma`` for copy engines.
+        variant: of it.
+        expected_us: what it is expected to take.
+    """
+
+    bytes: int
+    beside: str
+    implementation: str
+    variant: str
+    expected_us: float | None
+
+
+def choices_of() -> list[Chosen]:
+    """What is taken, by size and by what runs beside."""
+    chosen = []
+    for nbytes in CHOICE_BYTES:
+        for beside in (NOTHING, COMPUTE):
+            options = ExplainOptions(
+                kind=Kind.ALL_GATHER, nbytes=nbytes, machine=CHOICE_MACHINE, beside=beside, captured=True
+            )
+            choice = explain(options).choice
+            taken = choice.candidate
+            chosen.append(Chosen(nbytes, beside, taken.implementation, taken.name, choice.table[0][1]))
+    return chosen
+
+
+def choice_table(choices: Sequence[Chosen]) -> Table:
+    """What is taken, in words."""
+    lines = []
+    for choice in choices:
+        beside = "nothing" if choice.beside == NOTHING else "a GEMM"
+        how = "a kernel" if choice.implementation == "sm" else "copy engines"
+        time_us = "" if choice.expected_us is None else f"{choice.expected_us:.1f}"
+        lines.append(Line((format_bytes(choice.bytes), beside, how, choice.variant, time_us)))
+    columns = ("bytes", "<beside it", "<runs on", "<variant", "us\nexpected")
+    note = "by times that were measured on four H200s; `sidelane tune` measures yours"
+    return Table("all_gather in a CUDA graph on four H200s", columns, tuple(lines), (note,), keys=2)
+
+
+def write(folder: Path, proof: Proof, tables: Sequence[Table], pictures: Sequence[Picture], data: Measured) -> Path:
+    """The page, which holds everything it shows."""
+    checked, overlap, choice = tables
+    images = {
+        picture.name: f'<img alt="{html.escape(picture.text)}" '
+        f'src="data:image/svg+xml;base64,{inline(folder, picture)}">'
+        for picture in pictures
+    }
+    source = data.gather_source
+    commands = "".join(f"<li><code>{html.escape(c)}</code><br>{html.escape(what)}</li>" for c, what in NEXT)
+    parts = [
+        "<h1>Sidelane</h1><p>Multi-GPU communication that disappears behind computation: on the GPUs' copy engines, "
+        "with no compute units at all.</p>",
+        f"<h2>How much disappears</h2>{images['overlap']}{overlap.to_html()}",
+        "<h2>Why</h2><p>A collective that runs as a kernel takes compute units, caches and its turn from the GEMM. "
+        f"Copy engines take none.</p>{images['timeline-c3_base']}{images['timeline-conccl']}",
+        f"<h2>Alone, too</h2>{images['all-gather']}<p class=note>{html.escape(source.file)}, {source.date}, commit "
+        f"{source.commit}.</p>{choice.to_html()}",
+        "<h2>Why trust it</h2><p>A collective is a program: which engine of which rank does what, in which order. It "
+        f"is proved before it runs. Two ranks gather:</p><pre>{html.escape(str(proof.program))}</pre>"
+        f"<p>{html.escape(proof_text(proof))}</p><p>{html.escape(mistake_text(proof))}</p>{checked.to_html()}",
+        f"<h2>Try next</h2><ul>{commands}</ul>",
+    ]
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Sidelane</title><style>{STYLE}</style>"
+    index = folder / "index.html"
+    index.write_text(f"{head}{''.join(parts)}</html>\n", encoding="utf-8")
+    return index

@@ -1,0 +1,163 @@
+"""One training step on a rank, and what it came to: loss, gradient norm, gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sidelane.cli.launch import Rank
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.studies.fsdp.cases import StepCase
+from sidelane_lab.studies.fsdp.layers import rotary, sharded
+
+TOLERANCE = 1e-2
+"""Of loss, gradient norm and gradients: bfloat16 is added in another order, and attention adds in any."""
+
+LEARNING_RATE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step came to, the same on every rank.
+
+    Attributes:
+        loss: mean over ranks.
+        grad_norm: of the whole gradient.
+        peak_mb: most memory of any rank but for what implementations keep; None on CPUs.
+    """
+
+    loss: float
+    grad_norm: float
+    peak_mb: float | None
+
+    def differs(self, wanted: Outcome) -> str | None:
+        """What is not as in another step, or None."""
+        for name in ("loss", "grad_norm"):
+            got, other = getattr(self, name), getattr(wanted, name)
+            # A loss is a sum of both signs, of a size of 1: it may come to nearly nothing.
+            if not abs(got - other) <= TOLERANCE * max(1.0 if name == "loss" else 0.0, abs(other)):
+                return f"{name} {got:.6g} differs from {other:.6g}"
+        return None
+
+
+class Stepper:
+    """A model of a case with its data.
+
+    The loss is a sum with random weights: unlike a mean of squares, it is another one with other parameters of the same
+    distribution, so that a parameter in the wrong place shows.
+
+    Args:
+        case: sizes.
+        rank: of this process.
+        meter: of all ranks.
+        reduce_dtype: in which gradients are added.
+        optimizer: a step ends with AdamW's.
+        seed: of parameters and data.
+    """
+
+    def __init__(
+        self, case: StepCase, rank: Rank, meter: Meter, reduce_dtype: torch.dtype, *, optimizer: bool, seed: int
+    ) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        self._rank, self._meter, self._case = rank, meter, case
+        mesh = DeviceMesh.from_group(world, rank.device.type)
+        self.model = sharded(case.model, mesh, reduce_dtype, rank.device, seed)
+        self._parameters = list(self.model.parameters())
+        self._cos, self._sin = rotary(case.seq, case.model.hidden // case.model.heads, rank.device)
+        self.refill(seed)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE) if optimizer else None
+        self._reference: list[torch.Tensor] = []
+        self._loss = torch.zeros((), device=rank.device)
+
+    def refill(self, seed: int) -> None:
+        """Fresh data, other ones on each rank."""
+        generator = torch.Generator(self._rank.device).manual_seed(seed * 1_000_003 + 500 + self._rank.rank)
+        shape = (self._case.batch, self._case.seq, self._case.model.hidden)
+
+        def normal() -> torch.Tensor:
+            made = torch.empty(shape, dtype=torch.bfloat16, device=self._rank.device)
+            return made.normal_(generator=generator)
+
+        # An embedding in front of the layers would want this gradient, too; and FSDP2 reduces the gradients of a layer
+        # whose input wants none at the very end.
+        self._x = normal().requires_grad_()
+        self._weights = normal() / math.sqrt(math.prod(shape))
+
+    def step(self, *, with_optimizer: bool = True) -> None:
+        """Forward, backward and, if there is one, the optimizer; queued on the current stream."""
+        self.forget()
+        self._loss = (self.model(self._x, self._cos, self._sin) * self._weights).sum(dtype=torch.float32)
+        self._loss.backward()
+        if self._optimizer is not None and with_optimizer:
+            self._optimizer.step()
+
+    def forget(self) -> None:
+        """Let go of gradients and of what the last step has saved."""
+        self._loss = self._loss.detach()
+        self._x.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def tried(self, what: str) -> None:
+        """A step without the optimizer, to its end."""
+        self.step(with_optimizer=False)
+        self._meter.finish(what)
+
+    def measured(self, what: str) -> float | None:
+        """As :meth:`tried`; MB that it needs at most next to what implementations keep, None on CPUs."""
+        if self._rank.device.type == "cpu":
+            self.tried(what)
+            return None
+        self.forget()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.tried(what)
+        state = sum(_local(one).nbytes for one in self._parameters) * (1 if self._optimizer is None else 3)
+        return (state + torch.cuda.max_memory_allocated() - before) / 1e6
+
+    @torch.no_grad()
+    def outcome(self, peak_mb: float | None = None) -> Outcome:
+        """Of the last step. Collective."""
+        squares = sum(float(gradient.float().square().sum()) for gradient in self._gradients())
+        everyone = self._meter.of_all_ranks([float(self._loss), squares, peak_mb or 0.0])
+        losses, norms, peaks = zip(*everyone, strict=True)
+        return Outcome(sum(losses) / len(losses), math.sqrt(sum(norms)), None if peak_mb is None else max(peaks))
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Hold the gradients of later steps against those of the last one."""
+        self._reference = [gradient.to(torch.bfloat16, copy=True) for gradient in self._gradients()]
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """How far the gradients of the last step are from those, next to their norm. Collective."""
+        pairs = list(zip(self._gradients(), self._reference, strict=True))
+        apart = sum(float((one - other.to(one.dtype)).float().square().sum()) for one, other in pairs)
+        norm = sum(float(other.float().square().sum()) for _, other in pairs)
+        everyone = self._meter.of_all_ranks([apart, norm])
+        return math.sqrt(sum(one for one, _ in everyone) / max(sum(norm for _, norm in everyone), 1e-30))
+
+    @torch.no_grad()
+    def move_rows(self, by: int) -> None:
+        """Move the rows of every shard on: other parameters, and as they were after the opposite."""
+        for parameter in self._parameters:
+            local = _local(parameter)
+            local.copy_(local.roll(by, 0))
+
+    def _gradients(self) -> list[torch.Tensor]:
+        found = []
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            found.append(_local(parameter.grad))
+        return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

@@ -1,0 +1,267 @@
+"""A training step of layers that FSDP2 shards: how much of it is communication, by who communicates.
+
+One model serves all implementations, which take turns round by round: what FSDP2 gathers and scatters by is switched
+before each step, uncounted (``ways.py``). A step begins on idle devices behind a barrier, so that its first gather and
+its last scatter stand uncovered, as they do behind an optimizer; the host has a head start, as it has in a training.
+
+Before it is timed each implementation makes two steps that are compared with the library's: one with every shard's rows
+moved on by one, in which parameters that an earlier gather had left would be wrong, and one without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.cli.launch import Rank, choose_target
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.harness.running.measure import Meter, Rounds
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
+from sidelane_lab.studies.fsdp.profiled import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled
+from sidelane_lab.studies.fsdp.step import Stepper
+from sidelane_lab.studies.fsdp.trial import Found, Problem, Trial
+from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, names_on
+
+REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FsdpOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        cases: as ``8b:2x4096``; on CPU ranks their sizes are divided.
+        layers: of each model; None for as many as two GPUs take.
+        reduce_dtype: in which gradients are added, ``bfloat16`` or ``float32``.
+        optimizer: a step ends with AdamW's.
+        profile: one more step of each implementation under a profiler. What is timed later in the same run is slower.
+        warmup: rounds before the measured ones, behind two steps that are compared.
+        repeats: measured rounds.
+    """
+
+    cases: tuple[str, ...] = DEFAULT
+    layers: int | None = None
+    reduce_dtype: str = "bfloat16"
+    optimizer: bool = False
+    profile: bool = False
+    warmup: int = 1
+    repeats: int = 7
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            allowed = ", ".join(REDUCE_DTYPES)
+            raise ValueError(f"fsdp: reduce_dtype (value={self.reduce_dtype!r}, allowed={allowed})")
+        if self.warmup < 0 or self.repeats < 1:
+            raise ValueError(f"fsdp: rounds (value={self.warmup}, {self.repeats}, allowed=0 and more, 1 and more)")
+        self.parsed()
+
+    def parsed(self) -> list[StepCase]:
+        """The cases."""
+        return [parse_case(text, self.layers) for text in dict.fromkeys(self.cases)]
+
+
+def main(options: FsdpOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+
+    Raises:
+        ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
+    """
+    known = names_on(choose_target(options.ranks, options.device).device_type)
+    unknown = [name for name in options.implementations if name not in known]
+    if unknown:
+        raise ValueError(f"fsdp: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
+    return run_study("fsdp", FsdpRow, _measure, options, "training steps")
+
+
+def _measure(rank: Rank, options: FsdpOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    cases, on_cpu = options.parsed(), rank.device.type == "cpu"
+    sender = Sender(rank, len(cases))
+    if on_cpu:
+        sender.note("CPU ranks take few layers of small sizes, as the table says")
+        cases = [case.small() for case in cases]
+        if options.profile:
+            sender.note("CPU ranks launch no kernels: nothing is profiled")
+    study = _Study(rank, options)
+    count = 0
+    for case in cases:
+        sender.step(str(case))
+        for row in study.rows(case):
+            sender.row(row)
+            count += 1
+    study.close()
+    return count
+
+
+class _Study:
+    """What the cases share on one rank: the meter, and NCCL on copy engines."""
+
+    def __init__(self, rank: Rank, options: FsdpOptions) -> None:
+        self._rank, self._options = rank, options
+        self._on_cpu = rank.device.type == "cpu"
+        self._engines: Any = None
+        # A group of the study's own: what ranks tell each other after a failure must not meet what FSDP2 was at.
+        control = dist.new_group(backend="gloo")
+        barrier = None
+        if not self._on_cpu:
+            from sidelane_lab.baselines.baselines_cuda import device_barrier
+
+            barrier = device_barrier(rank.device)
+        self.meter = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s, group=control)
+        known = names_on(rank.device.type)
+        # The library always takes part: the others are held against it.
+        self._names = [name for name in known if name in (known[0], *(options.implementations or known))]
+
+    def rows(self, case: StepCase) -> Iterator[FsdpRow]:
+        """Measure all that takes part in one case. Collective.
+
+        Yields:
+            Rows, the same on every rank but for what was profiled, which the first one has.
+        """
+        found: dict[str, Found] = {}
+        problems: dict[str, Problem] = {}
+        library = self._names[0]
+        while library not in problems:
+            with self.meter.on_stream():
+                ended, found = self._tried(case, problems)
+            self._sweep()
+            if ended:
+                break
+        for name in self._names:
+            if library in problems and name not in problems:
+                problems[name] = Problem(f"{library}, which it is held against: {problems[library].text}")
+            yield self._row(case, name, found, problems.get(name))
+
+    def close(self) -> None:
+        """Let go of everything. Collective."""
+        if self._engines is not None:
+            self._engines.close()
+
+    def _tried(self, case: StepCase, problems: dict[str, Problem]) -> tuple[bool, dict[str, Found]]:
+        """A model for all that has no problem so far. Collective.
+
+        Returns:
+            False where a step broke off, which leaves FSDP2 in the middle of it: the others begin anew. And what was
+            found.
+        """
+        made: list[Trial] = []
+        refused = self.meter.attempt(lambda: made.append(self._trial(case)))
+        if refused is not None:
+            problems[self._names[0]] = Problem(refused)
+            return True, {}
+        (trial,) = made
+        ended = self._run(trial, [name for name in self._names if name not in problems])
+        problems |= trial.problems
+        if ended:
+            trial.close()
+        else:
+            self.meter.attempt(trial.close)
+        return ended, trial.found
+
+    def _run(self, trial: Trial, names: list[str]) -> bool:
+        if not trial.prepare(names):
+            return False
+        if names[0] in trial.found:
+            trial.measure(names, self._options.warmup, self._options.repeats)
+            if self._options.profile and not self._on_cpu:
+                trial.profile()
+        return True
+
+    def _trial(self, case: StepCase) -> Trial:
+        options, dtype = self._options, REDUCE_DTYPES[self._options.reduce_dtype]
+
+        def make() -> Stepper:
+            return Stepper(case, self._rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed)
+
+        return Trial(self._rank, self.meter, make, None if self._on_cpu else self._engines_here, options.step_s)
+
+    def _engines_here(self) -> Any:
+        """NCCL on copy engines, made when it is wanted first."""
+        if self._engines is None:
+            from sidelane_lab.studies.fsdp.engines import Engines
+
+            self._engines = Engines(self._rank.device, self._options.step_s, self.meter)
+        return self._engines
+
+    def _sweep(self) -> None:
+        """A model is full of cycles; the next one needs its memory."""
+        gc.collect()
+        if not self._on_cpu:
+            torch.cuda.empty_cache()
+
+    def _row(self, case: StepCase, name: str, found: dict[str, Found], problem: Problem | None) -> FsdpRow:
+        one = found.get(name)
+        times = one.rounds if one is not None and problem is None else None
+        kernels = one.kernels if one is not None and problem is None else None
+        outcome = None if one is None or name in FLOORS else one.outcome
+        peak = None
+        if one is not None and outcome is not None and outcome.peak_mb is not None:
+            peak = outcome.peak_mb + (one.held_mb or 0.0)
+        floor = found[STRAIGHT_STILL].kernels if STRAIGHT_STILL in found else None
+        figures = {} if kernels is None else _figures(kernels, floor)
+        return FsdpRow(
+            model=case.model.name,
+            layers=case.model.layers,
+            seq=case.seq,
+            batch=case.batch,
+            reduce_dtype=self._options.reduce_dtype,
+            optimizer=self._options.optimizer,
+            implementation=name,
+            step_ms=None if times is None else times.median_us / 1e3,
+            p10_ms=None if times is None else times.p10_us / 1e3,
+            p90_ms=None if times is None else times.p90_us / 1e3,
+            exposed_ms=_exposed_ms(times, _rounds(found, STILL)),
+            recovered_percent=_recovered(times, _rounds(found, self._names[0]), _rounds(found, STILL)),
+            loss=None if outcome is None else outcome.loss,
+            grad_norm=None if outcome is None else outcome.grad_norm,
+            peak_mb=peak,
+            correct=(None if name in FLOORS else True) if problem is None else False if problem.wrong else None,
+            note=(one.note if one is not None else "") if problem is None else problem.text,
+            **figures,
+        )
+
+
+def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | None]:
+    """What was profiled, by the names of a row."""
+    slower = None if floor is None else kernels.slower_gemms_ms(floor)
+    named = (COPY_IN, COPY_OUT, GEMM, ATTENTION)
+    return {
+        **{f"{group}_ms": ms for group, ms in kernels.by_group.items()},
+        "first_gather_ms": kernels.first_gather_ms,
+        "last_scatter_ms": kernels.last_scatter_ms,
+        "profiled_ms": kernels.whole_ms,
+        **{f"stream_{group}_ms": kernels.on_stream[group] for group in (COPY_IN, COPY_OUT)},
+        "stream_other_ms": sum(ms for group, ms in kernels.on_stream.items() if group not in named),
+        "waits_ms": kernels.waits_ms,
+        "gemm_beside_ms": None if slower is None else slower[0],
+        "gemm_apart_ms": None if slower is None else slower[1],
+    }
+
+
+def _rounds(found: dict[str, Found], name: str) -> Rounds | None:
+    return found[name].rounds if name in found else None
+
+
+def _exposed_ms(times: Rounds | None, floor: Rounds | None) -> float | None:
+    if times is None or floor is None:
+        return None
+    pairs = zip(times.times_us, floor.times_us, strict=True)
+    return statistics.median(one - least for one, least in pairs) / 1e3
+
+
+def _recovered(times: Rounds | None, library: Rounds | None, floor: Rounds | None) -> float | None:
+    """Percent of the library's exposed time; None where it has none."""
+    if times is None or library is None or floor is None:
+        return None
+    rounds = zip(times.times_us, library.times_us, floor.times_us, strict=True)
+    shares = [100 * (theirs - ours) / (theirs - least) for ours, theirs, least in rounds if theirs > least]
+    return statistics.median(shares) if shares else None

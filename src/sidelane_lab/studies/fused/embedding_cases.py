@@ -1,0 +1,210 @@
+"""Cases of embedding bags before an all-to-all.
+
+Dimension and pooling are those of the fused operators paper (section IV). Rows come from memory: all tables together
+are many times the cache, and calls take turns with lists of indices of their own, so that none finds what the one
+before has read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from sidelane import ops
+from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.choice.fused_order import ORDERS
+from sidelane.collectives import Communicator
+from sidelane.ops.alone import Pool
+from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
+from sidelane_lab.studies.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
+from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
+
+DIM, TABLE_ROWS = 256, 1 << 17
+"""64 MiB a table in bfloat16: 64 of them are 80 times the cache of an H200."""
+
+CPU_DIM, CPU_TABLE_ROWS = 8, 50
+
+COLD_BYTES, MOST_LISTS = 512 << 20, 8
+"""Bytes of rows that are read until a list of indices comes again, and most lists: the calls of a sample."""
+
+OURS = "our kernel alone"
+
+SWEPT = ((1024, 64, 32), (4, 2, 2))
+"""Shapes at which programs on a unit are swept, on GPUs and on CPUs."""
+
+
+def programs_swept(dim: int, dtype: torch.dtype, *, on_cpu: bool) -> tuple[int, ...]:
+    """Programs on each unit: eighths of what it holds, the most that a call takes; on CPUs, which have no units, two.
+
+    >>> programs_swept(256, torch.bfloat16, on_cpu=False)
+    (2, 4, 6, 8, 10, 12, 14, 16)
+    """
+    most = max(1, UNIT_WARPS // threads_of(dim, dtype.itemsize)[0])
+    return (1, 2) if on_cpu else tuple(sorted({max(1, most * eighths // 8) for eighths in range(1, 9)}))
+
+
+def lists_of(call_bytes: int, *, on_cpu: bool) -> int:
+    """How many lists of indices take turns, where a call reads so many bytes of rows.
+
+    >>> lists_of(33 << 20, on_cpu=False), lists_of(100 << 20, on_cpu=False), lists_of(2 << 30, on_cpu=False)
+    (8, 6, 2)
+    """
+    return 2 if on_cpu else min(MOST_LISTS, max(2, math.ceil(COLD_BYTES / call_bytes)))
+
+
+class Lists:
+    """Indices of all bags, in the two orders in which they are taken, and some of them in turn.
+
+    Args:
+        comm: the ranks.
+        shape: tables, ranks, samples of a rank, pooling.
+        rows: of a table.
+        count: how many take turns.
+    """
+
+    def __init__(self, comm: Communicator, shape: tuple[int, ...], rows: int, count: int) -> None:
+        tables, n, part, pooling = shape
+        options = {"dtype": torch.int64, "device": comm.device}
+        self._comm, self._rows, self._turn = comm, rows, 0
+        self._of_tables = torch.zeros(count, tables, n, part, pooling, **options)  # type: ignore[call-overload]
+        self._of_all = torch.zeros(count, n, tables, part, pooling, **options)  # type: ignore[call-overload]
+
+    def refill(self, seed: int) -> None:
+        """New indices in all lists."""
+        device = self._comm.device
+        generator = torch.Generator(device).manual_seed(1000 * seed + self._comm.rank)
+        self._of_tables.random_(0, self._rows, generator=generator)
+        first_rows = torch.arange(self._of_tables.shape[1], device=device)[:, None, None, None] * self._rows
+        for by_table, of_all in zip(self._of_tables, self._of_all, strict=True):
+            of_all.copy_((by_table + first_rows).transpose(0, 1))
+
+    def by_table(self) -> torch.Tensor:
+        """The next list, of each table: [tables, ranks, samples, pooling]."""
+        self._turn = (self._turn + 1) % len(self._of_tables)
+        return self.latest
+
+    def of_one_table(self) -> torch.Tensor:
+        """The next list, as if all tables were one: [ranks, tables, samples, pooling]."""
+        self._turn = (self._turn + 1) % len(self._of_tables)
+        found: torch.Tensor = self._of_all[self._turn]
+        return found
+
+    @property
+    def latest(self) -> torch.Tensor:
+        """What was taken last, by table."""
+        found: torch.Tensor = self._of_tables[self._turn]
+        return found
+
+
+def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case:
+    """``batch`` samples of all ranks, ``tables`` on each."""
+    device, dtype = comm.device, dtype_of(comm)
+    on_cpu = device.type == "cpu"
+    dim, rows = (CPU_DIM, CPU_TABLE_ROWS) if on_cpu else (DIM, TABLE_ROWS)
+    n = comm.world_size
+    part = batch // n
+    whole = ordinary(comm, tables * rows, dim).normal_()
+    some = list(whole.view(tables, rows, dim))
+    call_bytes = batch * tables * pooling * dim * dtype.itemsize
+    lists = Lists(comm, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
+    offsets = torch.arange(tables * batch + 1, device=device) * pooling
+    of_table = offsets[: batch + 1].clone()
+    sent, received = ordinary(comm, n, tables, part, dim), ordinary(comm, n, tables, part, dim)
+    own_sent, own_received = (comm.empty(n, tables, part, dim, dtype=dtype) for _ in range(2))
+    out = ordinary(comm, part, n * tables, dim)
+    pool = Pool(comm, some, batch)
+
+    def table_by_table(output: torch.Tensor) -> torch.Tensor:
+        pooled = [
+            functional.embedding_bag(own.view(-1), table, of_table, mode="sum", include_last_offset=True)
+            for own, table in zip(lists.by_table(), some, strict=True)
+        ]
+        return torch.stack([bags.view(n, part, dim) for bags in pooled], dim=1, out=output)
+
+    def at_once() -> torch.Tensor:
+        indices = lists.of_one_table().view(-1)
+        pooled = functional.embedding_bag(indices, whole, offsets, mode="sum", include_last_offset=True)
+        return pooled.view(n, tables, part, dim)
+
+    def by_ours(output: torch.Tensor) -> torch.Tensor:
+        return pool(lists.by_table().view(-1), offsets, output.view(n, part, tables, dim))
+
+    def laid_out(bags: torch.Tensor) -> torch.Tensor:
+        out.copy_(bags.view(n * tables, part, dim).transpose(0, 1))
+        return out.view(part, -1)
+
+    def sample_by_sample(bags: torch.Tensor) -> torch.Tensor:
+        out.view(part, n, tables * dim).copy_(bags.view(n, part, tables * dim).transpose(0, 1))
+        return out.view(part, -1)
+
+    def through_group(make: Callable[[], torch.Tensor], lay_out: Callable[[torch.Tensor], torch.Tensor]) -> Run:
+        def run() -> torch.Tensor:
+            dist.all_to_all_single(received.view(n, -1), make().view(n, -1))
+            return lay_out(received)
+
+        return run
+
+    def through_ours() -> torch.Tensor:
+        own_sent.copy_(at_once())  # symmetric memory, where embedding_bag does not write
+        comm.all_to_all(own_received, own_sent)
+        return laid_out(own_received)
+
+    def through_ours_staged() -> torch.Tensor:
+        comm.all_to_all(own_received, at_once())
+        return laid_out(own_received)
+
+    def ours_through_ours() -> torch.Tensor:
+        by_ours(own_sent)
+        comm.all_to_all(own_received, own_sent)
+        return sample_by_sample(own_received)
+
+    def call(method: str, **options: str) -> torch.Tensor:
+        indices = lists.by_table().view(-1)
+        return ops.embedding_all_to_all(comm, some, indices, offsets, method=method, **options)  # type: ignore[arg-type]
+
+    by_programs: dict[str, Run] = {}
+
+    def by_handle(handle: ops.EmbeddingAllToAll) -> torch.Tensor:
+        return handle(lists.by_table().view(-1), offsets, order=ORDERS[0])
+
+    if (batch, tables, pooling) in SWEPT:
+        for count in programs_swept(dim, dtype, on_cpu=on_cpu):
+            handle = ops.EmbeddingAllToAll(comm, some, batch, per_unit=count)
+            by_programs[with_programs(ORDERS[0], count)] = functools.partial(by_handle, handle)
+
+    def expected() -> torch.Tensor:
+        wide = torch.empty(n, tables, part, dim, dtype=torch.float64, device=device)
+        for number, (own, table) in enumerate(zip(lists.latest, some, strict=True)):
+            wide[:, number] = table[own].sum(-2, dtype=torch.float64)
+        came = torch.empty_like(wide)
+        dist.all_to_all_single(came, wide)
+        return came.view(n * tables, part, dim).transpose(0, 1).reshape(part, -1)
+
+    return Case(
+        "embedding_all_to_all",
+        f"batch {batch}, {tables} tables a rank, pooling {pooling}, dim {dim}",
+        lists.refill,
+        expected,
+        {"a kernel a table": lambda: table_by_table(sent), "one kernel": at_once, OURS: lambda: by_ours(sent)},
+        {
+            "process group": lambda: dist.all_to_all_single(received, sent),
+            "sidelane": lambda: comm.all_to_all(own_received, own_sent),
+        },
+        {
+            (NCCL, "a kernel a table, process group, copy"): through_group(lambda: table_by_table(sent), laid_out),
+            (NCCL, "one kernel, process group, copy"): through_group(at_once, laid_out),
+            (NCCL, "our kernel, process group, copy"): through_group(lambda: by_ours(sent), sample_by_sample),
+            (OWN, "one kernel, copy, sidelane, copy"): through_ours,
+            (OWN, "one kernel, sidelane, copy"): through_ours_staged,
+            (OWN, "our kernel, sidelane, copy"): ours_through_ours,
+            (OWN, OWN_METHOD): lambda: call(UNFUSED),
+        },
+        {order: functools.partial(call, FUSED, order=order) for order in ORDERS} | by_programs,
+        {AS_CALLED: Auto(lambda: call("auto"), (batch, tables, pooling))},
+        call_bytes,
+    )

@@ -1,0 +1,305 @@
+"""Fused operators next to the same computation and a collective one after the other, eager and in graphs.
+
+    fused      | tile, put | tile, put | ... | wait |
+    unfused    | computation ............... | collective | copy |
+
+The computation and the collective are timed alone, too: the larger of the two is what no operator can be faster than.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from sidelane.choice.fused import FUSED, FusedTime, keep
+from sidelane.choice.key import key_here
+from sidelane.cli.launch import Rank
+from sidelane.cli.output import refuse_unwritable
+from sidelane.cli.terminal import progress_console
+from sidelane.collectives import Communicator
+from sidelane.config import current, profile_folder
+from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane_lab.harness.report.drawing import file_name
+from sidelane_lab.harness.results.files import Results, read
+from sidelane_lab.harness.results.rows.operators import ALONE, FUSED_OPS, FusedRow
+from sidelane_lab.harness.running.measure import Job, Meter, Rounds
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
+from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
+
+CALLS = 8
+"""In a sample."""
+
+SKEW_CALLS = 3
+"""Whose ranks' times are compared."""
+
+BEST, AUTO = "unfused_best", "auto"
+COMPUTE, COLLECTIVE = ALONE
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-2}
+"""Largest error, next to the largest element: what is rounded twice, or thrice."""
+
+Key = tuple[str, str, str]
+"""Implementation or part, of what it is made or how it is scheduled, launch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        ops: operators; empty takes all.
+        warmup: rounds before the measured ones.
+        repeats: measured rounds.
+        timeline: folder for a trace and a picture of each operator's first shape; None writes none.
+        keep: the times in a file of the user's, for ``method="auto"``.
+        results: with ``keep``, a file of this study whose times are kept; nothing is measured.
+    """
+
+    ops: tuple[str, ...] = ()
+    warmup: int = 3
+    repeats: int = 21
+    timeline: Path | None = None
+    keep: bool = False
+    results: Path | None = None
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not set(self.ops) <= set(FUSED_OPS):
+            raise ValueError(f"FusedOptions: ops (value={', '.join(self.ops)}, allowed={', '.join(FUSED_OPS)})")
+        if self.results is not None and not self.keep:
+            raise ValueError(
+                "fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)"
+            )
+
+
+def main(options: FusedOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`. On CPUs kernels are interpreted."""
+    if options.keep:
+        refuse_unwritable("--keep", profile_folder(), is_folder=True)
+    if options.results is not None:
+        path = keep(*kept_of(read(options.results)))
+        progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)
+        return None
+    return run_study("fused", FusedRow, _measure, options, "fused operators")
+
+
+def _measure(rank: Rank, options: FusedOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    if on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported, which this process has not done
+    from sidelane_lab.studies.fused.cases import makers_of
+
+    table = ON_CPUS if on_cpu else ON_GPUS
+    makers = {op: makers_of(op) for op in table}
+    chosen = [(op, make, shape) for op, shapes in table.items() for shape in shapes for make in makers[op]]
+    chosen = [case for case in chosen if not options.ops or case[0] in options.ops]
+    sender = Sender(rank, len(chosen))
+    if on_cpu:
+        sender.note("on CPUs the kernels are interpreted: the results are checked, and the times say nothing")
+    config = dataclasses.replace(current(), timeout_s=options.step_s)
+    seeds = itertools.count(options.seed + 1)
+    count, times = 0, list[FusedTime]()
+    with Communicator(dist.group.WORLD, device=rank.device, config=config) as comm:
+        meter = _meter(rank, options)
+        for op, make_case, shape in chosen:
+            sender.step(f"{op} {'x'.join(map(str, shape))}")
+            with meter.on_stream():
+                case = _Case(meter, comm, make_case, shape, options, seeds)
+                rows = list(case.rows())
+                for row in rows:
+                    sender.row(row)
+                count += len(rows)
+                times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
+                is_first = shape == table[op][0] and make_case is makers[op][0]
+                if options.timeline is not None and is_first:
+                    case.write_timelines(options.timeline)
+    if options.keep and rank.rank == 0:
+        sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
+    return count
+
+
+def _meter(rank: Rank, options: FusedOptions) -> Meter:
+    control = dist.new_group(backend="gloo")
+    if rank.device.type == "cpu":
+        return Meter(rank.device, timeout_s=options.step_s, group=control)
+    from sidelane_lab.baselines.baselines_cuda import device_barrier
+
+    return Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=options.step_s, group=control)
+
+
+class _Case:
+    """An operator at one shape. All ranks do all of it together."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        comm: Communicator,
+        make: Callable[..., object],
+        shape: tuple[int, ...],
+        options: FusedOptions,
+        seeds: Iterator[int],
+    ) -> None:
+        from sidelane_lab.studies.fused.case import Case
+
+        case = make(comm, *shape)
+        assert isinstance(case, Case)
+        self._comm = comm
+        self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
+        self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")
+        self._problems: dict[Key, tuple[str, bool]] = {}
+        self._errors: dict[Key, float] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def rows(self) -> Iterator[FusedRow]:
+        """Check, time and check again."""
+        case, jobs = self._case, dict[Key, Job]()
+        ways = {**case.unfused, **{(FUSED, schedule): run for schedule, run in case.fused.items()}}
+        ways |= {(AUTO, words): auto.run for words, auto in case.auto.items()}
+        for launch in self._launches:
+            for part, runs in ((COMPUTE, case.compute), (COLLECTIVE, case.collective)):
+                for name, alone in runs.items():
+                    self._add(jobs, (part, name, launch), alone)
+            for (implementation, name), run in ways.items():
+                key = (implementation, name, launch)
+                if self._checked(key, run):
+                    self._add(jobs, key, run)
+        rounds = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
+        for (implementation, name), run in ways.items():
+            for launch in self._launches:
+                key = (implementation, name, launch)
+                if key in rounds:
+                    self._checked(key, run)
+        self._graphs.clear()
+        for launch in self._launches:
+            parts = [
+                (part, name) for part, runs in zip(ALONE, (case.compute, case.collective), strict=True) for name in runs
+            ]
+            yield from self._rows_of(launch, rounds, [(*way, launch) for way in (*parts, *ways)])
+
+    def write_timelines(self, folder: Path) -> None:
+        """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
+        from sidelane.choice.fused_order import ORDERS
+        from sidelane.ops import Timeline
+        from sidelane_lab.studies.fused.pictures import draw_timeline
+        from sidelane_lab.studies.fused.skew import Times, draw_skew, times_of_ranks
+
+        case, comm = self._case, self._comm
+        calls: dict[str, list[Times]] = {}
+        for schedule, run in case.fused.items():
+            for number in range(1 + (SKEW_CALLS if schedule in ORDERS else 1)):
+                with Timeline(comm) as timeline:
+                    run()
+                if number and timeline.intervals and schedule in ORDERS:
+                    calls.setdefault(schedule, []).append(times_of_ranks(timeline.intervals))
+            if comm.rank == 0 and timeline.intervals:  # copy engines have no workgroups
+                name = file_name(f"{case.op} {schedule}")
+                timeline.write(folder / f"{name}.trace.json")
+                draw_timeline(timeline.intervals, f"{case.op}, {case.shape}, {schedule}", folder, name)
+        if comm.rank == 0 and calls and comm.world_size > 1:
+            draw_skew(calls, f"{case.op}, {case.shape}", folder, file_name(f"{case.op} skew"))
+
+    def _add(self, jobs: dict[Key, Job], key: Key, run: Callable[[], object]) -> None:
+        def step() -> None:
+            run()
+            self._meter.finish(str(key))
+            if self._meter.device.type == "cpu":
+                jobs[key] = Job(run)  # an interpreter takes long enough for one
+            elif key[2] == "graph":
+                graph = captured(lambda: (run(), None)[1], CALLS)
+                self._graphs.append(graph)
+                jobs[key] = Job(graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
+            else:
+                jobs[key] = Job(run, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
+
+        refused = self._meter.attempt(step)
+        if refused is not None:
+            jobs.pop(key, None)
+            self._problems[key] = (refused, False)
+
+    def _checked(self, key: Key, run: Callable[[], torch.Tensor]) -> bool:
+        """Run once on fresh inputs and compare, all ranks."""
+        found: list[torch.Tensor] = []
+
+        def step() -> None:
+            self._case.refill(next(self._seeds))
+            found.append(run())
+            self._meter.finish(str(key))
+
+        refused = self._meter.attempt(step)
+        if refused is not None:
+            self._problems[key] = (refused, False)
+            return False
+        errors: list[float] = []
+
+        def compare() -> None:
+            expected = self._case.expected()
+            error = (found[0].double() - expected).abs().max() / expected.abs().max()
+            errors.append(float(error))
+
+        refused = self._meter.attempt(compare)
+        worst = max(map(max, self._meter.of_all_ranks(errors or [float("nan")])))
+        self._errors[key] = worst
+        if refused is not None or not worst <= TOLERANCE[found[0].dtype]:
+            self._problems[key] = (refused or f"the largest error is {worst:.2g} of the largest element", True)
+            return False
+        return True
+
+    def _rows_of(self, launch: str, rounds: dict[Key, Rounds], keys: list[Key]) -> Iterator[FusedRow]:
+        def fastest(part: str) -> float | None:
+            found = [time.median_us for key, time in rounds.items() if (key[0], key[2]) == (part, launch)]
+            return min(found, default=None)
+
+        alone = fastest(COMPUTE), fastest(COLLECTIVE)
+        good = [key for key in keys if key in rounds and key not in self._problems]
+        for key in keys:
+            yield self._row(key, key[0], rounds, alone)
+        unfused = [key for key in good if key[0] not in (FUSED, AUTO, *ALONE)]
+        if unfused:
+            yield self._row(min(unfused, key=lambda key: rounds[key].median_us), BEST, rounds, alone)
+
+    def _row(
+        self,
+        key: Key,
+        implementation: str,
+        rounds: dict[Key, Rounds],
+        alone: tuple[float | None, float | None],
+    ) -> FusedRow:
+        problem = self._problems.get(key)
+        time = rounds.get(key) if problem is None else None
+        is_part, read = key[0] in ALONE, None if key[0] == COLLECTIVE else self._case.read_bytes
+        note = problem[0] if problem is not None else self._why(key) if key[0] == AUTO else ""
+        return FusedRow(
+            op=self._case.op,
+            shape=self._case.shape,
+            implementation=implementation,
+            schedule=key[1],
+            launch=key[2],
+            time_us=None if time is None else time.median_us,
+            p10_us=None if time is None else time.p10_us,
+            p90_us=None if time is None else time.p90_us,
+            compute_us=alone[0],
+            comm_us=alone[1],
+            bound_us=None if None in alone else max(part for part in alone if part is not None),
+            max_rel_err=self._errors.get(key),
+            correct=None if is_part else True if problem is None else False if problem[1] else None,
+            note=note,
+            gbps=None if time is None or read is None else read / time.median_us / 1e3,
+            skew_us=None if time is None or self._comm.world_size == 1 else time.skew_us,
+        )
+
+    def _why(self, key: Key) -> str:
+        """What ``auto`` has chosen. Ranks have agreed on that in the first call."""
+        from sidelane import ops
+        from sidelane_lab.studies.fused.case import dtype_of
+
+        auto = self._case.auto[key[1]]
+        options = {"captured": key[2] == "graph", "dtype": dtype_of(self._comm), "without": auto.without}
+        options["experts"] = auto.experts
+        return ops.explain(self._comm, self._case.op, *auto.sizes, **options)  # type: ignore[arg-type]

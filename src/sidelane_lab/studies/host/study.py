@@ -1,0 +1,232 @@
+"""What a call takes the host: eager calls that repeat, and the triggers of prelaunched ones.
+
+    device   spins ...............................| 40 collectives
+    host     | call | call | call | ... 40 of them |
+
+A call of Sidelane's returns when everything is queued, as torch's do. Each batch of calls is queued behind a spin, so
+that no call waits for the device or for a peer: what is left is the host's own time, the driver's included. A call is
+made with nothing of the study around it, and again and again with the same tensors, as in the steps of a training.
+
+Triggers are timed one by one, less what the clock itself takes: each must be armed before, which is not counted.
+
+On CPUs a call blocks until the collective is done, so that none has a host time of its own. ``trigger_from_host`` only
+tells threads to go, and is timed; everything else is run and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sidelane.cli.launch import Rank
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.calls import HostRow
+from sidelane_lab.harness.running.measure import SPIN_CYCLES_PER_US, Meter
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.studies.host.ways import Armed, Way, ways_of
+
+BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
+MOST_SPIN_US = 50_000.0
+TRIGGERS_A_BATCH = 4
+"""Triggers are timed singly, and vary: there are this many for each batch of calls."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        sizes: gathered bytes.
+        variants: of Sidelane's collectives.
+        calls: in a batch. Of the copy engines' each takes up to ten calls to the driver, and a full queue would block.
+        warmup: batches before the measured ones.
+        repeats: measured batches.
+    """
+
+    sizes: tuple[int, ...] = (1 << 10, 64 << 10)
+    variants: tuple[str, ...] = ("one_shot", "b2b", "b2b+graph", "alternating", "striped")
+    calls: int = 40
+    warmup: int = 5
+    repeats: int = 50
+
+
+def main(options: HostOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
+    return run_study("host", HostRow, _measure, options, "host time of a call")
+
+
+def _measure(rank: Rank, options: HostOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    sender = Sender(rank, len(options.sizes))
+    if on_cpu:
+        sender.note(f"{BLOCKS}; only trigger_from_host is timed")
+    # What blocks anyway has nothing to be compared with.
+    wanted = options.implementations or (("dma", "auto") if on_cpu else ())
+    roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, options.sizes)))
+    sender.note_rounding(options.sizes, rounded)
+    cases = [Case(Kind.ALL_GATHER, size, torch.bfloat16, rank.rank, rank.world_size, rank.device) for size in sizes]
+    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    study = _Study(roster.meter, rank, options)
+    count = 0
+    for case in cases:
+        sender.step(f"host time of an all-gather of {format_bytes(case.nbytes)}")
+        with roster.meter.on_stream():
+            for way in ways_of(roster.implementations.values(), options.variants, case):
+                sender.row(study.row(case, way))
+                count += 1
+    roster.close()
+    return count
+
+
+class _Study:
+    """What one rank needs to time calls, together with the other ranks."""
+
+    def __init__(self, meter: Meter, rank: Rank, options: HostOptions) -> None:
+        self._meter, self._rank, self._options = meter, rank, options
+        self._seeds = itertools.count(options.seed + 1)
+        self._on_cpu = rank.device.type == "cpu"
+        self._clock_us = _clock_us()
+
+    def row(self, case: Case, way: Way) -> HostRow:
+        """Check, time and check again. Collective."""
+        armed: list[Armed] = []
+        problem = self._attempt(way, lambda: armed.append(way.open()) if way.open is not None else None)
+        one = armed[0] if armed else None
+        problem = problem or self._check(case, way, one)
+        blocks = self._on_cpu and way.operation != "trigger_from_host"
+        samples = None
+        if problem is None and not blocks:
+            samples = self._samples(way, one)
+            problem = self._check(case, way, one)
+        if one is not None:
+            one.close()
+        return self._row(case, way, problem, samples, BLOCKS if blocks else "")
+
+    def _attempt(self, way: Way, step: Callable[[], object]) -> tuple[str, bool] | None:
+        """Returns what is wrong, and False: nothing ran."""
+
+        def work() -> None:
+            step()
+            self._meter.finish(str(way))
+
+        refused = self._meter.attempt(work)
+        return None if refused is None else (refused, False)
+
+    def _check(self, case: Case, way: Way, armed: Armed | None) -> tuple[str, bool] | None:
+        """Run once on a fresh input and compare. Returns what is wrong, and whether it ran and was wrong."""
+        seed = next(self._seeds)
+
+        def run() -> None:
+            if way.tensors.output is not None:
+                poison(way.tensors.output)
+            fill_input(case, way.tensors.input, seed)
+            if armed is not None:
+                armed.arm()
+                armed.trigger()
+                armed.settle()
+            else:
+                end = way.call()
+                if callable(end):
+                    end()
+
+        problem = self._attempt(way, run)
+        if problem is None:
+            output = way.tensors.output
+            wrong = self._meter.attempt(
+                lambda: "there is no output" if output is None else output_error(case, output, seed)
+            )
+            problem = None if wrong is None else (wrong, True)
+        return problem
+
+    def _samples(self, way: Way, armed: Armed | None) -> list[list[float]]:
+        """Microseconds by rank and batch."""
+        options = self._options
+        repeats = options.repeats * (TRIGGERS_A_BATCH if armed is not None else 1)
+        longest = 50.0
+        times = []
+        for number in range(options.warmup + repeats):
+            found = self._trigger(way, armed) if armed is not None else self._batch(way, longest)
+            longest = max(longest, found)
+            if number >= options.warmup:
+                times.append(found)
+        self._meter.finish(str(way))
+        return self._meter.of_all_ranks(times)
+
+    def _batch(self, way: Way, longest: float) -> float:
+        call, calls = way.call, range(self._options.calls)
+        self._line_up(way)
+        self._spin(200.0 + 2 * longest * len(calls))
+        began = time.perf_counter_ns()
+        for _ in calls:
+            call()
+        return (time.perf_counter_ns() - began) / len(calls) / 1e3
+
+    def _trigger(self, way: Way, armed: Armed) -> float:
+        self._line_up(way)
+        armed.arm()
+        trigger = armed.trigger
+        self._spin(200.0)
+        began = time.perf_counter_ns()
+        trigger()
+        time_us = (time.perf_counter_ns() - began) / 1e3 - self._clock_us
+        armed.settle()
+        return max(time_us, 0.0)
+
+    def _line_up(self, way: Way) -> None:
+        """Begin with idle devices, all ranks at once: hosts disturb each other, in every batch alike."""
+        self._meter.finish(str(way))
+        self._meter.agree(None)
+
+    def _spin(self, us: float) -> None:
+        if not self._on_cpu:
+            torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
+
+    def _row(
+        self, case: Case, way: Way, problem: tuple[str, bool] | None, samples: list[list[float]] | None, note: str
+    ) -> HostRow:
+        variant, driver_calls = way.variant, None
+        if problem is None and way.communicator is not None:
+            choice, submitted = way.communicator.last_choice(), way.communicator.last_submitted()
+            assert choice is not None
+            assert submitted is not None
+            variant = choice.candidate.name
+            driver_calls = submitted.counts.calls if way.open is None and not self._on_cpu else None
+        usable = samples if problem is None else None
+        slowest = None if usable is None else max(usable, key=statistics.median)
+        p10, median, p90 = (None,) * 3 if slowest is None else np.percentile(slowest, (10, 50, 90)).tolist()
+        return HostRow(
+            operation=way.operation,
+            bytes=case.nbytes,
+            implementation=way.implementation,
+            variant=variant,
+            symmetric=way.symmetric,
+            driver_calls=driver_calls,
+            host_us=median,
+            p10_us=p10,
+            p90_us=p90,
+            best_us=None if usable is None else min(map(min, usable)),
+            correct=True if problem is None else False if problem[1] else None,
+            note=note if problem is None else problem[0],
+        )
+
+
+def _clock_us() -> float:
+    """What it takes to read the clock."""
+    pairs = ((time.perf_counter_ns(), time.perf_counter_ns()) for _ in range(1000))
+    return statistics.median(after - before for before, after in pairs) / 1e3

@@ -1,0 +1,59 @@
+"""``sidelane machines``: the catalogue, and where its numbers come from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Line, Table
+from sidelane.cli.terminal import tables_console
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.machines.spec import Machine, Source
+
+
+def main(json: Path | None = None) -> int:
+    """Print every machine of the catalogue.
+
+    Args:
+        json: file for a list of objects, or ``written.STDOUT``; None writes none.
+
+    Returns:
+        0.
+    """
+    machines = [named(name) for name in machine_names()]
+    if json is not None:
+        write_json(json, [_flat(machine) for machine in machines])
+    tables_console(json).print(machines_table(machines).to_rich())
+    return 0
+
+
+def machines_table(machines: list[Machine]) -> Table:
+    """A line for each machine: what it is, and how many of its numbers have which source."""
+    lines = []
+    for machine in machines:
+        row = _flat(machine)
+        sources = row["sources"]
+        known = sum(sources[source] for source in (Source.DATASHEET, Source.PAPER, Source.MEASURED))
+        cells = (row["name"], row["title"], str(row["units"]), row["topology"], f"{row['link_gbps']:g}")
+        lines.append(Line((*cells, str(known), str(sources[Source.FITTED]), str(sources[Source.ASSUMED]))))
+    columns = ("<name", "<machine", "units", "<links", "GB/s", "known", "fitted", "assumed")
+    note = (
+        "--machine takes a name, or a TOML or JSON file (docs/internals/model.md). units: of a GPU; GB/s: DMA copies "
+        "over a link or port, one direction; known: numbers from data sheets, papers and measurements"
+    )
+    return Table("Machines that can be predicted", columns, tuple(lines), (note,))
+
+
+def _flat(machine: Machine) -> dict[str, Any]:
+    sources = Counter(quantity.source for quantity in machine.quantities().values())
+    return {
+        "name": machine.name,
+        "title": machine.title,
+        "gpus": machine.gpus,
+        "units": int(machine.gpu.units),
+        "topology": str(machine.links.topology),
+        "link_gbps": float(machine.links.usable_gbps),
+        "sources": {str(source): sources[source] for source in Source},
+    }

@@ -1,0 +1,195 @@
+"""What collectives cost where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
+
+Three parts: collectives alone (``alone``), next to a GEMM (``pairs``), and on tensors that change (``changing``). The
+ways that are compared are in ``ways``; all of a case take turns round by round in one process, the slowest rank counts,
+and outputs are compared before and behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from sidelane.c3.lanes import Lanes
+from sidelane.c3.workload import Workload, parse_workload
+from sidelane.cli.launch import Rank
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.roster import make_meter
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.studies.c3.study import case_of, scaled_workload
+from sidelane_lab.studies.ordinary.alone import measure_alone
+from sidelane_lab.studies.ordinary.changing import measure_changing
+from sidelane_lab.studies.ordinary.pairs import measure_pair
+from sidelane_lab.studies.ordinary.ways import PLACES, Way, make_ways
+
+ALONE, BESIDE, CHANGING = "alone", "beside", "changing"
+PARTS = (ALONE, BESIDE, CHANGING)
+MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+"""What runs next to a GEMM: copy engines move bytes, and add none."""
+
+GEMM_DTYPE = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrdinaryOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        collectives: kinds; those that move bytes also run next to a GEMM, and the first of these on tensors that
+            change.
+        sizes: bytes of collectives alone; empty takes :func:`default_sizes`.
+        pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes :func:`default_pairs`.
+        changing: bytes of collectives on tensors that change; empty takes :func:`default_changing`.
+        parts: of ``PARTS``.
+        warmup: rounds before the measured ones.
+        repeats: measured rounds.
+    """
+
+    collectives: tuple[Kind, ...] = tuple(PLACES)
+    sizes: tuple[int, ...] = ()
+    pairs: tuple[str, ...] = ()
+    changing: tuple[int, ...] = ()
+    parts: tuple[str, ...] = PARTS
+    warmup: int = 2
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        wrong = [kind for kind in self.collectives if kind not in PLACES]
+        if wrong or not self.collectives:
+            raise ValueError(
+                f"OrdinaryOptions: collectives (value={', '.join(wrong) or 'none'}, allowed={', '.join(PLACES)})"
+            )
+        if not self.parts or not set(self.parts) <= set(PARTS):
+            raise ValueError(
+                f"OrdinaryOptions: parts (value={', '.join(self.parts) or 'none'}, allowed={', '.join(PARTS)})"
+            )
+        for pair in self.pairs:
+            parse_workload(pair)
+        if self.repeats < 1 or self.warmup < 0 or min((*self.sizes, *self.changing, 1)) < 1:
+            raise ValueError(
+                f"OrdinaryOptions: repeats, warmup and sizes must be positive "
+                f"(value={self.repeats}, {self.warmup}, {(*self.sizes, *self.changing)})"
+            )
+
+
+def main(options: OrdinaryOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
+    return run_study("ordinary", OrdinaryRow, _measure, options, "ordinary memory")
+
+
+def default_sizes(device_type: str) -> tuple[int, ...]:
+    """Powers of 4: 16 MB to 1 GB on an accelerator, 64 KB to 4 MB on a CPU.
+
+    >>> default_sizes("cpu")[-1] == 4 << 20
+    True
+    """
+    first = 64 << 10 if device_type == "cpu" else 16 << 20
+    return tuple(first * 4**exponent for exponent in range(4))
+
+
+def default_pairs(device_type: str) -> tuple[str, ...]:
+    """One GEMM with three sizes; on a CPU, where it is divided, with the first."""
+    sizes = ("97M",) if device_type == "cpu" else ("97M", "330M", "1.2G")
+    return tuple(f"8192x8192x8192_{size}" for size in sizes)
+
+
+def default_changing(device_type: str) -> tuple[int, ...]:
+    """What is bound by the host, and what is not; on a CPU a small size."""
+    return (64 << 10,) if device_type == "cpu" else (1 << 20, 64 << 20)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured, as this rank has it.
+
+    Attributes:
+        alone: cases.
+        pairs: with the case of each.
+        changing: cases.
+    """
+
+    alone: tuple[Case, ...]
+    pairs: tuple[tuple[Workload, Case], ...]
+    changing: tuple[Case, ...]
+
+    @property
+    def reserved(self) -> tuple[Case, ...]:
+        """What needs buffers that stay."""
+        return (*self.alone, *(case for _, case in self.pairs))
+
+
+def plan_of(rank: Rank, options: OrdinaryOptions) -> Plan:
+    """All that the options ask for.
+
+    Args:
+        rank: of this process.
+        options: of the study.
+    """
+    device, moving = rank.device, [kind for kind in options.collectives if kind in MOVING]
+
+    def cases(kinds: Iterable[Kind], sizes: Iterable[int]) -> tuple[Case, ...]:
+        rounded = sorted({rounded_bytes(size, rank.world_size) for size in sizes})
+        return tuple(
+            Case(kind, size, torch.bfloat16, rank.rank, rank.world_size, device) for kind in kinds for size in rounded
+        )
+
+    asked = options.pairs or default_pairs(device.type)
+    workloads = [
+        scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank) for kind in moving for text in asked
+    ]
+    return Plan(
+        cases(options.collectives, options.sizes or default_sizes(device.type)) if ALONE in options.parts else (),
+        tuple((one, case_of(rank, one)) for one in workloads) if BESIDE in options.parts else (),
+        cases(moving[:1], options.changing or default_changing(device.type)) if CHANGING in options.parts else (),
+    )
+
+
+def _measure(rank: Rank, options: OrdinaryOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    if rank.device.type == "cpu":
+        torch.set_num_threads(1)  # the ranks share the cores
+    plan = plan_of(rank, options)
+    sender = Sender(rank, len(plan.alone) + len(plan.pairs) + len(plan.changing))
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sender.note_rounding((*options.sizes, *options.changing), rounded)
+    roster, ways = make_ways(rank, make_meter(rank, options.step_s), options.step_s)
+    if plan.reserved:
+        roster.reserve(
+            max(case.output_bytes for case in plan.reserved), max(case.input_bytes for case in plan.reserved)
+        )
+    ways = {name: way for name, way in ways.items() if name in roster.implementations}
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    count = 0
+    for row in _rows(roster.meter, ways, plan, options, sender, rank):
+        sender.row(row)
+        count += 1
+    roster.close()
+    return count
+
+
+def _rows(
+    meter: Meter, ways: dict[str, Way], plan: Plan, options: OrdinaryOptions, sender: Sender, rank: Rank
+) -> Iterator[OrdinaryRow]:
+    seeds = itertools.count(options.seed + 1)
+    warmup, repeats = options.warmup, options.repeats
+    for case in plan.alone:
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
+        yield from measure_alone(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)
+    lanes = Lanes.on(rank.device)
+    for workload, case in plan.pairs:
+        sender.step(workload.name)
+        yield from measure_pair(meter, ways, workload, case, lanes=lanes, warmup=warmup, repeats=repeats, seeds=seeds)
+    for case in plan.changing:
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)} on tensors that change")
+        yield from measure_changing(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)

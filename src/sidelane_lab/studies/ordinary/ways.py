@@ -1,0 +1,232 @@
+"""Ways to have a collective done that differ in the memory of the caller's tensors, each with tensors of its own.
+
+    symmetric   Sidelane's ``auto`` on tensors of ``Communicator.empty``
+    learned     the same on ordinary tensors with ``map_memory="learn"``: peers reach large ones whose addresses come
+                again, and no host waits for it (docs/internals/reach.md)
+    mapped      the same with ``map_memory=True``: peers reach them in every call
+    staged      the same on ordinary tensors without it, the default of GPUs
+    library     NCCL on ordinary tensors; on CPU ranks Gloo
+
+Each of Sidelane's has a communicator of its own: what its ranks learn of addresses is theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.cli.launch import Rank
+from sidelane.collectives import Communicator
+from sidelane.collectives.plan import AUTO
+from sidelane.config import COMPUTE, LEARN, NOTHING
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.candidate import Binds, Entrant, Implementation, Tensors, nothing_to_wait_for, views
+from sidelane_lab.baselines.own import bound_call
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.harness.results.rows.ordinary import LEARNED, MAPPED, STAGED, SYMMETRIC
+from sidelane_lab.harness.running.measure import Meter
+
+PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
+    {
+        Kind.ALL_GATHER: (False, True),
+        Kind.ALL_TO_ALL: (False,),
+        Kind.REDUCE_SCATTER: (False,),
+        Kind.ALL_REDUCE: (False, True),  # torch's has no output
+    }
+)
+"""Where calls are measured: out of place, in place."""
+
+MODES: Mapping[str, Any] = MappingProxyType({SYMMETRIC: False, LEARNED: LEARN, MAPPED: True, STAGED: False})
+"""Values of ``Config.map_memory``."""
+
+
+class Own:
+    """Sidelane's ``auto`` on tensors that peers reach in one way.
+
+    Args:
+        reach: which; see the top of this file.
+        communicator: of this way alone.
+    """
+
+    name = AUTO
+    launches: tuple[str, ...] = ("eager",)
+
+    def __init__(self, reach: str, communicator: Communicator) -> None:
+        self.reach, self.communicator = reach, communicator
+        self._beside = NOTHING
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        # On CPUs a call blocks its caller, and an asynchronous one is staged whatever it is given: so a thread makes
+        # it where a computation is to run next to it.
+        self._thread = ThreadPoolExecutor(1) if communicator.device.type == "cpu" else None
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return (self.reach,)
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        self._buffers = self.memory(output_bytes), self.memory(input_bytes)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Bytes as this way has them. Collective where they are symmetric."""
+        if self.reach == SYMMETRIC:
+            return self.communicator.empty(nbytes, dtype=torch.uint8)
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self.communicator.device)
+        return made.share_memory_() if self.reach in (LEARNED, MAPPED) and not made.is_cuda else made
+
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
+        assert self._buffers is not None, "reserve comes first"
+        return views(case, candidate.in_place, *self._buffers)
+
+    def bind(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], object]:
+        output, input = tensors.output, tensors.input
+        assert output is not None
+        return bound_call(self.communicator, case.kind, output, input, beside=self._beside)
+
+    def start(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], None]:
+        call = self.bind(case, tensors)
+        if self._thread is None:
+            call()
+            return nothing_to_wait_for
+        begun = self._thread.submit(call)
+        return lambda: _wait(begun)
+
+    def next_to_computation(self) -> Own:
+        """The same with calls that say that a computation runs next to them."""
+        other = copy.copy(self)
+        other._beside = COMPUTE
+        return other
+
+    def objection(self, tensors: Tensors) -> str | None:
+        """Why peers do not reach these tensors as they should; known behind the first call."""
+        for tensor in (tensors.output, tensors.input):
+            found = self.communicator.reach(tensor) if tensor is not None else None
+            if found is not None and found.how != self.reach and self.reach in (SYMMETRIC, MAPPED):
+                return f"not {self.reach}, but {found}"
+        return None
+
+    def said(self) -> tuple[str, str]:
+        """What the last call was run as, and why."""
+        choice = self.communicator.last_choice()
+        assert choice is not None, "a call comes first"
+        return choice.candidate.name, choice.reason
+
+    def close(self) -> None:
+        self._buffers = None
+        if self._thread is not None:
+            self._thread.shutdown()
+        self.communicator.close()
+
+
+class Library:
+    """A library on ordinary tensors.
+
+    Args:
+        library: whose calls; its own buffers are not used.
+        device: of this rank.
+    """
+
+    launches: tuple[str, ...] = ("eager",)
+    reach = ""
+
+    def __init__(self, library: Implementation, device: torch.device) -> None:
+        self.name = library.name
+        self._library, self._device = library, device
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ("",) if "" in self._library.variants(kind, in_place) else ()
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        self._buffers = self.memory(output_bytes), self.memory(input_bytes)
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Ordinary bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
+        assert self._buffers is not None, "reserve comes first"
+        return views(case, candidate.in_place, *self._buffers)
+
+    def bind(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], object]:
+        if isinstance(self._library, Binds):
+            return self._library.bind(case, tensors, "")
+        return lambda: self._library.start(case, tensors, "")()
+
+    def start(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], None]:
+        return self._library.start(case, tensors, "")
+
+    def next_to_computation(self) -> Library:
+        """It knows nothing of that."""
+        return self
+
+    def objection(self, tensors: Tensors) -> str | None:
+        """It takes any."""
+        return None
+
+    def said(self) -> tuple[str, str]:
+        """It does not say."""
+        return "", ""
+
+    def close(self) -> None:
+        self._buffers = None
+        self._library.close()
+
+
+Way = Own | Library
+
+
+def make_ways(
+    rank: Rank, meter: Meter, timeout_s: float, group: dist.ProcessGroup | None = None
+) -> tuple[Roster, dict[str, Way]]:
+    """The ways of this machine, in a roster and by the same names; what cannot be made is among its unavailable.
+
+    Args:
+        rank: of this process.
+        meter: of this rank.
+        timeout_s: longest that one step may take, on the device or for a peer.
+        group: of the ranks; None for the default group.
+    """
+    roster, made = Roster(meter), {}
+
+    def add(name: str, make: Callable[[], Way]) -> None:
+        def step() -> Way:
+            made[name] = make()
+            return made[name]
+
+        roster.add(name, step)
+
+    def own(reach: str) -> Way:
+        return Own(reach, _communicator(rank, reach, timeout_s, group))
+
+    for reach in MODES:
+        add(reach, functools.partial(own, reach))
+    add("gloo" if rank.device.type == "cpu" else "nccl", lambda: _library(rank, meter, group))
+    return roster, {name: way for name, way in made.items() if name in roster.implementations}
+
+
+def _communicator(rank: Rank, reach: str, timeout_s: float, group: dist.ProcessGroup | None) -> Communicator:
+    config: Any = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=NOTHING, map_memory=MODES[reach])
+    return Communicator(group, device=rank.device, config=config)
+
+
+def _library(rank: Rank, meter: Meter, group: dist.ProcessGroup | None) -> Library:
+    if rank.device.type == "cpu":
+        from sidelane_lab.baselines.baselines_cpu import Gloo
+
+        return Library(Gloo(group), rank.device)
+    from sidelane_lab.baselines.baselines_cuda import Nccl
+
+    return Library(Nccl(rank.device, meter, group), rank.device)
+
+
+def _wait(begun: Any) -> None:
+    begun.result()

@@ -1,0 +1,107 @@
+"""``sidelane phases --machine``: the phases of the same Programs on a machine that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import matplotlib as mpl
+
+from sidelane.cli.terminal import say_written, tables_console
+from sidelane_lab.harness.report.drawing import RC
+from sidelane_lab.harness.results.rows.calls import MODEL, PREDICTED, PhaseRow
+from sidelane_lab.machines.load import find
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.papers.simulated.study import write_numbers
+from sidelane_lab.studies.phases.pictures import draw_phases
+from sidelane_lab.studies.phases.programs import OPERATIONS, Operation, operations
+from sidelane_lab.studies.phases.split import Phases, predict
+from sidelane_lab.studies.phases.tables import phase_tables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """What to predict.
+
+    Attributes:
+        machine: name in the catalogue, or a TOML or JSON file.
+        operations: names (``phases_programs.OPERATIONS``).
+        variants: of the programs.
+        sizes: bytes.
+        json: file for the rows, or ``written.STDOUT``; None writes none.
+        report: folder for pictures and the rows; None writes none.
+    """
+
+    machine: str
+    operations: tuple[str, ...] = OPERATIONS
+    variants: tuple[str, ...] = ("b2b",)
+    sizes: tuple[int, ...] = tuple(1024 * 4**exponent for exponent in range(11))
+    json: Path | None = None
+    report: Path | None = None
+
+
+def main(options: PredictOptions) -> int:
+    """Print, and write what the options ask for.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: no such machine, operation or variant.
+    """
+    machine = find(options.machine)
+    console = tables_console(options.json)
+    rows = [
+        predicted_row(machine, operation, machine.gpus)
+        for nbytes in options.sizes
+        for operation in operations(options.operations, options.variants, nbytes)
+    ]
+    console.print(f"Phases predicted for {machine.title}", style="bold")
+    for table in phase_tables(rows):
+        console.print(table.to_rich())
+    files = [path for path in (options.json, options.report and options.report / "phases_predicted.json") if path]
+    for path in files:
+        write_numbers(path, "phases", machine, [row.to_dict() for row in rows])
+    if options.report is not None:
+        with mpl.rc_context(RC):
+            draw_phases(rows, machine.title, options.report)
+    say_written(files)
+    return 0
+
+
+def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:
+    """Phases of an operation on a machine that is described; a row without times where it does not have this size.
+
+    Raises:
+        ValueError: the machine has fewer GPUs than there are ranks or several nodes, or the variant does not exist.
+    """
+    machine.refuse_nodes("phases")
+    if problem := operation.problem(ranks):
+        return phase_row(operation, MODEL, PREDICTED, None, note=problem)
+    phases = predict(operation.program(ranks, stamped=True), machine)
+    return phase_row(operation, MODEL, PREDICTED, phases, note=note)
+
+
+def phase_row(
+    operation: Operation,
+    launch: str,
+    source: str,
+    phases: Phases | None,
+    *,
+    correct: bool | None = None,
+    note: str = "",
+) -> PhaseRow:
+    """A row whose time without stamps is its time."""
+    names = [field.name for field in dataclasses.fields(Phases)]
+    figures = {name: None if phases is None else getattr(phases, name) for name in names}
+    return PhaseRow(
+        operation=operation.name,
+        variant=operation.variant,
+        bytes=operation.nbytes,
+        launch=launch,
+        source=source,
+        total_unstamped_us=figures["total_us"],
+        correct=correct,
+        note=note,
+        **figures,
+    )

@@ -1,0 +1,213 @@
+"""The operations whose phases are studied, as Programs: single transfers, and whole collectives.
+
+Transfers are bare copies of rank 0, as the DMA collectives paper (section 3) measured one: its host starts the engine
+and waits, and nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk
+included. Those that take turns (``alternating``) are two programs, of which each call runs one; the first call of a
+graph is a third one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+
+from sidelane.program.builders import ALTERNATING, Alternation, Transport, alternation, build, variants
+from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
+from sidelane.program.ir import MOVES, Move, Program, has_epochs
+from sidelane.program.transform import freeze, lower, prelaunch, stamp
+from sidelane.program.variant import GRAPH as GRAPH_SUFFIX
+from sidelane.program.variant import PRELAUNCH, Variant
+from sidelane_lab.harness.results.rows.flat import LAUNCHES
+from sidelane_lab.model.published import bare
+
+ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
+SUFFIXES = (PRELAUNCH, GRAPH_SUFFIX)
+OPENING = f"{ALTERNATING}+opening"
+"""The first call of a graph whose calls take turns: the one that has an entry handshake as well."""
+
+TURNING = (ALTERNATING, ALTERNATING + GRAPH_SUFFIX, OPENING)
+EAGER, GRAPH = LAUNCHES
+COPY, COPIES = "copy", "copies"
+TRANSFERS = (COPY, COPIES)
+KIND_OF: Mapping[str, Kind] = MappingProxyType(
+    {
+        COPY: Kind.SCATTER,
+        COPIES: Kind.SCATTER,
+        "all_gather": Kind.ALL_GATHER,
+        "all_gather_in_place": Kind.ALL_GATHER,
+        "all_to_all": Kind.ALL_TO_ALL,
+    }
+)
+OPERATIONS = tuple(KIND_OF)
+_ADDS = (
+    "compute units add between two handshakes, beside the copies of other pieces, which is none of the four phases; "
+    "sidelane collective and sidelane power measure it"
+)
+_RECEIVES = "ranks that copy nothing have no phases; sidelane collective measures broadcasts"
+NO_PHASES: Mapping[str, str] = MappingProxyType(
+    {
+        **{kind.value: _ADDS for kind in REDUCING},
+        **{kind.value: _RECEIVES for kind in (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)},
+    }
+)
+"""Why a collective is no operation of this study."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What is run.
+
+    Attributes:
+        name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:
+            out of place unless the name says otherwise.
+        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a trigger, with
+            ``+graph`` without epochs, which the CUDA executor launches as one graph of its own; and ``OPENING``.
+        nbytes: of each copy of a transfer; gathered bytes of an all_gather, the local buffer of an all_to_all.
+    """
+
+    name: str
+    variant: str
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if self.nbytes < 1:
+            raise ValueError(f"Operation: nbytes (value={self.nbytes}, allowed=1 and more)")
+
+    @property
+    def prelaunched(self) -> bool:
+        return Variant.of(self.variant).prelaunched
+
+    @property
+    def turns(self) -> int:
+        """Programs that take turns in its calls."""
+        return 2 if self.variant in TURNING and self.variant != OPENING else 1
+
+    @property
+    def launches(self) -> tuple[str, ...]:
+        """How it is called. In a graph of the caller's, what has a suffix is the same as without."""
+        if self.variant == OPENING:
+            return (GRAPH,)
+        return (EAGER,) if self.variant.endswith(SUFFIXES) else (EAGER, GRAPH)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.variant}"
+
+    def problem(self, ranks: int) -> str:
+        """Why there is no program of this size; empty if there is one."""
+        if self.variant in TURNING:
+            try:
+                alternation(self._collective(ranks), frozen=False, opened=False)
+            except ValueError as refused:
+                return str(refused)
+        return ""
+
+    def program(self, ranks: int, *, stamped: bool = False, native: AbstractSet[type[Move]] = ALL_MOVES) -> Program:
+        """The program; of those that take turns the first one. Arguments and errors are those of :meth:`plan`."""
+        plan = self.plan(ranks, stamped=stamped, native=native)
+        return plan if isinstance(plan, Program) else plan.opening or plan.turns[0]
+
+    def plan(
+        self,
+        ranks: int,
+        *,
+        stamped: bool = False,
+        native: AbstractSet[type[Move]] = ALL_MOVES,
+        frozen: bool = False,
+    ) -> Program | Alternation:
+        """The program, or those that take turns. With an ``opening``, that is what every call runs.
+
+        Args:
+            ranks: in the group.
+            stamped: with stamps around the copies.
+            native: the move commands that the executor has.
+            frozen: for a graph, whatever the variant says.
+
+        Raises:
+            ValueError: no such variant of this collective, a size that it does not have, or fewer than two ranks.
+        """
+        if ranks < 2:
+            raise ValueError(f"{self.name}: ranks (value={ranks}, allowed=2 and more)")
+        frozen = frozen or Variant.of(self.variant).graph
+        if self.variant in TURNING and self.name not in TRANSFERS:
+            opened = self.variant == OPENING
+            made = alternation(self._collective(ranks), frozen=frozen or opened, opened=opened)
+            return _stamped(made) if stamped else made
+        program = build(self._collective(ranks), base_of(self.variant), Transport.PUSH)
+        if self.name in TRANSFERS:
+            program = bare(program)
+        program = dataclasses.replace(lower(program, native), alone=True)  # as a call that says nothing of the kind
+        if stamped:
+            program = stamp(program)
+        if frozen and has_epochs(program):
+            program = freeze(program)
+        return prelaunch(program) if self.prelaunched else program
+
+    def _collective(self, ranks: int) -> Collective:
+        part = max(1, self.nbytes // ranks)
+        match self.name:
+            case "copy":
+                return scatter([0, self.nbytes, *[0] * (ranks - 2)], root=0)
+            case "copies":
+                return scatter([0, *[self.nbytes] * (ranks - 1)], root=0)
+            case "all_to_all":
+                return all_to_all([[part] * ranks] * ranks)
+            case _:
+                return all_gather([part] * ranks, in_place=self.name.endswith("in_place"))
+
+
+def _check_name(name: str) -> None:
+    if name not in OPERATIONS:
+        why = f": {NO_PHASES[name]}" if name in NO_PHASES else ""
+        raise ValueError(f"Operation: name (value={name!r}, allowed={', '.join(OPERATIONS)}){why}")
+
+
+def _stamped(made: Alternation) -> Alternation:
+    even, odd = map(stamp, made.turns)
+    return Alternation((even, odd), None if made.opening is None else stamp(made.opening))
+
+
+def base_of(variant: str) -> str:
+    """The name that ``program.builders`` knows.
+
+    >>> base_of("b2b+prelaunch"), base_of("pcpy")
+    ('b2b', 'pcpy')
+    """
+    return Variant.of(variant).algorithm
+
+
+def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list[Operation]:
+    """Every operation in every wanted variant that it has.
+
+    The one copy of a transfer is the same on whatever engine, and transfers have no flags that could be frozen.
+
+    Raises:
+        ValueError: an operation that does not exist, or a variant that none of the operations has.
+    """
+    found = []
+    used: set[str] = set()
+    for name in names:
+        _check_name(name)
+        allowed = _variants(name)
+        kept = [variant for variant in wanted if variant in allowed]
+        used.update(kept)
+        if name in TRANSFERS:
+            kept = [variant.removesuffix(GRAPH_SUFFIX) for variant in kept]
+        if name == COPY:
+            kept = ["b2b" + variant.removeprefix(base_of(variant)) for variant in kept]
+        found += [Operation(name, variant, nbytes) for variant in dict.fromkeys(kept)]
+    unknown = [variant for variant in wanted if variant not in used]
+    if unknown:
+        plain = sorted({variant for name in names for variant in variants(KIND_OF[name])})
+        turning = "" if set(names) <= set(TRANSFERS) else f"; {', '.join(TURNING)}"
+        allowed_names = f"{', '.join(plain)}, each also with {' or '.join(SUFFIXES)}{turning}"
+        raise ValueError(f"variants: (value={', '.join(unknown)}, allowed={allowed_names})")
+    return found
+
+
+def _variants(name: str) -> tuple[str, ...]:
+    plain = variants(KIND_OF[name])
+    turning = () if name in TRANSFERS else TURNING
+    return (*plain, *turning, *(variant + suffix for variant in plain for suffix in SUFFIXES))

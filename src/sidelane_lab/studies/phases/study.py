@@ -1,0 +1,259 @@
+"""The study of phases: single transfers and collectives, with stamps and without, measured and predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.machine.inventory import machine_name
+from sidelane.program.batch import Definition
+from sidelane.program.builders import Alternation
+from sidelane.program.collective import Collective
+from sidelane.program.verify import verify
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.reference import rounded_bytes
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.calls import PhaseRow
+from sidelane_lab.harness.results.rows.flat import LAUNCHES
+from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.machines.load import find, machine_names
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.studies.phases import check as phases_check
+from sidelane_lab.studies.phases.pace import Pacer
+from sidelane_lab.studies.phases.predict import phase_row, predicted_row
+from sidelane_lab.studies.phases.programs import GRAPH, OPENING, OPERATIONS, TRANSFERS, Operation, operations
+from sidelane_lab.studies.phases.rig import Rig
+from sidelane_lab.studies.phases.split import slowest, split
+from sidelane_lab.studies.phases.turns import Call
+
+FALLBACK_MACHINE = "h200x4"
+"""Predicted next to measurements on a machine that the catalogue does not have."""
+
+FEW_CALLS_FROM_BYTES = 64 << 20
+FEW_CALLS = 9
+MEASURED = "measured"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhasesOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        operations: names (``phases_programs.OPERATIONS``).
+        sizes: bytes (see ``Operation``); empty takes ``default_sizes``.
+        variants: of the programs (see ``Operation``); those with ``+prelaunch`` and ``+graph`` run eagerly only, and
+            ``phases_programs.OPENING`` in graphs only.
+        launches: ``eager``, ``graph``; empty takes both where both exist.
+        calls: measured calls of each; from 64 MiB up at most 9.
+        warmup: calls before them.
+        predict: machine that is predicted next to what is measured; empty takes this machine's description.
+    """
+
+    operations: tuple[str, ...] = OPERATIONS
+    sizes: tuple[int, ...] = ()
+    variants: tuple[str, ...] = ("b2b",)
+    launches: tuple[str, ...] = ()
+    calls: int = 31
+    warmup: int = 4
+    predict: str = ""
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not self.operations or not self.variants:
+            raise ValueError("PhasesOptions: at least one operation and one variant are needed (value=none)")
+        operations(self.operations, self.variants, 1)
+        if self.calls < 1 or self.warmup < 1 or any(size < 1 for size in self.sizes):
+            raise ValueError(
+                f"PhasesOptions: calls, warmup and sizes must be positive "
+                f"(value={self.calls}, {self.warmup}, {self.sizes})"
+            )
+        if self.predict:
+            find(self.predict)
+
+
+def main(options: PhasesOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+
+    Raises:
+        ValueError: also for a launch that is not known here, and a variant that has none of those asked for.
+    """
+    place = choose_target(options.ranks, options.device)
+    check_asked(place.device_type, (), launches=options.launches)
+    if OPENING in options.variants and (place.on_cpu or GRAPH not in (options.launches or LAUNCHES)):
+        where = "CPU ranks have no graphs" if place.on_cpu else f"launch={', '.join(options.launches)}"
+        raise ValueError(f"variants: runs in graphs only (value={OPENING}, {where}, allowed=on GPUs, launch graph)")
+    return run_study("phases", PhaseRow, _measure, options, "phases")
+
+
+def default_sizes(device_type: str) -> tuple[int, ...]:
+    """Powers of 4: 1 KB to 1 GB on an accelerator, 1 KB to 4 MB on a CPU.
+
+    >>> default_sizes("cuda")[-1] == 1 << 30
+    True
+    """
+    return tuple(1024 * 4**exponent for exponent in range(7 if device_type == "cpu" else 11))
+
+
+def _measure(rank: Rank, options: PhasesOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    asked = options.sizes or default_sizes(rank.device.type)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, asked)))
+    launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
+    if options.launches:
+        launches = [name for name in launches if name in options.launches]
+    by_size = [operations(options.operations, options.variants, nbytes) for nbytes in sizes]
+    sender = Sender(rank, len(sizes))
+    sender.note_rounding(asked, rounded)
+    machine, note = _described(rank, options)
+    if machine.world_size < rank.world_size:
+        sender.note(f"nothing is predicted: {machine.title} has fewer GPUs than there are ranks")
+    study = _Study(rank, options)
+    count = 0
+    with study.meter.on_stream():
+        rig = study.open([operation for chosen in by_size for operation in chosen])
+        if rig.notice:
+            sender.note(rig.notice)
+        for nbytes, chosen in zip(sizes, by_size, strict=True):
+            sender.step(f"phases {format_bytes(nbytes)}")
+            ways = [(operation, launch) for operation in chosen for launch in launches]
+            jobs = [_Job(*way) for way in ways if way[1] in way[0].launches]
+            rows = study.rows(nbytes, jobs)
+            if machine.world_size >= rank.world_size:
+                there = [operation for operation in chosen if not operation.problem(rank.world_size)]
+                rows += [predicted_row(machine, operation, rank.world_size, note) for operation in there]
+            for row in rows:
+                sender.row(row)
+                count += 1
+        rig.close()
+    return count
+
+
+def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
+    """What to predict next to the measurements, and a note where it is another machine than the one that is here."""
+    if not options.predict and rank.device.type != "cpu":
+        here = machine_name(torch.cuda.get_device_name(rank.device), rank.world_size)
+        if here in machine_names():
+            return find(here), ""
+    machine = find(options.predict or FALLBACK_MACHINE)
+    ranks = f"{rank.world_size} ranks of " if rank.world_size < machine.world_size else ""
+    return machine, f"predicted for {ranks}{machine.title}"
+
+
+@dataclasses.dataclass(slots=True)
+class _Job:
+    """One way to call an operation: with stamps and without. ``problem``: why it has no times."""
+
+    operation: Operation
+    launch: str
+    calls: tuple[Call | None, ...] = ()
+    problem: str = ""
+    wrong: bool = False
+
+
+class _Study:
+    """What one rank needs for all sizes."""
+
+    def __init__(self, rank: Rank, options: PhasesOptions) -> None:
+        self._rank, self._options = rank, options
+        control = dist.new_group(backend="gloo")
+        assert isinstance(control, dist.ProcessGroup)
+        # Its device barrier stays unused: ranks begin by the clock.
+        self.meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s, group=control)
+        self._pacer = Pacer(rank.device, control)
+        self._epoch = 0
+
+    def open(self, chosen: Sequence[Operation]) -> Rig:
+        """Make the rig, with room for these. Collective."""
+        self._rig, ranks = Rig(self._rank, self._options.step_s), self._rank.world_size
+        self._native = self._rig.executor.capabilities.moves
+        self._rig.reserve([op.plan(ranks, native=self._native) for op in chosen if not op.problem(ranks)])
+        return self._rig
+
+    def rows(self, nbytes: int, jobs: Sequence[_Job]) -> list[PhaseRow]:
+        """Prepare, check and time all ways to call; a row for each. Collective."""
+        for job in jobs:
+            self._prepare(job)
+        good = [job for job in jobs if not job.problem]
+        few = nbytes >= FEW_CALLS_FROM_BYTES
+        options = self._options
+        if good:
+            calls, in_step = self._pacer.run(
+                [call for job in good for call in job.calls],
+                self._next_epoch,
+                warmup=options.warmup,
+                repeats=min(options.calls, FEW_CALLS) if few else options.calls,
+                gap_us=2_000.0 + nbytes * self._rank.world_size / (1e3 if self._rank.device.type == "cpu" else 200e3),
+            )
+        rows = []
+        for job in jobs:
+            if job.problem:
+                correct = False if job.wrong else None
+                rows.append(phase_row(job.operation, job.launch, MEASURED, None, correct=correct, note=job.problem))
+                continue
+            index = 2 * good.index(job)
+            with_stamps, plain = (slowest(calls[:, at], in_step[at]) for at in (index, index + 1))
+            note = "" if in_step[index].mean() >= 0.5 else "in most calls some rank began late"
+            phases = split(with_stamps)
+            row = phase_row(job.operation, job.launch, MEASURED, phases, correct=True, note=note)
+            rows.append(dataclasses.replace(row, total_unstamped_us=plain.total_us, host_us=plain.host_us))
+        return rows
+
+    def _prepare(self, job: _Job) -> None:
+        """Load both programs, run each once and check its bytes. Collective."""
+        operation = job.operation
+        ranks = self._rank.world_size
+        job.problem = operation.problem(ranks)
+        if job.problem:
+            return
+        frozen = job.launch == GRAPH
+        plans = [operation.plan(ranks, stamped=s, native=self._native, frozen=frozen) for s in (True, False)]
+        calls: list[Call | None] = []
+
+        def load() -> None:
+            for plan in plans:
+                if isinstance(plan, Alternation):
+                    plan.verify()
+                elif operation.name not in TRANSFERS:  # those have no flags: the host orders them
+                    verify(plan)
+                calls.append(self._rig.prepare(plan, job.launch))
+
+        job.problem = self.meter.attempt(load) or ""
+        for call in calls:
+            for _ in range(operation.turns):
+                if not job.problem:
+                    self._check(job, call, plans[0].collective)
+        job.calls = tuple(calls)
+
+    def _check(self, job: _Job, call: Call | None, collective: Definition) -> None:
+        assert isinstance(collective, Collective), "programs of this study hold one collective"
+        epoch, rank, views = self._next_epoch(), self._rank.rank, self._rig.tensor
+        seed = self._options.seed + epoch
+
+        def fill() -> None:
+            phases_check.fill(collective, rank, views, seed)
+            self.meter.finish("filling the buffers")
+
+        def run() -> None:
+            if call is not None:
+                call.arm(epoch)
+                call.begin(epoch)
+                call.finish()
+
+        own = job.operation.name not in TRANSFERS
+        job.problem = self.meter.attempt(fill) or self.meter.attempt(run) or ""
+        if not job.problem:
+            wrong = self.meter.attempt(lambda: phases_check.error(collective, rank, views, seed, own_chunk=own))
+            job.problem, job.wrong = wrong or "", wrong is not None
+
+    def _next_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch

@@ -1,0 +1,320 @@
+"""The study of power: every implementation back to back for most of a second, taking turns, with the counters read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sidelane.choice.candidate import DMA
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.errors import UnavailableError
+from sidelane.machine import local
+from sidelane.program.collective import REDUCING, Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
+from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
+from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.harness.results import files as result_files
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.calls import PowerRow
+from sidelane_lab.harness.results.rows.flat import LAUNCHES
+from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.harness.running.measure import Job
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.studies.collectives.study import calls_per_sample
+from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
+from sidelane_lab.studies.power.inputs import ReducedInput
+from sidelane_lab.studies.power.meter import Draw, Recorder
+
+DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
+OWN = ("dma", "sm", "auto")
+SETTLE_S = 0.15
+"""Power follows load with a delay, and readings follow power: the beginning of a run does not count."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        collectives: kinds, in this order.
+        sizes: bytes, as in the study of collectives.
+        variants: of Sidelane's collectives on copy engines; all of its kernels take part.
+        launch: ``graph`` (several calls in one, so that no host limits anything) or ``eager``.
+        places: keep ``in`` place, ``out`` of place, or both (empty).
+        seconds: that each implementation runs, a round. The first ``SETTLE_S`` of them do not count.
+        rounds: of all implementations of a size, one after the other.
+        idle_s: at the beginning, with nothing running.
+        fill: a result file of collectives whose ``energy_mj`` is to be filled in from this study; None fills none.
+    """
+
+    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    sizes: tuple[int, ...] = DEFAULT_SIZES
+    variants: tuple[str, ...] = ("b2b",)
+    launch: str = "graph"
+    places: tuple[str, ...] = ()
+    seconds: float = 0.7
+    rounds: int = 2
+    idle_s: float = 1.5
+    fill: Path | None = None
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not set(self.collectives) <= set(KINDS) or not self.collectives:
+            raise ValueError(f"PowerOptions: collectives (value={self.collectives}, allowed={', '.join(KINDS)})")
+        if self.launch not in LAUNCHES:
+            raise ValueError(f"PowerOptions: launch (value={self.launch!r}, allowed={', '.join(LAUNCHES)})")
+        if not set(self.places) <= {"in", "out"}:
+            raise ValueError(f"PowerOptions: places (value={self.places}, allowed=in, out)")
+        if self.seconds <= 2 * SETTLE_S or self.rounds < 1 or self.idle_s < SETTLE_S or not self.sizes:
+            raise ValueError(
+                f"PowerOptions: seconds, rounds, idle_s and sizes (value={self.seconds}, {self.rounds}, {self.idle_s}, "
+                f"{self.sizes}, allowed=more than {2 * SETTLE_S}, 1 and more, {SETTLE_S} and more, at least one)"
+            )
+        if any(size < 1 for size in self.sizes):
+            raise ValueError(f"PowerOptions: sizes must be positive (value={self.sizes})")
+
+
+def main(options: PowerOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+
+    Raises:
+        UnavailableError: nothing here tells its power.
+        ValueError: ``options.fill`` is not a file of collectives of this machine, or a name is not known here.
+    """
+    place = choose_target(options.ranks, options.device)
+    problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
+    if problem is not None:
+        raise UnavailableError(f"power: {problem} (sidelane power --machine h200x4 predicts instead)")
+    check_asked(
+        place.device_type,
+        options.collectives,
+        implementations=options.implementations,
+        variants=options.variants,
+        chosen_from=(DMA,),
+    )
+    collectives = None if options.fill is None else result_files.read(options.fill)
+    results = run_study("power", PowerRow, _measure, options, "power")
+    if results is not None and collectives is not None and options.fill is not None:
+        result_files.write(options.fill, with_energy(collectives, results))
+    return results
+
+
+def _measure(rank: Rank, options: PowerOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    sensor = local.power_sensor(rank.device.index)
+    roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
+    sender = Sender(rank, len(options.sizes) * len(options.collectives))
+    if sensor.averaged:
+        sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
+    recorder = Recorder(sensor)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sorted(set(map(rounded, options.sizes)))
+    sender.note_rounding(options.sizes, rounded)
+    cases = [
+        Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
+        for kind in options.collectives
+        for nbytes in sizes
+    ]
+    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    count = 0
+    bench = PowerBench(roster, recorder, options, dist.new_group(backend="gloo"))
+    sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
+    for case in cases:
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
+        for row in bench.rows(case):
+            sender.row(row)
+            count += 1
+    recorder.close()
+    sensor.close()
+    roster.close()
+    return count
+
+
+class PowerBench:
+    """Measures on one rank, together with the others. Making it measures idle power.
+
+    Args:
+        roster: what takes part.
+        recorder: of this rank's GPU.
+        options: how long, how often.
+        group: carries what the ranks tell each other, on the CPU.
+    """
+
+    def __init__(
+        self, roster: Roster, recorder: Recorder, options: PowerOptions, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._roster, self._meter, self._recorder, self._options = roster, roster.meter, recorder, options
+        self._group = group
+        self._seeds = itertools.count(options.seed + 1)
+        self._meter.finish("setting up")
+        self._meter.agree(None)
+        begin = time.perf_counter()
+        time.sleep(options.idle_s)
+        draw = recorder.draw(begin + SETTLE_S / 2, time.perf_counter())
+        self._idle = self._point(0.0, draw).watts
+        self.idle_w = float(np.mean(self._idle))
+
+    def rows(self, case: Case) -> Iterator[PowerRow]:
+        """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
+        meter, options = self._meter, self._options
+        good: dict[Entrant, Prepared] = {}
+        problems: dict[Entrant, tuple[str, bool]] = {}
+        with meter.on_stream():
+            inputs: list[ReducedInput] = []
+            refused = None
+            if case.kind in REDUCING:
+                refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
+            for candidate, implementation in self._candidates(case):
+                found = (refused, False) if refused else self._prepare(candidate, case, implementation)
+                if isinstance(found, Prepared):
+                    good[candidate] = found
+                else:
+                    problems[candidate] = found
+            replays = self._replays(good)
+            points: dict[Entrant, list[Point]] = {candidate: [] for candidate in good}
+            names = list(good)
+            for number in range(options.rounds):
+                shift = number % max(1, len(names))
+                for candidate in names[shift:] + names[:shift]:  # each round begins with another one
+                    points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
+            for candidate, prepared in good.items():
+                wrong = self._check(prepared)
+                if wrong is not None:
+                    problems[candidate] = wrong
+                prepared.release()
+        for candidate in (*names, *(c for c in problems if c not in good)):
+            variant = good[candidate].variant if candidate in good else candidate.variant
+            row = self._row(case, candidate, points.get(candidate, []), problems.get(candidate))
+            yield dataclasses.replace(row, variant=variant)
+
+    def _candidates(self, case: Case) -> Iterator[tuple[Entrant, Implementation]]:
+        options = self._options
+        found: dict[Entrant, Implementation] = {}
+        for name, implementation in self._roster.implementations.items():
+            if name == "auto" and name not in options.implementations:
+                continue  # the choice is one of the others
+            launch = options.launch if options.launch in implementation.launches else "eager"
+            only = options.variants if name == DMA else ()
+            for candidate in candidates_of(implementation, case.kind, only=only, launches=(launch,)):
+                if not options.places or ("in" if candidate.in_place else "out") in options.places:
+                    found[candidate] = implementation
+        # A place that only Sidelane has, as an all_to_all in place, is left out: nothing could be compared.
+        others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
+        return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
+
+    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | tuple[str, bool]:
+        """Run once, capture, check. If that fails: what is wrong, and whether its bytes were. Collective."""
+        meter, seed = self._meter, next(self._seeds)
+        calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
+        made: list[Prepared] = []
+        problem = meter.attempt(lambda: made.append(Prepared(candidate, case, implementation, calls)))
+        if problem is None and candidate.launch == "graph":
+            problem = meter.attempt(lambda: self._run_once(made[0], seed)) or meter.attempt(made[0].capture)
+        wrong = (problem, False) if problem is not None else self._check(made[0])
+        if wrong is None:
+            made[0].settle()
+            return made[0]
+        for prepared in made:
+            prepared.release()
+        return wrong
+
+    def _check(self, prepared: Prepared) -> tuple[str, bool] | None:
+        seed = next(self._seeds)
+        refused = self._meter.attempt(lambda: self._run_once(prepared, seed))
+        if refused is not None:
+            return refused, False
+        wrong = self._meter.attempt(lambda: prepared.error(seed))
+        return None if wrong is None else (wrong, True)
+
+    def _run_once(self, prepared: Prepared, seed: int) -> None:
+        prepared.fill(seed)
+        prepared.run()
+        self._meter.finish(prepared.label)
+
+    def _replays(self, good: Mapping[Entrant, Prepared]) -> dict[Entrant, int]:
+        """How often each has to run its sample to last as long as asked, the same on every rank."""
+        if not good:
+            return {}
+        rounds = self._meter.rounds({candidate: each.job() for candidate, each in good.items()}, warmup=1, repeats=2)
+        return {
+            candidate: max(2, math.ceil(self._options.seconds * 1e6 / (measured.median_us * good[candidate].calls)))
+            for candidate, measured in rounds.items()
+        }
+
+    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> Point:
+        """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
+        job, again = prepared.job(), lambda: None
+        every = replays
+        if given is not None:
+            given.put(prepared)
+            self._meter.finish("filling the input")
+            every = given.replays_between(prepared, job.calls) or replays
+            again = functools.partial(given.put, prepared)
+        self._meter.agree(None)  # the ranks begin together, to a fraction of a millisecond
+        begin = time.perf_counter()
+        time_us = self._elapsed_us(job, replays, prepared.label, every, again) / (replays * job.calls)
+        end = time.perf_counter()
+        return self._point(time_us, self._recorder.draw(begin + min(SETTLE_S, (end - begin) / 4), end))
+
+    def _elapsed_us(self, job: Job, replays: int, label: str, every: int, again: Callable[[], object]) -> float:
+        """Time of all replays, with ``again`` between every so many of them."""
+        on_cpu = self._meter.device.type == "cpu"
+        begin = time.perf_counter()
+        if not on_cpu:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+        for number in range(replays):
+            if number and number % every == 0:
+                again()
+            for _ in range(job.repeats):
+                job.run()
+        if on_cpu:
+            return (time.perf_counter() - begin) * 1e6
+        end.record()
+        self._meter.finish(label)
+        return float(start.elapsed_time(end)) * 1e3
+
+    def _point(self, time_us: float, draw: Draw) -> Point:
+        """What all ranks have seen. Collective."""
+        counted = math.nan if draw.counted_w is None else draw.counted_w
+        mine = torch.tensor([time_us, counted, draw.sampled_w], dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, mine, group=self._group)
+        times, counts, samples = torch.stack(everyone).T.tolist()
+        return Point(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
+
+    def _row(
+        self, case: Case, candidate: Entrant, points: Sequence[Point], problem: tuple[str, bool] | None
+    ) -> PowerRow:
+        row = PowerRow(
+            collective=case.kind,
+            bytes=case.nbytes,
+            implementation=candidate.implementation,
+            variant=candidate.variant,
+            in_place=candidate.in_place,
+            launch=candidate.launch,
+            time_us=None,
+            watts=None,
+            watts_sampled=None,
+            idle_watts=self.idle_w,
+            energy_mj=None,
+            energy_above_idle_mj=None,
+            counters_agree_percent=None,
+            correct=None,
+            note=problem[0] if problem is not None else "nothing was run",
+        )
+        if problem is not None:
+            return dataclasses.replace(row, correct=False if problem[1] else None)
+        return dataclasses.replace(row, correct=True, **dataclasses.asdict(figures_of(points, self._idle)))

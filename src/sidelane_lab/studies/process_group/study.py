@@ -1,0 +1,272 @@
+"""A program that calls ``torch.distributed``, on NCCL's group (CPUs: Gloo's) and on Sidelane's, line by line the same.
+
+Device times are of calls that the host has queued ahead; host times of calls behind a device that spins, so that none
+waits for the device or a peer. All ways of one operation and size take turns, round by round. Results are compared
+before the rounds and after them, of each way to call.
+
+First uses come before all else, since they are first only once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.candidate import captured
+from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.results.rows.groups import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow
+from sidelane_lab.harness.running.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Rounds
+from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.studies.process_group.first import first_uses
+from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, Way, plain_call, wanted
+
+DTYPE = torch.bfloat16
+HOST_BATCHES, CPU_CALLS = 7, 4
+CALL_US = 80.0
+"""What a call may take the host at most, for what has to be hidden."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        operations: of ``torch.distributed``.
+        sizes: gathered bytes of an all-gather, the buffer of the others.
+        first: measure what first uses cost, too.
+        warmup: rounds before the measured ones.
+        repeats: measured rounds.
+    """
+
+    operations: tuple[str, ...] = OPERATIONS
+    sizes: tuple[int, ...] = ()
+    first: bool = True
+    warmup: int = 2
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        unknown = [name for name in self.operations if name not in OPERATIONS]
+        if unknown or not self.operations:
+            given, allowed = ", ".join(unknown), ", ".join(OPERATIONS)
+            raise ValueError(f"pg: operations (value={given!r}, allowed={allowed})")
+        if self.warmup < 0 or self.repeats < 1:
+            raise ValueError(f"pg: rounds (value={self.warmup}, {self.repeats}, allowed=0 and more, 1 and more)")
+
+
+def default_sizes(device_type: str) -> tuple[int, ...]:
+    """Sizes of a study where none are given."""
+    return (16 << 10, 1 << 20) if device_type == "cpu" else (64 << 10, 1 << 20, 16 << 20, 256 << 20)
+
+
+def main(options: GroupOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+
+    Raises:
+        ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
+    """
+    device_type = choose_target(options.ranks, options.device).device_type
+    known = list(dict.fromkeys(name for name, _ in wanted((), device_type)))
+    unknown = [name for name in options.implementations if name not in known]
+    if unknown:
+        raise ValueError(f"pg: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
+    return run_study("process_group", GroupRow, _measure, options, "process groups")
+
+
+def _measure(rank: Rank, options: GroupOptions) -> int:
+    """Every rank's part of the study. Returns the number of rows."""
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    asked = options.sizes or default_sizes(rank.device.type)
+    sizes = sorted(set(map(rounded, asked)))
+    operations = [name for name in OPERATIONS if name in options.operations]
+    cases = [
+        (name, Case(KINDS[name], nbytes, DTYPE, rank.rank, rank.world_size, rank.device))
+        for name in operations
+        for nbytes in sizes
+    ]
+    sender = Sender(rank, len(cases) + options.first)
+    sender.note_rounding(asked, rounded)
+    barrier = None
+    if rank.device.type != "cpu":
+        from sidelane_lab.baselines.baselines_cuda import device_barrier
+
+        barrier = device_barrier(rank.device)
+    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), Groups(rank)
+    groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
+    study = _Study(rank, meter, groups, options)
+    count = 0
+    if options.first:
+        sender.step("first use")
+        for row in first_uses(rank, meter, groups, [case for _, case in cases], options.seed):
+            sender.row(row)
+            count += 1
+    for name, case in cases:
+        sender.step(f"{name} of {format_bytes(case.nbytes)}")
+        with meter.on_stream():
+            for row in study.rows(name, case):
+                sender.row(row)
+                count += 1
+    study.close()
+    return count
+
+
+@dataclasses.dataclass(slots=True)
+class _Program:
+    """A way to call, with its tensors.
+
+    Attributes:
+        once: makes one call, or what stands for it in a graph.
+        several: makes the calls of a sample.
+        problem: what is wrong with it, and whether it ran and was wrong.
+        made_by: what made its calls, and Sidelane's variant.
+    """
+
+    way: Way
+    launch: str
+    buffers: Buffers
+    once: Callable[[], object]
+    several: Callable[[], object]
+    problem: tuple[str, bool] | None = None
+    made_by: tuple[str, str] = ("", "")
+    host_us: float | None = None
+
+
+class _Study:
+    """What one rank needs to time programs, together with the other ranks."""
+
+    def __init__(self, rank: Rank, meter: Meter, groups: Groups, options: GroupOptions) -> None:
+        self._rank, self._meter, self._groups, self._options = rank, meter, groups, options
+        self._seeds = itertools.count(options.seed + 1)
+        self._on_cpu = rank.device.type == "cpu"
+        self._refused: dict[tuple[str, str], str] = {}
+
+    def rows(self, operation: str, case: Case) -> Iterator[GroupRow]:
+        """Check, time and check again. Collective."""
+        calls = CPU_CALLS if self._on_cpu else calls_of(case.nbytes)
+        programs: list[_Program] = []
+        launches = (EAGER, ASYNC) if self._on_cpu else (EAGER, ASYNC, GRAPH)
+        for names in wanted(self._options.implementations, self._rank.device.type):
+            way = self._way(names)
+            if way is None:
+                for launch in launches:
+                    yield _refused_row(operation, case, names, launch, self._refused[names])
+                continue
+            buffers = way.buffers(case)
+            programs += [self._program(operation, case, way, launch, buffers, calls) for launch in launches]
+        sound = [one for one in programs if one.problem is None]
+        rounds = self._timed(sound, calls)
+        for one in sound:
+            one.host_us = None if self._on_cpu or one.launch == GRAPH else self._host_us(one, calls)
+            one.problem = self._check(operation, case, one)
+        for one in programs:
+            times = None if one.problem is not None else rounds.get(f"{one.way.name}, {one.launch}")
+            yield _row(operation, case, one, times)
+
+    def close(self) -> None:
+        """Let go of the groups. Collective."""
+        self._meter.finish("process groups")
+        self._groups.close()
+
+    def _way(self, names: tuple[str, str]) -> Way | None:
+        """None where there is none, as where there is no room for a pool. Collective."""
+        made: list[Way] = []
+        if names not in self._refused:
+            refused = self._meter.attempt(lambda: made.append(self._groups.way(*names)))
+            if refused is not None:
+                self._refused[names] = refused
+                made.clear()
+        return made[0] if made else None
+
+    def _program(self, operation: str, case: Case, way: Way, launch: str, buffers: Buffers, calls: int) -> _Program:
+        once = plain_call(operation, way.group, buffers, launch)
+        made = _Program(way, launch, buffers, once, lambda: [once() for _ in range(calls)])
+        if launch == GRAPH:
+            graphs: list[torch.cuda.CUDAGraph] = []
+            refused = self._meter.attempt(lambda: graphs.extend(captured(once, count) for count in (1, calls)))
+            if refused is not None:
+                made.problem = (refused, False)
+                return made
+            made.once, made.several, made.made_by = graphs[0].replay, graphs[1].replay, way.made_by(operation)
+        made.problem = self._check(operation, case, made)
+        return made
+
+    def _check(self, operation: str, case: Case, one: _Program) -> tuple[str, bool] | None:
+        """Run once on a fresh input and compare."""
+        seed = next(self._seeds)
+
+        def run() -> None:
+            poison(one.buffers.output)
+            fill_input(case, one.buffers.input, seed)
+            one.once()
+            self._meter.finish(f"{operation} of {one.way.name}")
+
+        refused = self._meter.attempt(run)
+        if refused is not None:
+            return refused, False
+        if one.launch != GRAPH:  # a replay is in no report
+            one.made_by = one.way.made_by(operation)
+        wrong = self._meter.attempt(lambda: output_error(case, one.buffers.output, seed))
+        return None if wrong is None else (wrong, True)
+
+    def _timed(self, programs: list[_Program], calls: int) -> dict[str, Rounds]:
+        hidden_us = min(CALL_US * calls, MOST_HIDDEN_US)
+        jobs = {
+            f"{one.way.name}, {one.launch}": Job(one.several, calls=calls, hide_launch_us=hidden_us) for one in programs
+        }
+        options = self._options
+        return self._meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats) if jobs else {}
+
+    def _host_us(self, one: _Program, calls: int) -> float:
+        times = []
+        for _ in range(HOST_BATCHES):
+            self._meter.finish(one.way.name)
+            self._meter.agree(None)
+            torch.cuda._sleep(int(2 * CALL_US * calls * SPIN_CYCLES_PER_US))
+            began = time.perf_counter_ns()
+            one.several()
+            times.append((time.perf_counter_ns() - began) / calls / 1e3)
+        self._meter.finish(one.way.name)
+        return max(map(statistics.median, self._meter.of_all_ranks(times)))
+
+
+def _refused_row(operation: str, case: Case, names: tuple[str, str], launch: str, why: str) -> GroupRow:
+    dtype = str(case.dtype).removeprefix("torch.")
+    return GroupRow(operation, case.nbytes, dtype, *names, launch, *(None,) * 4, "", "", None, None, why)
+
+
+def _row(operation: str, case: Case, one: _Program, times: Rounds | None) -> GroupRow:
+    return GroupRow(
+        operation=operation,
+        bytes=case.nbytes,
+        dtype=str(case.dtype).removeprefix("torch."),
+        implementation=one.way.implementation,
+        tensors=one.way.tensors,
+        launch=one.launch,
+        time_us=None if times is None else times.median_us,
+        p10_us=None if times is None else times.p10_us,
+        p90_us=None if times is None else times.p90_us,
+        host_us=one.host_us if one.problem is None else None,
+        made_by=one.made_by[0],
+        variant=one.made_by[1],
+        held_mb=None,
+        correct=True if one.problem is None else False if one.problem[1] else None,
+        note="" if one.problem is None else one.problem[0],
+    )
+
+
+def calls_of(nbytes: int) -> int:
+    """Of a sample: short ones are many, and the driver's queue holds them all.
+
+    >>> calls_of(64 << 10), calls_of(16 << 20), calls_of(256 << 20)
+    (20, 10, 4)
+    """
+    return 20 if nbytes <= 1 << 20 else 10 if nbytes <= 64 << 20 else 4

@@ -1,0 +1,165 @@
+"""Whose group a plain program has, and where its tensors lie; the program itself is the same for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.cli.launch import Rank
+from sidelane.collectives import Communicator
+from sidelane.collectives.pools import pool
+from sidelane.integrations.ledger import SIDELANE
+from sidelane.integrations.ledger import report as report_of_groups
+from sidelane.integrations.process_group import SidelaneGroup
+from sidelane.integrations.registration import register
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness.results.rows.groups import ASYNC, LEARNED, OPERATIONS, ORDINARY, POOLED
+
+KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL), strict=True))
+
+
+PIECE_BYTES = 20 << 20
+"""What torch takes at most beyond what a tensor in a pool wants."""
+
+
+def library_of(device_type: str) -> str:
+    """What torch takes on such devices."""
+    return "gloo" if device_type == "cpu" else "nccl"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffers:
+    """Tensors of one program. An all-reduce has one, which is both."""
+
+    output: torch.Tensor
+    input: torch.Tensor
+
+    @classmethod
+    def of(cls, output_bytes: int, input_bytes: int, device: torch.device) -> Buffers:
+        """New ones, of bytes."""
+        return cls(*(torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (output_bytes, input_bytes)))
+
+    def cut_for(self, case: Case) -> Buffers:
+        """As much of them as a case has."""
+        output, input = self.output[: case.output_bytes].view(case.dtype), self.input[: case.input_bytes]
+        return Buffers(output, output if case.kind is Kind.ALL_REDUCE else input.view(case.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A group, and a kind of memory.
+
+    Attributes:
+        implementation: whose group.
+        tensors: in which memory.
+        group: that the program has.
+        pooled: an output and an input to take tensors from; None for tensors of torch's own.
+    """
+
+    implementation: str
+    tensors: str
+    group: dist.ProcessGroup
+    pooled: Buffers | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.implementation}, {self.tensors} tensors"
+
+    def buffers(self, case: Case) -> Buffers:
+        """Tensors for a case."""
+        made = self.pooled or Buffers.of(case.output_bytes, case.input_bytes, case.device)
+        return made.cut_for(case)
+
+    def made_by(self, operation: str) -> tuple[str, str]:
+        """What made the last call, and Sidelane's variant."""
+        last = report_of_groups().last
+        if self.implementation != SIDELANE:
+            return self.implementation, ""
+        if last is None or last.operation != operation:
+            raise RuntimeError(f"the report has {None if last is None else last.operation} for the last {operation}")
+        return last.where, last.why.partition(":")[0] if last.where == SIDELANE else ""
+
+
+def plain_call(operation: str, group: dist.ProcessGroup, buffers: Buffers, launch: str) -> Callable[[], Any]:
+    """One call of a program that knows nothing of Sidelane; an asynchronous one is waited for."""
+    output, input = buffers.output, buffers.input
+    arguments = (output,) if operation == "all_reduce" else (output, input)
+    function = getattr(dist, operation)
+    if launch != ASYNC:
+        return lambda: function(*arguments, group=group)
+    return lambda: function(*arguments, group=group, async_op=True).wait()
+
+
+class Groups:
+    """The groups of a study, each made when it is wanted first. Collective.
+
+    Args:
+        rank: of this process.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._made: dict[str, dist.ProcessGroup] = {}
+        self._room, self._pooled = (0, 0), list[Buffers]()
+        self._settings = {
+            ORDINARY: settings.current(),
+            LEARNED: dataclasses.replace(settings.current(), map_memory="learn"),
+        }
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        """Say how large pooled tensors are at most: they are made once."""
+        self._room = output_bytes, input_bytes
+
+    def way(self, implementation: str, tensors: str) -> Way:
+        """A way that names these."""
+        learns = tensors == LEARNED
+        key = f"{implementation}, learning" if learns else implementation
+        if key not in self._made:
+            self._made[key] = made = self.make(implementation)
+            if implementation == SIDELANE:
+                with settings.override(self._settings[LEARNED if learns else ORDINARY]):
+                    self.communicator_of(made)
+        return Way(implementation, tensors, self._made[key], self._in_pool() if tensors == POOLED else None)
+
+    def make(self, implementation: str) -> dist.ProcessGroup:
+        """A new group of all ranks."""
+        backend = implementation
+        if implementation == SIDELANE:
+            register()
+            if self._rank.device.type == "cpu":  # on a machine with GPUs, it would leave tensors of CPUs to Gloo
+                backend = "cpu:sidelane,cuda:sidelane" if torch.cuda.is_available() else SIDELANE
+        made = dist.new_group(backend=backend)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    def communicator_of(self, group: dist.ProcessGroup) -> Communicator:
+        """What makes the calls of one of Sidelane's groups. Collective where it is new."""
+        assert isinstance(group, SidelaneGroup)
+        return group.communicator(self._rank.device)
+
+    def close(self) -> None:
+        """Destroy them."""
+        self._pooled.clear()
+        for group in self._made.values():
+            dist.destroy_process_group(group)
+        self._made.clear()
+
+    def _in_pool(self) -> Buffers:
+        if not self._pooled:
+            room = sum(nbytes + PIECE_BYTES for nbytes in self._room)
+            with pool(self.communicator_of(self._made[SIDELANE]), room):
+                self._pooled.append(Buffers.of(*self._room, self._rank.device))
+        return self._pooled[0]
+
+
+def wanted(names: tuple[str, ...], device_type: str) -> list[tuple[str, str]]:
+    """Implementations and memory of a study, the library first."""
+    library = library_of(device_type)
+    every = [(library, ORDINARY), *((SIDELANE, tensors) for tensors in (ORDINARY, LEARNED, POOLED))]
+    return [(name, tensors) for name, tensors in every if not names or name in names]

@@ -1,0 +1,197 @@
+"""``sidelane tune``: measure the ways to run each collective on this machine, and keep what was found for ``auto``.
+
+The machinery is that of ``sidelane collective``: interleaved rounds, the slowest rank's time, and outputs that are
+compared with a reference before and after. Sizes come in passes, wide steps first and what lies between them after: a
+study that runs out of time has covered everything, only less finely.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import time
+from pathlib import Path
+
+import torch
+
+from sidelane.choice import Profile
+from sidelane.choice.candidate import DMA, SM, everything
+from sidelane.choice.key import Key, key_here
+from sidelane.choice.store import InForce, in_force, name_of, user_file
+from sidelane.choice.store import read as read_profile
+from sidelane.cli import provenance
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.output import refuse_unwritable, write_text
+from sidelane.cli.terminal import progress_console, say, tables_console
+from sidelane.config import BUILTIN
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.running.study import Follower, Sender, follow
+from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
+from sidelane_lab.studies.tune.changes import changes_table
+from sidelane_lab.studies.tune.profile import curves_of, profile_of
+
+SMALLEST_BYTES = 1 << 10
+LARGEST_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
+BUDGET_S = {"cpu": 150.0, "gpu": 75.0}
+QUICK_S = {"cpu": 45.0, "gpu": 30.0}
+"""Seconds for measuring. Ranks need about ten more to start, and what has begun is finished."""
+
+SETUP_S = 120.0
+"""On top of the budget, before the whole is given up as hanging."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneOptions(CollectiveOptions):
+    """What to measure, and where to keep it.
+
+    Attributes:
+        collectives: those to measure; a profile keeps what it had of the others.
+        budget_s: seconds for measuring; None takes ``BUDGET_S``, or ``QUICK_S``.
+        quick: wide steps between the sizes, few rounds.
+        output: file of the profile; None takes the user's of this machine.
+        json: another file for it, or ``written.STDOUT``.
+    """
+
+    collectives: tuple[Kind, ...] = tuple(kind for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
+    repeats: int = 7
+    warmup: int = 2
+    budget_s: float | None = None
+    quick: bool = False
+    output: Path | None = None
+    profile: bool = False
+
+    def __post_init__(self) -> None:
+        CollectiveOptions.__post_init__(self)
+        if self.tensors != 1:
+            raise ValueError(f"TuneOptions: tensors (value={self.tensors}, allowed=1: no choice is made by lists)")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueError(f"TuneOptions: budget_s must be positive (value={self.budget_s})")
+
+
+def main(options: TuneOptions) -> Profile | None:
+    """Measure, keep the profile, and say what it changes.
+
+    Returns:
+        The profile; None on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed; the profile is as it was.
+        ValueError: options do not fit this machine, or nothing could be measured.
+    """
+    place = choose_target(options.ranks, options.device)
+    where = "cpu" if place.on_cpu else "gpu"
+    seconds = options.budget_s or (QUICK_S if options.quick else BUDGET_S)[where]
+    options = dataclasses.replace(
+        options,
+        budget_s=seconds,
+        timeout_s=seconds + SETUP_S,
+        sizes=options.sizes or tuple(itertools.chain(*passes(LARGEST_BYTES[where], quick=options.quick))),
+        repeats=3 if options.quick else options.repeats,
+        warmup=1 if options.quick else options.warmup,
+        # By their names, so that nothing is measured that is no candidate.
+        variants=options.variants or tuple({found.name: None for kind in Kind for found in everything(kind)}),
+    )
+    progress = None if options.quiet else progress_console()
+    key = key_here(place.device_type, place.world_size)
+    path = user_file(key) if options.output is None else options.output
+    refuse_unwritable("tune", path)
+    follower = Follower(CollectiveRow, progress)
+    if not follow(follower, _measure, options, place, "tuning"):
+        return None
+    curves = curves_of(follower.rows, place.world_size)
+    if not curves:
+        raise ValueError("tune: nothing could be measured; the notes above say why")
+    previous = _previous(path, key)
+    before = in_force(BUILTIN, key) if previous is None else InForce(previous, str(path))
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    fresh = Profile(name_of(key), key, now, options.command or provenance.command_line(), ())
+    # Of the profile that was in the file only what this run did not measure, and only if it is of the same machine.
+    profile = dataclasses.replace(fresh, curves=(previous or fresh).replacing(curves).curves)
+    write_text(path, profile.to_text())
+    if options.json is not None:
+        write_text(options.json, profile.to_text())
+    if progress is not None:
+        tables_console(options.json).print(changes_table(before, profile, curves).to_rich())
+        wrong = [row for row in follower.rows if row.time_us is None]
+        for row in wrong:
+            say(progress, f"left out: {row.collective} {row.implementation} {row.variant}: {row.note}")
+        progress.print(f"kept: {path}", markup=False, soft_wrap=True)
+    return profile
+
+
+def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
+    """Make a profile from a result file of ``sidelane collective`` instead of measuring: the built-in tables are such.
+
+    Args:
+        file: with the times.
+        output: file of the profile.
+        json: another file for it, or ``written.STDOUT``; None writes none.
+
+    Raises:
+        ValueError: the file is no result file, or has no times of Sidelane's collectives.
+    """
+    profile = profile_of(read(file))
+    write_text(output, profile.to_text())
+    if json is not None:
+        write_text(json, profile.to_text())
+    say(progress_console(), f"{len(profile.curves)} curves of {profile.machine}: {output}")
+    return profile
+
+
+def _previous(path: Path, key: Key) -> Profile | None:
+    """What a file has of the same machine and software."""
+    try:
+        found = read_profile(path)
+    except ValueError:
+        return None
+    return found if found is not None and found.key == key else None
+
+
+def passes(largest: int, *, quick: bool) -> list[tuple[int, ...]]:
+    """Powers of 4 from 1 KB to ``largest``: every other one, then those between them (not if it has to be quick).
+
+    >>> passes(1 << 20, quick=False)
+    [(1024, 16384, 262144), (4096, 65536, 1048576)]
+    """
+    sizes = [SMALLEST_BYTES * 4**power for power in range(16) if SMALLEST_BYTES * 4**power <= largest]
+    return [tuple(sizes[0::2]), *([] if quick else [tuple(sizes[1::2])])]
+
+
+def _measure(rank: Rank, options: TuneOptions) -> int:
+    """Every rank's part. Returns the number of cases that were measured."""
+    sizes = list(dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes))
+    cases = [
+        Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device)
+        for nbytes in sizes
+        for kind in options.collectives
+    ]
+    sender = Sender(rank, len(cases))
+    wanted = (DMA,) if rank.device.type == "cpu" else (DMA, SM)
+    roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
+    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
+    for name, reason in roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    seeds = itertools.count(options.seed + 1)
+    assert options.budget_s is not None
+    deadline = time.monotonic() + options.budget_s
+    done = 0
+    for case in cases:
+        # Rank 0's clock decides for all: they must make the same calls.
+        is_late = rank.rank == 0 and time.monotonic() > deadline
+        if roster.meter.agree("late" if is_late else None) is not None:
+            sizes_left = ", ".join(format_bytes(size) for size in sorted({left.nbytes for left in cases[done:]}))
+            count = f"{len(cases) - done} of {len(cases)}"
+            sender.note(f"{options.budget_s:g} s are over: {count} steps are left out, of sizes {sizes_left}")
+            break
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
+        for row in measure_case(roster, case, options, seeds):
+            sender.row(row)
+        done += 1
+    roster.close()
+    return done

@@ -1,0 +1,196 @@
+"""``sidelane tune --study c3``: GEMMs and collectives alone, by the units that they have (as the ConCCL paper, III).
+
+The file grows row by row: what is in it is not measured again, so that a study that ran out of time, or was ended, goes
+on where it stood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import rich.console
+
+from sidelane.c3.measured import isolated_file
+from sidelane.c3.strategy import LIBRARY
+from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
+from sidelane.choice.candidate import DMA, SM
+from sidelane.cli.launch import LaunchTarget, Rank, choose_target
+from sidelane.cli.output import STDOUT, refuse_unwritable
+from sidelane.cli.terminal import progress_console, tables_console
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.harness.results import files as result_files
+from sidelane_lab.harness.results.files import Results, collect
+from sidelane_lab.harness.results.rows.pairs import IsolatedRow
+from sidelane_lab.harness.running.study import Follower, Sender, StudyOptions, check_targets, follow, publish
+from sidelane_lab.studies.tune.isolated_batches import batches_of
+from sidelane_lab.studies.tune.isolated_measure import Bench
+from sidelane_lab.studies.tune.isolated_rows import Key, key_of
+
+GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
+SIZES = {"cpu": (1 << 12, 1 << 20), "gpu": (1 << 16, 1 << 20, 16 << 20, 128 << 20, 896 << 20)}
+BUDGET_S = {"cpu": 60.0, "gpu": 240.0}
+SETUP_S = 120.0
+"""On top of the budget, before the whole is given up as hanging."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IsolatedOptions(StudyOptions):
+    """What to measure, and where to keep it.
+
+    Attributes:
+        gemms: tags or ``MxNxK``; empty takes ``GEMMS``. CPUs run them smaller, unless ``full_size``.
+        collectives: kinds, where there are two ranks or more.
+        sizes: bytes of the collectives; empty takes ``SIZES``.
+        dtype: of both on accelerators; CPUs take float32.
+        full_size: see ``C3Options``.
+        output: the file that grows; None takes the user's of this machine.
+        fresh: measure again what the file has.
+        budget_s: seconds for measuring; None takes ``BUDGET_S``.
+        warmup: rounds before the measured ones.
+        repeats: measured rounds.
+        done: what the file has; filled in by :func:`main`.
+    """
+
+    gemms: tuple[str, ...] = ()
+    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+    sizes: tuple[int, ...] = ()
+    dtype: str = "bfloat16"
+    full_size: bool = False
+    output: Path | None = None
+    fresh: bool = False
+    budget_s: float | None = None
+    warmup: int = 2
+    repeats: int = 5
+    done: frozenset[Key] = frozenset()
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if self.dtype not in GEMM_DTYPES:
+            raise ValueError(f"IsolatedOptions: dtype (value={self.dtype!r}, allowed={', '.join(GEMM_DTYPES)})")
+        for text in self.gemms:
+            parse_gemm(text, self.dtype)
+        if self.sizes and min(self.sizes) < 1:
+            raise ValueError(f"IsolatedOptions: sizes (value={self.sizes}, allowed=1 or more)")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise ValueError(f"IsolatedOptions: budget_s (value={self.budget_s}, allowed=more than 0)")
+        if self.repeats < 1 or self.warmup < 0:
+            raise ValueError(f"IsolatedOptions: repeats, warmup (value={self.repeats}, {self.warmup}, allowed=1, 0)")
+
+
+def main(options: IsolatedOptions) -> Results | None:
+    """Measure what the file does not have, and show what follows.
+
+    Returns:
+        Everything in the file; None on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed; the file has what was measured until then.
+        ValueError: options do not fit this machine, or the file is of another machine.
+    """
+    place = choose_target(options.ranks, options.device, fewest=1)  # what a GPU does alone needs no other one
+    where = "cpu" if place.on_cpu else "gpu"
+    seconds = options.budget_s or BUDGET_S[where]
+    path = options.output or isolated_file(place.device_type, place.world_size)
+    known = () if options.fresh else _known(path, place)
+    dtype = options.dtype if where == "gpu" else "float32"
+    options = dataclasses.replace(
+        options,
+        budget_s=seconds,
+        timeout_s=max(options.timeout_s, seconds + SETUP_S),
+        gemms=options.gemms or GEMMS[where],
+        sizes=options.sizes or SIZES[where],
+        output=path,
+        done=frozenset(key_of(row) for row in known if row.dtype == dtype and row.time_us is not None),
+    )
+    check_targets(options)
+    refuse_unwritable("tune", path)
+    progress = None if options.quiet else progress_console()
+    keeper = Keeper(progress, path, place, options, known)
+    if progress is not None and known:
+        progress.print(f"goes on: {len(known)} rows are there ({path})", markup=False, soft_wrap=True)
+    if not follow(keeper, _measure, options, place, "isolated times"):
+        return None
+    results = keeper.results()
+    publish(results, options, None if options.quiet else tables_console(options.json))
+    if progress is not None:
+        progress.print(f"kept: {path}", markup=False, soft_wrap=True)
+    return results
+
+
+class Keeper(Follower[IsolatedRow]):
+    """A follower that writes the file anew with every row."""
+
+    def __init__(
+        self,
+        console: rich.console.Console | None,
+        path: Path,
+        place: LaunchTarget,
+        options: IsolatedOptions,
+        known: tuple[IsolatedRow, ...],
+    ) -> None:
+        super().__init__(IsolatedRow, console)
+        self._path, self._known = path, known
+        self._empty = collect(
+            "isolated", (), device_type=place.device_type, ranks=place.world_size, command=options.command
+        )
+
+    def __call__(self, line: str) -> None:
+        before = len(self.rows)
+        super().__call__(line)
+        if len(self.rows) > before and self._path != STDOUT:
+            result_files.write(self._path, self.results())
+
+    def results(self) -> Results:
+        """What was there and what is new; of what was measured twice the last."""
+        rows = {key_of(row): row for row in (*self._known, *self.rows)}
+        return dataclasses.replace(self._empty, rows=tuple(rows.values()))
+
+
+def _known(path: Path, place: LaunchTarget) -> tuple[IsolatedRow, ...]:
+    """Rows of a file of this machine.
+
+    Raises:
+        ValueError: the file is another one.
+    """
+    if path == STDOUT or not path.exists():
+        return ()
+    found = result_files.read(path)
+    here = collect("isolated", (), device_type=place.device_type, ranks=place.world_size)
+    mine = [(one.study, one.device, one.ranks, one.software) for one in (found, here)]
+    if mine[0] != mine[1]:
+        raise ValueError(
+            f"tune: {path} was measured elsewhere (value={mine[0][:3]}, allowed={mine[1][:3]} with the same software, "
+            "or --fresh)"
+        )
+    return tuple(row for row in found.rows if isinstance(row, IsolatedRow))
+
+
+def _measure(rank: Rank, options: IsolatedOptions) -> int:
+    """Every rank's part. Returns the number of rows."""
+    on_cpu = rank.device.type == "cpu"
+    wanted = tuple(name for name in (*LIBRARY, DMA, SM) if (name == "gloo") == on_cpu or name == DMA)
+    bench = Bench(rank, make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=False), options)
+    batches = [one for one in batches_of(rank, options) if not one.is_done(options.done)]
+    sender = Sender(rank, len(batches))
+    for name, reason in bench.roster.unavailable.items():
+        sender.note(f"{name} takes no part: {reason}")
+    assert options.budget_s is not None
+    deadline, count = time.monotonic() + options.budget_s, 0
+    for number, batch in enumerate(batches):
+        is_late = rank.rank == 0 and time.monotonic() > deadline  # rank 0's clock decides for all
+        if bench.roster.meter.agree("late" if is_late else None) is not None:
+            left = ", ".join(str(one) for one in batches[number : number + 3])
+            sender.note(
+                f"{options.budget_s:g} s are over: {len(batches) - number} of {len(batches)} steps are left ({left}, "
+                "...); the same command goes on with them"
+            )
+            break
+        sender.step(str(batch))
+        for row in list(bench.rows(batch)):  # all or none: a file that has one of them has all
+            sender.row(row)
+            count += 1
+    bench.close()
+    return count
