@@ -12,6 +12,15 @@ import torch.distributed as dist
 from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
 from contracts import map_spans
 from fused_ops import communicator
+from shadows import (
+    fused_embedding,
+    fused_gather_gemm,
+    fused_gemm,
+    fused_gemm_reduce,
+    fused_gemv,
+    fused_rms_norm,
+)
+from shadows.blocks import block_of
 
 from sidelane import Communicator
 from sidelane.collectives.own_kernel import OwnKernel
@@ -27,15 +36,6 @@ from sidelane.ops.gemv_cells import LANES
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.shadows import (
-    fused_embedding,
-    fused_gather_gemm,
-    fused_gemm,
-    fused_gemm_reduce,
-    fused_gemv,
-    fused_rms_norm,
-)
-from sidelane.program.shadows.blocks import block_of
 
 Step = tuple[str, frozenset[object], frozenset[object]]
 """``signal`` or ``wait`` with flags as (rank, number), ``move`` with bytes read and written."""

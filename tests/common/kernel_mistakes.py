@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from contracts import map_spans
+from shadows.arena import ARENA, cell_flag, loaded_flag
+from shadows.blocks import BLOCK_FLAGS, DONE
 
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Reduce, Signal, Value, Wait
 from sidelane.program.kernel import MOST_BLOCKS, MOST_RANKS
-from sidelane.program.shadows.arena import ARENA, cell_flag, loaded_flag
-from sidelane.program.shadows.blocks import BLOCK_FLAGS, DONE
 
 Programs = tuple[Program, ...]
 """Of a kernel, in turn."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows import shadows_of
+
 from sidelane.program.batch import Batch, parts_of
 from sidelane.program.collective import (
     Collective,
@@ -20,7 +22,6 @@ from sidelane.program.collective import (
 from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram, Protocol
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
-from sidelane.program.shadows import shadows_of
 
 FLOATS = Reduction(ReduceOp.SUM, "float32")
 """Which are added in the order of the ranks, or else are something else."""

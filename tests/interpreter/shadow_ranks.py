@@ -17,6 +17,8 @@ import torch
 from accesses import recorded
 from kernel_ranks import World, run_ranks
 from shadowed_kernels import kernels, name_of
+from shadows import shadows_of
+from shadows.blocks import block_of
 from steps import Places, bytes_of, compare, steps_of, steps_said
 
 from sidelane.device import (
@@ -45,8 +47,6 @@ from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import Copy, Flag, Queue, Reduce, Signal, Wait
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.shadows import shadows_of
-from sidelane.program.shadows.blocks import block_of
 from sidelane.program.verify import verify_sequence
 
 TILE = 64

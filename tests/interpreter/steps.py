@@ -12,12 +12,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from accesses import ACQUIRE, BARRIER, LOAD, POLL, RELAXED, RELEASE, STORE, Access
+from shadows.arena import ARENA, CELL_BYTES, cell_flag, cells, loaded_flag
+from shadows.blocks import BLOCK_FLAGS, block_of
 
 from sidelane.device import layout
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Copy, Flag, Program, Queue, Reduce, Signal, Wait
-from sidelane.program.shadows.arena import ARENA, CELL_BYTES, cell_flag, cells, loaded_flag
-from sidelane.program.shadows.blocks import BLOCK_FLAGS, block_of
 
 Byte = tuple[int, str, int]
 """Rank, buffer, offset; of a cell its number among all."""

@@ -9,12 +9,7 @@ from collections.abc import Callable
 import pytest
 from contracts import map_spans
 from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
-
-from sidelane.errors import ProgramError
-from sidelane.program.collective import Buffer, Span
-from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Signal, Wait
-from sidelane.program.pieces import arriving_program, coming
-from sidelane.program.shadows import (
+from shadows import (
     fused_embedding,
     fused_gather_gemm,
     fused_gemm,
@@ -22,6 +17,11 @@ from sidelane.program.shadows import (
     fused_gemv,
     fused_rms_norm,
 )
+
+from sidelane.errors import ProgramError
+from sidelane.program.collective import Buffer, Span
+from sidelane.program.ir import Command, Copy, EngineKind, Flag, Program, Signal, Wait
+from sidelane.program.pieces import arriving_program, coming
 from sidelane.program.verify import verify_sequence
 
 TILE = 16

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from shadows.blocks import copied, reduced, rotated
+from shadows.own_grid import SUM, OwnGrid
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Program, Signal
-from sidelane.program.shadows.blocks import copied, reduced, rotated
-from sidelane.program.shadows.own_grid import SUM, OwnGrid
 
 CAME, MET = range(2)
 """Phases: partial results have come; results have, or a launch has begun."""

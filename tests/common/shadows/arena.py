@@ -6,10 +6,10 @@ calls take turns, and that two places are enough is proved of both together.
 
 from __future__ import annotations
 
+from shadows.blocks import BLOCK_FLAGS
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Flag
 from sidelane.program.kernel import MOST_CELL_BYTES, MOST_PARCEL_BYTES
-from sidelane.program.shadows.blocks import BLOCK_FLAGS
 
 CELL_BYTES = 4
 """Of data, with a flag of their own."""

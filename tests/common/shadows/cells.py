@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, loaded_flag
+from shadows.arena import cells as cells_at
+from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
+from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
 from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Program, Signal, Wait
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.shadows.arena import CELL_BYTES, arena_end, cell_flag, cell_flags, loaded_flag
-from sidelane.program.shadows.arena import cells as cells_at
-from sidelane.program.shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
-from sidelane.program.shadows.tensors import Tensors, Tile
 
 
 def cells(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows.blocks import Apart, copied, reduced, rotated
+from shadows.own_grid import SUM, OwnGrid
 from sidelane.program.collective import Buffer, Span, all_reduce
 from sidelane.program.ir import EPOCH, Command, Comparison, Copy, Flag, Program, Signal, Wait
-from sidelane.program.shadows.blocks import Apart, copied, reduced, rotated
-from sidelane.program.shadows.own_grid import SUM, OwnGrid
 
 CELL = 4
 

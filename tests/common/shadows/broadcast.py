@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others
+from shadows.tensors import Tensors, Tile
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.relayed import rounds_of
-from sidelane.program.shadows.blocks import DONE, Apart, Blocks, copied, made_of, others
-from sidelane.program.shadows.tensors import Tensors, Tile
 
 
 def broadcast(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:

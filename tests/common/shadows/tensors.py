@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from shadows.blocks import Blocks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.kernel import ALIGNMENT, KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.shadows.blocks import Blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

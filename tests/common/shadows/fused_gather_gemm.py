@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from shadows.blocks import others
+from shadows.own_grid import OwnGrid
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, Wait
-from sidelane.program.shadows.blocks import others
-from sidelane.program.shadows.own_grid import OwnGrid
 
 Part = tuple[int, int, int]
 """Of the rows from one rank to another: the first one in ``x``, its place among those that come, how many there are."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from shadows.broadcast import broadcast
+from shadows.cells import cells
+from shadows.exchange import pull, push
+from shadows.parcels import parcels, relay
+from shadows.reducing import direct, reduce, send
+from shadows.tensors import root_of
 from sidelane.program.ir import Program
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.shadows.broadcast import broadcast
-from sidelane.program.shadows.cells import cells
-from sidelane.program.shadows.exchange import pull, push
-from sidelane.program.shadows.parcels import parcels, relay
-from sidelane.program.shadows.reducing import direct, reduce, send
-from sidelane.program.shadows.tensors import root_of
 
 Shadow = Callable[[AnyKernelProgram, int, int], tuple[Program, ...]]
 

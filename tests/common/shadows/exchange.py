@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows.blocks import Apart, Blocks, copied, made_of, others, rotated
+from shadows.tensors import Tensors
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.shadows.blocks import Apart, Blocks, copied, made_of, others, rotated
-from sidelane.program.shadows.tensors import Tensors
 
 
 def push(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from shadows.blocks import rotated
+from shadows.own_grid import OwnGrid
 from sidelane.program.collective import Span
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, SignalOp, Value, Wait
-from sidelane.program.shadows.blocks import rotated
-from sidelane.program.shadows.own_grid import OwnGrid
 
 READY, DONE = range(2)
 

@@ -12,11 +12,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+from shadows.blocks import Apart, copied, others, rotated
+from shadows.own_grid import OwnGrid
 from sidelane.program.collective import Buffer, Span, split_evenly
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import EPOCH, Command, Copy, Flag, Program, Signal, SignalOp, Value, Wait
-from sidelane.program.shadows.blocks import Apart, copied, others, rotated
-from sidelane.program.shadows.own_grid import OwnGrid
 
 READY, DONE, SLICES = range(3)
 ONE = Value(1)

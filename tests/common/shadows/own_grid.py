@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from shadows.blocks import Blocks, Commands, queues_of
 from sidelane.program.batch import Definition
 from sidelane.program.collective import Buffer, ReduceOp, Reduction, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.kernel import MOST_BLOCKS
-from sidelane.program.shadows.blocks import Blocks, Commands, queues_of
 
 SUM = Reduction(ReduceOp.SUM, "float32")
 

@@ -8,6 +8,6 @@ against the shadow (``tests/interpreter/test_kernel_shadows.py``).
 ``docs/internals/kernels.md`` says what that proves, and what not.
 """
 
-from sidelane.program.shadows.by_protocol import shadows_of
+from shadows.by_protocol import shadows_of
 
 __all__ = ["shadows_of"]

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others, reduced
+from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.pushed import chunks_of
-from sidelane.program.shadows.blocks import DONE, Apart, Blocks, copied, made_of, others, reduced
-from sidelane.program.shadows.tensors import Tensors, Tile
 
 
 def direct(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:

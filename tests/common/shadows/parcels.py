@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shadows.arena import arena_end, parcel
+from shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
+from shadows.tensors import Tensors, Tile
 from sidelane.program.collective import Span
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.shadows.arena import arena_end, parcel
-from sidelane.program.shadows.blocks import Apart, Blocks, copied, made_of, others, reduced, rotated
-from sidelane.program.shadows.tensors import Tensors, Tile
 
 
 def parcels(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> tuple[Program, ...]:
