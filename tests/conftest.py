@@ -22,8 +22,6 @@ SHADOWED = (
 LONG = (
     *(f"cpu/test_fused.py::test_every_block_does_what_its_shadow_says[{kind}-2]" for kind in SHADOWED),
     "attack/test_attack.py::test_a_sample_of_the_campaign",
-    "cpu/test_ahead.py::test_a_storm_of_tensors_that_are_replaced[3-40]",
-    "cpu/test_ahead.py::test_many_ranks_go_ahead_and_some_miss[8]",
     "cpu/test_bench_phases.py::test_programs_that_take_turns_have_phases_too",
     "cpu/test_bench_studies.py::test_a_study_goes_on_where_it_stopped",
     "cpu/test_collectives.py::test_moving_collectives[4]",
@@ -53,8 +51,6 @@ LONG = (
     "cpu/test_fused.py::test_large_norms_are_pushed[4]",
     "cpu/test_fused.py::test_operators_run_with_reduced_overhead",
     "cpu/test_fused.py::test_patterns_are_replaced[4]",
-    "cpu/test_hits.py::test_a_storm_of_tensors_that_are_replaced[3-40]",
-    "cpu/test_hits.py::test_what_hosts_that_run_ahead_have_read_is_right[3]",
     "cpu/test_learning.py::test_a_storm_of_tensors_that_are_replaced[2-120]",
     "cpu/test_learning.py::test_a_storm_of_tensors_that_are_replaced[3-80]",
     "cpu/test_learning.py::test_many_ranks_go_ahead_alike[4]",

@@ -10,7 +10,7 @@ variable                    meaning                                             
 ``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; learn: those that come again; 0: none        (d)
+``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: 1, as on GPUs                (d)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_COMMIT``         what result files name as the code that ran, where there is no checkout     (c)
 ==========================  ==========================================================================  =======
@@ -18,7 +18,7 @@ variable                    meaning                                             
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-(d) 1 on CPU ranks, 0 on GPUs, where the host then waits for its peers' hosts (docs/internals/reach.md).
+(d) 1 on CPU ranks, 0 on GPUs, where 1 maps those whose addresses come again (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
@@ -74,9 +74,9 @@ class Config:
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
-            True: the host of such a call waits for its peers' hosts, at least until its addresses come again.
-            ``learn``: only large calls that move bytes, once their addresses have come again; no host waits while that
-            is found out. None: True on CPU ranks, False on GPUs.
+            True on GPUs, and ``learn``: large calls that move bytes, once their addresses have come again; no host
+            waits while that is found out. True on CPU ranks: every call, for which ranks meet anyway. None: True on CPU
+            ranks, False on GPUs.
         virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
     """
 

@@ -6,16 +6,15 @@ import collections
 import gc
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ahead_cases import KINDS, SEGMENTS, SIZES, Refused, Slot, by_c, some_replaced, with_refusals_between
 from pieces import MadeUpPieces, memory_of
-from reach_cases import mapped_here, on_gpus, shared
+from reach_cases import mapped_here, on_gpus, private, shared
 
 from sidelane import Communicator, Config
 from sidelane.collectives import backend_cpu, reaching
@@ -23,6 +22,115 @@ from sidelane.collectives.learning import Learning
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
+
+SIZES = (1, 33, 5000)
+SEGMENTS = (1, 5000, 3 << 20)
+"""On GPUs, where torch keeps together what is smaller than 10 MB."""
+
+KINDS = ("all_gather", "all_gather in place", "all_to_all", "broadcast", "gather", "scatter")
+
+
+def by_c(*comms: Communicator) -> int:
+    """Hits that compiled code has made, which are not among those that are counted otherwise."""
+    return sum(comm._repeats.hits for comm in comms if comm._repeats is not None)
+
+
+class Slot:
+    """A call that comes again, on tensors of its own."""
+
+    def __init__(self, kind: str, size: int, n: int, rank: int) -> None:
+        self.kind, self.size, self.n, self.rank = kind, size, n, rank
+        self.output, self.input = self.new(), self.new()
+
+    def new(self, *, is_private: bool = False, offset: int = 0) -> torch.Tensor:
+        make = private if is_private else shared
+        whole: torch.Tensor = make(self.n * self.size + offset, torch.int32)
+        return whole[offset:]
+
+    def run(self, comm: Communicator, step: int, *, async_op: bool = False) -> None:
+        n, rank, size, output, input = self.n, self.rank, self.size, self.output, self.input
+        output.fill_(-1)
+        root = self.size % n
+        sent = [1000 * step + 10 * rank + peer for peer in range(n)]
+        came = [1000 * step + 10 * peer + rank for peer in range(n)]
+        alike = [1000 * step + 10 * peer for peer in range(n)]
+        input.view(n, size).copy_(torch.tensor(sent, dtype=torch.int32).view(n, 1).expand(n, size))
+        part = input[:size]
+        part_sent = sent[0]
+        work: Any = None
+        if self.kind == "all_gather":
+            work, expected = comm.all_gather(output, part, async_op=async_op), alike
+        elif self.kind == "all_gather in place":
+            own = output[rank * size : (rank + 1) * size].fill_(part_sent)
+            work, expected = comm.all_gather(output, own, async_op=async_op), alike
+        elif self.kind == "all_to_all":
+            work, expected = comm.all_to_all(output, input, async_op=async_op), came
+        elif self.kind == "broadcast":
+            if rank == root:
+                output.copy_(input)
+            work = comm.broadcast(output, root=root, async_op=async_op)
+            expected = [1000 * step + 10 * root + peer for peer in range(n)]
+        elif self.kind == "gather":
+            into = output if rank == root else None
+            work = comm.gather(into, part, root=root, async_op=async_op)
+            expected = alike if rank == root else [-1] * n
+        else:
+            given = input if rank == root else None
+            work = comm.scatter(output[:size], given, root=root, async_op=async_op)
+            expected = [1000 * step + 10 * root + rank, *[-1] * (n - 1)]
+        if work is not None:
+            work.wait()
+        found = output.view(n, size)
+        for column in (0, size // 2, -1):
+            assert found[:, column].tolist() == expected, (self.kind, step, found[:, column].tolist(), expected)
+
+
+def some_replaced(
+    slots: Sequence[Slot], spare: Sequence[torch.Tensor], late: random.Random, share: float
+) -> Iterator[tuple[int, Slot]]:
+    """Slots by number, for a call of each, of which this rank has replaced some: for good or for that call, by new
+    memory, by memory that peers know, or by such that they cannot map."""
+    for number, slot in enumerate(slots):
+        kept = slot.output, slot.input
+        name = late.choice(("output", "input"))
+        how = late.random() if late.random() < share else 1.0
+        if how < 0.25:
+            setattr(slot, name, slot.new(offset=late.choice((0, 3))))
+        elif how < 0.5:
+            setattr(slot, name, spare[2 * number + (name == "input")])
+        elif how < 0.65:
+            setattr(slot, name, slot.new(is_private=True))
+        elif how < 0.9:
+            slot.output, slot.input = slot.new(), slot.new()
+        yield number, slot
+        if 0.5 <= how < 0.65 or (how < 1 and late.random() < 0.5):
+            slot.output, slot.input = kept
+        del kept
+
+
+Refused = tuple[float, list[str], int, int]
+"""Seconds of the calls behind refused ones, what became of these, and how many of the calls went ahead before and
+behind."""
+
+
+def with_refusals_between(comm: Communicator, hits: Callable[[], int], steps: int, who: str, refused: int) -> Refused:
+    """Calls until they go ahead, then some in a row that rank 1 refuses, or all ranks do, then the first ones again."""
+    slot, raised = Slot("all_gather", 700, comm.world_size, comm.rank), set()
+    for step in range(steps):
+        slot.run(comm, step)
+    before = hits()
+    for number in range(refused):
+        bad = who == "all" or comm.rank == 1
+        try:
+            comm.all_gather(torch.empty((3 + number) * comm.world_size + bad), torch.empty(3 + number))
+            raised.add("")
+        except Exception as error:
+            raised.add(type(error).__name__)
+    began = time.monotonic()
+    for step in range(steps):
+        slot.run(comm, step)
+    return time.monotonic() - began, sorted(raised), before, hits() - before
+
 
 LISTS = ("all_gather", "all_to_all")
 LEARNING = Config(timeout_s=30, map_memory="learn")
@@ -186,7 +294,7 @@ def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> dict[str
     pieces = MadeUpPieces(1 << 14)
     with (
         mock.patch.object(backend_cpu, "SharedTensors", return_value=memory_of(pieces)),
-        mock.patch("ahead_cases.shared", pieces.tensor),
+        mock.patch(f"{__name__}.shared", pieces.tensor),
     ):
         said, _ = storm(group, seed, steps)
     gc.collect()
@@ -293,6 +401,6 @@ def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]
 
 
 def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> Refused:
-    """See ``ahead_cases``."""
+    """See :func:`with_refusals_between`."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
         return with_refusals_between(comm, lambda: done(said, comm).get("hits", 0), 150, who, refused)

@@ -16,8 +16,7 @@ import learn_cases
 import torch
 import torch.distributed as dist
 from fake_driver import FakeDriver
-from hit_cases import Gathers
-from learn_cases import LEARNING, counted, done
+from learn_cases import LEARNING, by_c, counted, done
 from made_up_gpus import made_up_gpus
 from reach_cases import shared
 
@@ -27,6 +26,50 @@ from sidelane.collectives.confirming import Confirming
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
 from sidelane.memory.lessons import BEGUN, READ, RING, WINDOW
+
+
+class Gathers:
+    """All-gathers of one communicator, on tensors that come again.
+
+    Attributes:
+        native: of each call, whether compiled code made it as one that goes ahead.
+    """
+
+    def __init__(self, comm: Communicator, period: int = 1, size: int = 100) -> None:
+        self.comm, self.size, self.native, self.step = comm, size, [], 0
+        self.tensors = [(self.new(comm.world_size), self.new(1)) for _ in range(period)]
+
+    def new(self, parts: int) -> torch.Tensor:
+        made: torch.Tensor = shared(parts * self.size, torch.int32)
+        return made.fill_(-1)
+
+    def call(self, times: int = 1, *, finish: bool = True) -> list[bool]:
+        """Make some calls; whether C made each."""
+        for _ in range(times):
+            output, input = self.tensors[self.step % len(self.tensors)]
+            before = self.made_by_c()
+            if finish:
+                input.fill_(1000 * self.step + self.comm.rank)
+                output.fill_(-1)
+            self.comm.all_gather(output, input, variant="b2b")
+            if finish:
+                self.end()
+                self.check(output)
+            self.native.append(self.made_by_c() > before)
+            self.step += 1
+        return self.native[-times:]
+
+    def made_by_c(self) -> int:
+        return by_c(self.comm)
+
+    def end(self) -> None:
+        """Calls have ended when they return."""
+
+    def check(self, output: torch.Tensor) -> None:
+        found = output.view(self.comm.world_size, self.size)
+        expected = torch.tensor([1000 * self.step + rank for rank in range(self.comm.world_size)], dtype=torch.int32)
+        assert torch.equal(found, expected.view(-1, 1).expand_as(found)), (self.step, found[:, 0].tolist())
+
 
 SETTLED = 15 * WINDOW
 """Lessons behind which those of a loop around a few tensors go ahead."""

@@ -1,4 +1,4 @@
-"""The study of ordinary memory: from end to end on CPU ranks, and with calls that go ahead as on GPUs."""
+"""The study of ordinary memory: from end to end on CPU ranks, and with calls that go ahead."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import learn_cases
 import pytest
 import torch
 import torch.distributed as dist
-from ahead_cases import ahead_of_peers
 from click.testing import CliRunner
 from ranks import RankPool
 
 from sidelane import cli
 from sidelane.c3.workload import parse_workload
 from sidelane.cli.launch import Rank
-from sidelane.collectives import ahead
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cpu
 from sidelane_lab.baselines.baselines_cpu import Gloo
@@ -27,12 +26,13 @@ from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.report.tables import tables_of
 from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.ordinary import CHANGES, OrdinaryRow
+from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
 from sidelane_lab.harness.running.measure import Meter
 from sidelane_lab.studies.ordinary import study as ordinary_study
 from sidelane_lab.studies.ordinary.alone import measure_alone
 from sidelane_lab.studies.ordinary.changing import measure_changing
 from sidelane_lab.studies.ordinary.pairs import PairTimes, measure_pair
+from sidelane_lab.studies.ordinary.programs import SETTLING
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
 from sidelane_lab.studies.ordinary.ways import Own, make_ways
 
@@ -69,7 +69,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         assert (row.gemm, row.m, row.bus_gbps) == ("256x256x256", 256, None)
         assert row.gemm_us and row.best_comm_us and row.comm_us and row.speedup and row.ideal
     changing = [(row.variant, row.implementation, row.reach) for row in rows if row.host_us is not None]
-    assert changing == [(change, *way) for change in CHANGES for way in WAYS if change == "repeated" or way != WAYS[0]]
+    assert changing == [(change, *way) for change in SETTLING for way in WAYS if change == "repeated" or way != WAYS[0]]
     titles = [table.title for table in tables_of(results)]
     assert len(titles) == 6 + 2 + 1 and "on tensors that change" in titles[-1]
     page = (tmp_path / "report" / "index.html").read_text()
@@ -80,11 +80,11 @@ def test_from_end_to_end(tmp_path: Path) -> None:
 
 
 def rows_ahead(group: dist.ProcessGroup, part: str) -> list[OrdinaryRow]:
-    """What is measured where CPU ranks go by the protocol of GPUs."""
+    """What is measured where ranks learn from small calls, too."""
     torch.set_num_threads(1)
     rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
     case = Case(Kind.ALL_GATHER, 4096, torch.bfloat16, rank.rank, rank.world_size, rank.device)
-    with ahead_of_peers(lag=ahead.LAG):
+    with learn_cases.counted():
         roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
         assert not roster.unavailable, roster.unavailable
@@ -104,16 +104,15 @@ def test_calls_that_are_timed_have_learnt_where_tensors_come_again(pool: RankPoo
     for rows in pool.run(rows_ahead, 2, part):
         assert all(row.correct and row.time_us for row in rows), rows
         for row in rows:
-            assert (GOES_AHEAD in row.note) == (row.reach == "mapped"), row
+            assert (GOES_AHEAD in row.note) == (row.reach == "learned"), row
 
 
 def test_only_addresses_that_come_again_go_ahead(pool: RankPool) -> None:
     for rows in pool.run(rows_ahead, 2, "changing"):
         assert all(row.correct and row.time_us and row.host_us for row in rows), rows
-        notes = {row.variant: row.note for row in rows if row.reach == "mapped"}
-        assert list(notes) == list(CHANGES)
+        notes = {row.variant: row.note for row in rows if row.reach == "learned"}
+        assert list(notes) == list(SETTLING)
         assert [change for change, note in notes.items() if GOES_AHEAD in note] == ["repeated", "rotating"]
-        assert "this rank's input is not where its peers read it" in notes["missed"]
 
 
 def private(group: dist.ProcessGroup) -> list[OrdinaryRow]:

@@ -14,6 +14,7 @@ import learn_cases
 import reach_cases
 import torch
 from device_cases import Context
+from reach_device_cases import offered_each_time
 
 from sidelane import Communicator
 
@@ -71,6 +72,7 @@ def _calls(comm: Communicator, tensors: Sequence[torch.Tensor], step: int) -> No
     assert (output == n * step + sum(range(n))).all(), ("all_reduce", step)
 
 
+@offered_each_time
 def in_pools_of_torch(context: Context, rounds: int) -> list[str]:
     """Tensors of pools that come and go; how peers reach them."""
     device, n = context.device, context.world_size
@@ -117,6 +119,7 @@ def learnt(context: Context, where: str, calls: int) -> dict[str, int]:
     return found
 
 
+@offered_each_time
 def in_memory_of_graphs(context: Context, rounds: int) -> list[str]:
     """Tensors that are made while a graph is captured: used by a call inside of it and by others; how they are reached.
     Then the graph goes, and its memory is given out again."""
@@ -160,6 +163,7 @@ def in_memory_of_graphs(context: Context, rounds: int) -> list[str]:
     return said
 
 
+@offered_each_time
 def of_other_libraries(context: Context, mode: str, rounds: int) -> list[list[str]]:
     """Memory of ``cudaMalloc``, small and large, that is freed and allocated again; of the driver's pool; and of the
     one on one rank, of the other on the rest. How each is reached."""

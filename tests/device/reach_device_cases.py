@@ -1,9 +1,12 @@
-"""What ranks execute in ``test_device_reach``."""
+"""What ranks execute in ``test_device_reach``: each call offers its memory, as calls of CPU ranks and captures do."""
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import reach_cases
 import torch
@@ -11,10 +14,21 @@ import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config
-from sidelane.collectives.ahead import LAG
-from sidelane.collectives.repeat import LOOK_EVERY
+from sidelane.collectives.backend_cuda import CudaBackend
 
 
+def offered_each_time(case: Callable[..., Any]) -> Callable[..., Any]:
+    """A case in which hosts wait for each other in each call, so that what is offered is mapped at once."""
+
+    @functools.wraps(case)
+    def run(*args: Any) -> Any:
+        with mock.patch.object(CudaBackend, "hosts_meet", True):
+            return case(*args)
+
+    return run
+
+
+@offered_each_time
 def of(context: Context, name: str, *args: Any) -> Any:
     """One of the cases that CPU ranks run, too."""
     torch.set_default_device(context.device)
@@ -24,6 +38,7 @@ def of(context: Context, name: str, *args: Any) -> Any:
         torch.set_default_device(None)
 
 
+@offered_each_time
 def pieces_come_and_go(context: Context, rounds: int) -> list[tuple[int, int, int]]:
     """Expandable segments of many pieces, given back and made again at the same addresses by some of the ranks.
 
@@ -60,6 +75,7 @@ def pieces_come_and_go(context: Context, rounds: int) -> list[tuple[int, int, in
     return found
 
 
+@offered_each_time
 def same_again(context: Context, rounds: int) -> int:
     """Equal calls on memory that was given back in between, and comes again at the same addresses or elsewhere; how
     often an address was another allocation than before."""
@@ -84,6 +100,7 @@ def same_again(context: Context, rounds: int) -> int:
     return again
 
 
+@offered_each_time
 def all_is_given_back(context: Context) -> int:
     """Bytes of the device that every round leaves missing, in which a communicator uses 100 MB of each rank, and
     all is freed, but for what it has of its own by then: staging of as much as the largest input. Other programs on the
@@ -100,7 +117,7 @@ def all_is_given_back(context: Context) -> int:
     def hear() -> None:
         """Calls that say what has gone; what is seen to have ended meanwhile is let go of by the call behind it."""
         for _ in range(2):
-            for _ in range(LAG + 2 * LOOK_EVERY):
+            for _ in range(64):
                 comm.all_gather(warm, warm[context.rank : context.rank + 1])
             torch.cuda.synchronize()
             time.sleep(0.1)
@@ -121,6 +138,7 @@ def all_is_given_back(context: Context) -> int:
         return min(missing)
 
 
+@offered_each_time
 def reasons(context: Context) -> tuple[str, bool]:
     """Why a tensor is staged; and whether the call was right."""
     with Communicator(device=context.device, config=reach_cases.MAPPING) as comm:
@@ -130,6 +148,7 @@ def reasons(context: Context) -> tuple[str, bool]:
         return str(comm.reach(output)), output[:, -1].tolist() == list(range(context.world_size))
 
 
+@offered_each_time
 def in_graphs(context: Context, replays: int) -> None:
     """Graphs on ordinary tensors, by copy engines and in kernels, replayed while other memory comes and goes."""
     device, n, rank, size = context.device, context.world_size, context.rank, 3 << 20

@@ -1,10 +1,10 @@
 """The protocol by which ranks learn what comes again while no host waits (``collectives/learning.py``), as a model.
 
 A window is one lesson here, and every call is one. Each rank is a host and a device; the device is that of
-``ahead_model``. A host posts what it offers, says how far it is, looks at the verdict of its window, and runs the call.
-Rank 0 gives the verdicts. Before each call a rank keeps its input, frees it and has another one at the same address,
-has another one besides, or one that nobody can map, or an output that its peers have not mapped. Mapping takes its
-time, and may fail. ``MISTAKES`` are protocols that look as good.
+``device_model``. A host posts what it offers, says how far it is, looks at the verdict of its window, and runs the
+call. Rank 0 gives the verdicts. Before each call a rank keeps its input, frees it and has another one at the same
+address, has another one besides, or one that nobody can map, or an output that its peers have not mapped. Mapping takes
+its time, and may fail. ``MISTAKES`` are protocols that look as good.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import ahead_model
-from ahead_model import FREES, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, PRIVATE, STAGED, Plan, WrongError
+import device_model
+from device_model import DEVICE_MISTAKES, FREES, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, PRIVATE, STAGED, Plan, WrongError
 
 CHECKS_FIRST = "rank 0 looks how far its peers are, and says then that they may begin a window in step"
 LOOKS_FIRST = "look at the verdict, and say then that the window has begun"
@@ -37,6 +37,7 @@ MISTAKES = (
     CLOSES_EARLY,
     LOOKS_AT_ONE,
     USES_A_PART,
+    *DEVICE_MISTAKES,
 )
 
 LAG = 1
@@ -120,7 +121,7 @@ class State(NamedTuple):
     """All of it; verdicts by window, of which that of window 0 is not used."""
 
     hosts: tuple[Host, ...]
-    devices: tuple[ahead_model.Rank, ...]
+    devices: tuple[device_model.Rank, ...]
     verdicts: tuple[int, ...]
 
 
@@ -128,7 +129,7 @@ def explore(
     ranks: int,
     calls: int,
     mistake: str = "",
-    options: tuple[int, ...] = ahead_model.ALL,
+    options: tuple[int, ...] = device_model.ALL,
     *,
     learnt: bool = True,
     may_fail: bool = False,
@@ -145,7 +146,7 @@ def explore(
         tensors: of a call's list. What a rank does before a call it does to one of them.
 
     Raises:
-        WrongError: as ``ahead_model.explore``, and if a host waits for another one but in a miss.
+        WrongError: as ``device_model.explore``, and if a host waits for another one but in a miss.
     """
     first = _first(ranks, calls, learnt, tensors)
     seen, todo = {first}, [first]
@@ -171,9 +172,9 @@ def _first(ranks: int, calls: int, learnt: bool, tensors: int) -> State:
         *(frozenset((*name, -2) for name in names), names, none, none, none),
         *((inputs,) * ranks if learnt else (), learnt, ()),
     )
-    device = ahead_model.Rank(
-        *(0, 1, 1, frozenset[int](), (), (), 0, 1, (), names, frozenset[tuple[int, int, int]](), 0),
-        *(ahead_model.STARTS, (0,) * (calls + tensors + 1), ()),
+    device = device_model.Rank(
+        *((), names, frozenset[tuple[int, int, int]](), 0),
+        *(device_model.STARTS, (0,) * (calls + tensors + 1), ()),
     )
     verdicts = (IN_STEP, IN_STEP if learnt else NOTHING, *(NOTHING,) * (calls - 1))
     return State((host,) * ranks, (device,) * ranks, verdicts)
@@ -183,7 +184,7 @@ def _followers(state: State, calls: int, mistake: str, options: tuple[int, ...],
     for me, host in enumerate(state.hosts):
         device = state.devices[me]
         if device.run < len(device.plans):
-            for devices in ahead_model.device_steps(state.devices, me, ""):
+            for devices in device_model.device_steps(state.devices, me, mistake):
                 yield state._replace(devices=devices)
         if host.pending:
             yield _with(state, me, host._replace(pending=frozenset()), _opens(device, host.pending))
@@ -201,14 +202,14 @@ def _followers(state: State, calls: int, mistake: str, options: tuple[int, ...],
             yield from _judged(state, calls, mistake)
 
 
-def _with(state: State, me: int, host: Host, device: ahead_model.Rank | None = None) -> State:
+def _with(state: State, me: int, host: Host, device: device_model.Rank | None = None) -> State:
     hosts = (*state.hosts[:me], host, *state.hosts[me + 1 :])
     if device is None:
         return state._replace(hosts=hosts)
     return state._replace(hosts=hosts, devices=(*state.devices[:me], device, *state.devices[me + 1 :]))
 
 
-def _opens(device: ahead_model.Rank, names: frozenset[tuple[int, int]]) -> ahead_model.Rank:
+def _opens(device: device_model.Rank, names: frozenset[tuple[int, int]]) -> device_model.Rank:
     return device._replace(open=device.open | names)
 
 
@@ -248,7 +249,7 @@ def _reads(state: State, me: int) -> Host:
     return host._replace(read=read, queue=queue)
 
 
-def _has(host: Host, device: ahead_model.Rank, option: int, tensor: int) -> Host | None:
+def _has(host: Host, device: device_model.Rank, option: int, tensor: int) -> Host | None:
     """The host with its inputs for the next call, of which one is another; None if that cannot be."""
     idle = device.run == len(device.plans)
     memory, newest, freed = list(host.memory), list(host.newest), host.freed
@@ -300,19 +301,19 @@ def _decided(state: State, me: int, mistake: str, may_fail: bool) -> Iterator[St
             yield _with(state, me, host._replace(phase=MISSED), device)
 
 
-def _plans(device: ahead_model.Rank, plan: Plan) -> ahead_model.Rank:
+def _plans(device: device_model.Rank, plan: Plan) -> device_model.Rank:
     return device._replace(plans=(*device.plans, plan))
 
 
-def _closes(device: ahead_model.Rank, names: frozenset[tuple[int, int]], mistake: str) -> ahead_model.Rank:
+def _closes(device: device_model.Rank, names: frozenset[tuple[int, int]], mistake: str) -> device_model.Rank:
     busy = device.run < len(device.plans) and mistake != CLOSES_EARLY
     retired = {(*each, len(device.plans)) for each in names & device.open} if busy else set()
     return device._replace(open=device.open - names, retired=device.retired | retired)
 
 
 def _steps_on(
-    host: Host, device: ahead_model.Rank, call: int, me: int, mistake: str, may_fail: bool
-) -> Iterator[tuple[Host, ahead_model.Rank]]:
+    host: Host, device: device_model.Rank, call: int, me: int, mistake: str, may_fail: bool
+) -> Iterator[tuple[Host, device_model.Rank]]:
     """A window in step: go by what was posted up to ``LAG`` calls before."""
     frontier = call - LAG
     new: set[tuple[int, int]] = set()
@@ -370,7 +371,7 @@ def _missed(state: State, me: int) -> Iterator[State]:
     posts = [post for post in found if post is not None]
     changed = {owner for owner, post in enumerate(posts) if post.memory != mode[owner]}
     waiting = changed | {owner for owner, post in enumerate(posts) if not post.output}
-    sources: tuple[ahead_model.Names, ...] = tuple(
+    sources: tuple[device_model.Names, ...] = tuple(
         STAGED if owner in changed else names for owner, names in enumerate(mode)
     )
     late = tuple((reader, call) for reader in range(len(posts)) if reader not in waiting) if me in changed else ()

@@ -29,7 +29,6 @@ class Host:
         self.begun = ctypes.c_uint64(0)
         self.posted: list[tuple[int, str]] = []
         self.unread = 0
-        self.kept: list[int] = []
         self.post_lock, self.lock = threading.Lock(), threading.Lock()
         self.tensors = (torch.zeros(8), torch.zeros(4))
         self.log: list[Any] = []
@@ -51,9 +50,6 @@ class Host:
     def post(self, call: int, signature: str) -> None:
         self.posted.append((call, signature))
         self.records[call % RING].write(call, 0, PAYLOAD)
-
-    def keep_post(self, call: int) -> None:
-        self.kept.append(call)
 
     def failed(self, index: int, error: Any) -> None:
         self.failures.append((index, error))
@@ -88,7 +84,6 @@ class Host:
                 self.failed,
                 other.get("standing"),
                 None,
-                other.get("ahead"),
                 other.get("shape"),
                 other.get("lesson"),
             ),

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from sidelane.collectives.course import CAUTION, PATIENCE_WITH_NEW, VAIN, Course, Names
-from sidelane.collectives.pattern import LEAST_ALIKE, LONGEST, PATIENCE, Sources
+from sidelane.collectives.course import (
+    CAUTION,
+    LEAST_ALIKE,
+    LONGEST,
+    PATIENCE,
+    PATIENCE_WITH_NEW,
+    VAIN,
+    Course,
+    Names,
+    Sources,
+)
 
 NAMES = frozenset({(0, "a"), (1, "b")})
 

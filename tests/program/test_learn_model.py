@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ahead_model import FREES, HAS_MORE, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, WrongError
+from device_model import FREES, HAS_MORE, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, WrongError
 from learn_model import KEEPS_TO_ITSELF, LOOKS_AT_ONE, MISTAKES, OVERWRITES, USES_A_PART, USES_AT_ONCE, explore
 
 NEW = (2, 4, (KEEPS,), False, True)

@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from sidelane.collectives.agree import OFFER, compare
-from sidelane.collectives.ahead import Ahead
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.asked import AnyRequest, Form, SingleCall
 from sidelane.collectives.calls import Calls
@@ -18,7 +17,6 @@ from sidelane.collectives.heap import generation
 from sidelane.collectives.learning import Learning
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.offered import Offer, Outcomes
-from sidelane.collectives.pattern import Sources
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.pooled import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
@@ -57,14 +55,12 @@ class Settled(NamedTuple):
         drops: see :class:`Reach`.
         key: of what it ran as.
         outcomes: see ``Reach.note``.
-        sources: see ``Ahead.sources``.
     """
 
     posts: Sequence[PostedCall]
     drops: int
     key: Hashable
     outcomes: Outcomes
-    sources: Sources | None
 
 
 class CallPath:
@@ -76,8 +72,7 @@ class CallPath:
         preparer: makes them ready.
         repeats: those that compiled code makes again; None where there is none.
         reach: how peers get at pools and ordinary memory, with ``learning`` in captures only; None without peers.
-        ahead: calls that wait for no peer's host; None where they meet anyway, or map nothing.
-        learning: the same, learnt without waiting; None where calls are learnt from otherwise, or not at all.
+        learning: calls on ordinary memory that wait for no peer's host; None where there are none.
 
     Args:
         board: where ranks post what they learn from; None where they do not.
@@ -88,18 +83,12 @@ class CallPath:
     ) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, arguments, preparer)
-        setting = calls.config.map_memory
-        self._mapped = mapped = board is None and (calls.backend.hosts_meet if setting is None else setting is True)
+        self._mapped = mapped = board is None and calls.backend.hosts_meet and calls.config.map_memory is not False
         self.reach: Reach | None = None
         if arguments.world_size > 1:
             ordinary = calls.backend.ordinary if mapped or board is not None else None
             memory = PooledMemory(arguments.heap, arguments.rank, ordinary)
             self.reach = Reach(calls, memory, arguments.compared, captures_only=not mapped)
-        self.ahead: Ahead | None = None
-        if self.reach is not None and mapped and not calls.backend.hosts_meet:
-            self.ahead = Ahead(calls, Confirming(calls, preparer), self.reach)
-            if self.repeats is not None:
-                self.ahead.forget = self.repeats.forget
         self.learning: Learning | None = None
         if board is not None and calls.backend.ordinary is not None:
             confirming, pool_at = Confirming(calls, preparer), arguments.heap.pool_at
@@ -138,7 +127,7 @@ class CallPath:
                 before = self._planned.get(key)
                 compares = False in pooled and not async_op and (before is None or before.compares)
                 prepared = None if compares else self.preparer.recall(key)
-            expected = shape = shaped = offer = None
+            shape = shaped = offer = None
             by_shape = False
             if prepared is None:
                 if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
@@ -146,11 +135,7 @@ class CallPath:
                     shaped = None if shape is None else self.preparer.shaped(shape)
                 if shaped is None:
                     planned = self._plan(asked, key, variant, beside, place)
-            if self.ahead is not None and not place[1]:
-                expected = self.ahead.expects(planned.signature if prepared is None else prepared.signature, call)
-            if expected is not None:
-                planned = self._planned.get(key) or self._keep(key, self._plan(asked, key, variant, beside, place))
-            elif prepared is None and shaped is None:
+            if prepared is None and shaped is None:
                 # An asynchronous call waits for nobody's host.
                 offer = None if async_op else self._offer(asked, planned, place[1])
                 if pooled is not None and not planned.compares:
@@ -162,10 +147,7 @@ class CallPath:
             calls.fail(error)
             raise
         try:
-            if expected is not None:
-                assert self.ahead is not None
-                prepared = self.ahead.make(call, key, expected, planned.request, asked.tensors)
-            elif prepared is not None:
+            if prepared is not None:
                 self._announce(call, prepared.signature, again=True)
             elif shaped is not None:
                 self._announce(call, shaped.signature, again=True)
@@ -208,15 +190,13 @@ class CallPath:
             calls.guard_captured(asked.name, asked.tensors, functools.partial(self.reach.stand, offer.allocations))
         if (remember or by_shape) and self.repeats is not None:
             try:
-                again = lesson = None
+                lesson = None
                 if by_shape and shape is not None and shaped is not None:
                     self.repeats.remember_shape(key, shape, shaped, prepared, place)
                 elif teaches and self.learning is not None and self.repeats.knows_by_address(key):
                     lesson = self.learning.again(prepared.signature, key, prepared)
-                elif expected is not None and self.ahead is not None and self.repeats.knows_by_address(key):
-                    again = self.ahead.again(key, prepared, expected)
-                if remember and (again is not None or lesson is not None or not (teaches or expected is not None)):
-                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, again=again, lesson=lesson)
+                if remember and (lesson is not None or not teaches):
+                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, lesson=lesson)
             except KeyboardInterrupt as error:
                 calls.fail(error)
                 raise
@@ -319,7 +299,7 @@ class CallPath:
 
     def _offer(self, asked: Form, planned: Planned, captured: bool) -> Offer | None:
         """Memory of this rank that its peers may reach in this call. Captures wait for hosts, whoever learns."""
-        if self.reach is None or (self.ahead is not None and self.ahead.gives_up(planned.signature)):
+        if self.reach is None:
             return None
         room = MOST_TEXT_BYTES - 1 - len(planned.signature) - len(SPLITS)
         return self.reach.offer(_parts(planned.request), asked.tensors, room, captured)
@@ -333,7 +313,6 @@ class CallPath:
         settled = self._settled.get(key)
         same = settled is not None and settled.posts == posts and settled.drops == self.reach.drops
         if settled is not None and same:
-            self._learn(call, signature, agreement, settled.sources)
             prepared = self.preparer.recall(settled.key)
             if prepared is not None:
                 self.reach.hold(offer)
@@ -342,21 +321,13 @@ class CallPath:
         compare(self.calls.control, call, posts)
         texts = [post.differing for post in posts]
         call, reached, outcomes = self.reach.settle(call, signature, offer, texts, _parts(request))
-        sources = None if self.ahead is None else self.ahead.sources(agreement, texts)
-        if not same:
-            self._learn(call, signature, agreement, sources)
         if reached is not None:
             request = reached[0] if isinstance(request, Request) else ListRequest(tuple(reached))
             agreement = asked.agreement(request, agreement.variant, agreement.frozen, agreement.beside)
         full = key if reached is None else (*key, _where(reached))
-        self._settled[key] = Settled(posts, self.reach.drops, full, outcomes, sources)
+        self._settled[key] = Settled(posts, self.reach.drops, full, outcomes)
         self.reach.note(offer, outcomes)
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
-
-    def _learn(self, call: int, signature: str, agreement: AnyAgreement, sources: Sources | None) -> None:
-        """Calls may go ahead from the next one on, which compiled code must not make again as staged ones."""
-        if self.ahead is not None and self.ahead.settled(call, signature, agreement, sources) and self.repeats:
-            self.repeats.forget()
 
     def _attend(
         self,

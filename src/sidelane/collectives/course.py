@@ -1,8 +1,8 @@
 """Where the inputs of calls that are alike lie on all ranks, while the ranks go on looking: what comes next, and when
 it did not come.
 
-As ``pattern``, but for calls that are heard of later, whether they went ahead or not (``learning``). All ranks keep the
-same of it, since it changes only with what all of them have read.
+Calls are heard of later, whether they went ahead or not (``learning``). All ranks keep the same of it, since it changes
+only with what all of them have read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import collections
 import itertools
 from collections.abc import Set
 
-from sidelane.collectives.pattern import LEAST_ALIKE, LONGEST, PATIENCE, Source
+Source = tuple[str, int] | None
+"""Name of an allocation, and an offset in it; None for a rank that sends nothing."""
 
 Inputs = tuple[Source, ...]
 """Where a rank's inputs lie: one, or those of a list."""
@@ -21,6 +22,15 @@ Sources = tuple[Inputs, ...]
 
 Names = frozenset[tuple[int, str]]
 """Owners and names of allocations."""
+
+LONGEST = 128
+"""Calls after which addresses are expected again at the latest: a model with so many layers of one size."""
+
+LEAST_ALIKE = 3
+"""Calls that were as the ones a period before, before that is relied upon."""
+
+PATIENCE = 1024
+"""Calls that bring nothing that comes again, before the ranks give up."""
 
 CAUTION = 4
 """After something else came than was expected, so many times as many calls must have been alike."""

@@ -3,7 +3,7 @@
 A call from which the ranks may learn, a *lesson*, runs as any other: by way of staging. Beside it each rank posts what
 it would offer (``memory.lessons``), and reads what its peers have posted when it comes by. In a window of lessons that
 is in step, all ranks go by the same posts of long ago, so that all know alike what was offered, what all have mapped,
-and what comes next. Where that is known, calls go ahead (``ahead``): they read their peers' inputs where these are
+and what comes next. Where that is known, calls go ahead: they read their peers' inputs where these are
 expected. A host that is much earlier or later than its peers finds windows that are not in step: calls are staged
 there, on all ranks.
 
@@ -27,18 +27,17 @@ import torch
 from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming, source_buffer
-from sidelane.collectives.course import Course, Inputs, Sources
+from sidelane.collectives.course import Course, Inputs, Source, Sources
 from sidelane.collectives.knowledge import Knowledge
 from sidelane.collectives.lesson import Said, heard
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.mappings import Mappings, Name
 from sidelane.collectives.offered import BUFFERS
-from sidelane.collectives.pattern import Guard, Source, Turn
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.reaching import why_not_learnt
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.telling import LessonAgain, Subject, Telling, inputs_of, outputs_of
+from sidelane.collectives.telling import Guard, LessonAgain, Subject, Telling, Turn, inputs_of, outputs_of
 from sidelane.config import NOTHING
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.lessons import WINDOW, LessonBoard, frontier, window_of

@@ -8,14 +8,12 @@ tensor that lies elsewhere on some rank is told of at each of its calls, and map
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.errors import UnavailableError
-from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory, Standing
+from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
 
 POOL = "pool "
 """What names of pools begin with, and those of no other memory."""
@@ -109,11 +107,6 @@ class PooledMemory:
         if allocation.name.startswith(POOL):
             return allocation.name not in self._heap.pools
         return self._ordinary is None or self._ordinary.is_gone(allocation)
-
-    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
-        if self._ordinary is None or any(each.name.startswith(POOL) for each in allocations):
-            return None
-        return self._ordinary.standing(allocations)
 
     def map(self, handle: str, name: str) -> Mapping:
         if name.startswith(POOL):

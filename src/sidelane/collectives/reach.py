@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingOf
 from typing import Any
 
@@ -26,7 +26,7 @@ from sidelane.collectives.heap import MAPPED, Region
 from sidelane.collectives.offered import BUFFERS, Found, Heard, Offer, Outcomes, alike, outcomes_of, text_of
 from sidelane.collectives.pooled import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
-from sidelane.memory.ordinary import Allocation, Mapping, Standing
+from sidelane.memory.ordinary import Allocation, Mapping
 from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
 
@@ -71,7 +71,6 @@ class Reach:
     Attributes:
         drops: how often this rank has let go of what was mapped, or has heard of what cannot be: until then, the same
             offers of all ranks mean the same addresses.
-        dropped: told of what is let go of: rank, name, and what was mapped.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Reach:
         self._looked_at: Iterator[str] = iter(())  # names of these
         self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
         self.drops = 0
-        self.dropped: Callable[[int, str, Mapping | None], object] = _tell_nobody
 
     def of(self, tensor: torch.Tensor) -> Reached:
         """How peers get at an ordinary tensor, as far as this rank knows."""
@@ -158,33 +156,9 @@ class Reach:
         by_address = _by_address(tensors)
         return any(self._to_compare(request, buffer, by_address) for request in requests for buffer in BUFFERS)
 
-    def found(self, request: Request, tensors: Sequence[torch.Tensor | None]) -> dict[Buffer, Found | int | None]:
-        """Where this rank's tensors lie: see :meth:`_place`."""
-        by_address = _by_address(tensors)
-        return {buffer: self._place(request.region(buffer), by_address) for buffer in BUFFERS}
-
-    def address(self, rank: int, name: str, offset: int) -> int | None:
-        """Where this process reaches a byte of an allocation that all ranks have mapped; None if not all have."""
-        if (rank, name) in self._refused or (rank, name) not in self._known:
-            return None
-        mapping = self._known[rank, name]
-        return (self._held[name].start if mapping is None else mapping.start) + offset
-
     def stand(self, allocations: Sequence[Allocation]) -> bool:
         """True while none of this rank's allocations has been freed."""
         return not any(self._memory.is_gone(allocation) for allocation in allocations)
-
-    def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
-        """The same as a question for compiled code; None where there is none."""
-        return self._memory.standing(allocations)
-
-    def looks_gone(self) -> bool:
-        """True if one of the allocations that peers have mapped was freed; looks at the next one each time."""
-        name = next(self._looked_at, None)
-        if name is None:
-            self._looked_at = iter(list(self._held))
-            return False
-        return name in self._held and self._memory.is_gone(self._held[name])
 
     def settle(
         self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
@@ -210,7 +184,7 @@ class Reach:
         heard = [Heard.of(text) for text in texts]
         for rank, each in enumerate(heard):
             for name in each.gone:
-                self.dropped(rank, name, self._known.pop((rank, name), None))
+                self._known.pop((rank, name), None)
                 self._refused.pop((rank, name), None)
                 self.drops += 1
         for name in offer.gone:
@@ -239,7 +213,6 @@ class Reach:
         self._refused.clear()
         self._held.clear()
         self._texts.clear()
-        self.dropped = _tell_nobody  # a circle would be found by a collection, which may come in a capture
 
     def _some_gone(self) -> list[str]:
         """Names of allocations that peers let go of: freed ones among the next few, and what is too much."""
@@ -357,7 +330,3 @@ def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tenso
     """
     given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
     return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
-
-
-def _tell_nobody(rank: int, name: str, mapping: Mapping | None) -> None:
-    """Whoever could be told of what was let go of is not there."""

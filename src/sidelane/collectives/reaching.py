@@ -1,5 +1,5 @@
-"""How peers reach ordinary tensors in a call, as far as what is asked decides it: the rules by which ``ahead`` and
-``learning`` go, and the same in words.
+"""How peers reach ordinary tensors in a call, as far as what is asked decides it: the rules by which ``learning`` goes,
+and the same in words.
 
 What else decides it is whether peers can map the memory of each rank (``Communicator.reach`` says so of a tensor), and
 whether addresses come again (``Communicator.last_choice`` says so of a call).
@@ -27,7 +27,6 @@ from sidelane.sizes import format_bytes
 
 A = TypeVar("A", Agreement, ListAgreement, AnyAgreement)
 MapMemory = bool | Literal["learn"]
-SETTINGS: tuple[MapMemory, ...] = (False, True, "learn")
 """Values of ``Config.map_memory``."""
 
 STAGED, MAPPED = "staged", "mapped"
@@ -77,7 +76,8 @@ def way_of(
         return Way(setting, STAGED, False, "the setting lets peers map nothing")
     if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
         return Way(setting, STAGED, False, NOTHING_TRAVELS)
-    if setting == LEARN and not agreement.frozen:
+    learns = setting == LEARN or not hosts_meet
+    if learns and not agreement.frozen:
         why = why_not_learnt(agreement, copies)
         if why:
             return Way(setting, STAGED, False, why)
@@ -86,23 +86,7 @@ def way_of(
     if agreement.frozen:
         return Way(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
     limit = _limit(agreement)
-    if hosts_meet:
-        return Way(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
-    why = why_not_ahead(agreement)
-    if why:
-        why = f"the host waits for its peers' hosts in every call: {why}; asynchronous calls are staged{limit}"
-        return Way(setting, MAPPED, False, why)
-    why = (
-        "the host waits for its peers' hosts until addresses have come again, and for nobody then; asynchronous calls "
-    )
-    return Way(setting, MAPPED, True, f"{why}are staged until then")
-
-
-def why_not_ahead(agreement: AnyAgreement) -> str:
-    """Why no such call goes ahead, wherever its tensors lie; empty for one that may."""
-    if isinstance(agreement, ListAgreement):
-        return "calls with lists do not go ahead"
-    return _why_never(agreement)
+    return Way(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
 
 
 def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], bool]) -> str:

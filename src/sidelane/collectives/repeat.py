@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 
 from sidelane.collectives import heap
-from sidelane.collectives.ahead import Again
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
@@ -32,12 +31,9 @@ MOST_MOVED = 2
 MOST_TOLD = 1024
 """Shapes that compiled code was told of, and places of callers with them; then it is told again."""
 
-LOOK_EVERY = 16
-"""Calls that go ahead, before Python is asked whether it must make one: ``LOOK_EVERY`` of ``native/replay.c``."""
-
 
 class Repeats:
-    """Remembers calls that were made twice, and such that went ahead once, to make them again.
+    """Remembers calls that were made twice, and lessons that were made once, to make them again.
 
     Threads may share it, as they do a communicator.
 
@@ -158,7 +154,6 @@ class Repeats:
         place: Place,
         *,
         asked: Asked | None = None,
-        again: Again | None = None,
         lesson: LessonAgain | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
@@ -168,7 +163,6 @@ class Repeats:
             prepared: what it ran as.
             place: where.
             asked: of a call with lists, what was; ``details`` says more than its own then.
-            again: of a call that went ahead.
             lesson: of one from which the ranks learn.
         """
         if not self.knows_by_address(key):
@@ -179,14 +173,11 @@ class Repeats:
         if asked is not None:
             details, lists = asked.details, len(asked.given)
         repetition = prepared.loaded.repetition(place)
-        signature = prepared.signature if again is None else again.post
+        signature = prepared.signature
         payload = self._calls.control.payload(signature)
         if repetition is None or payload is None:
             return
-        turn, standing, condition = repetition.turn, repetition.standing, None
-        if again is not None:
-            assert (turn, standing) == (None, None), "programs of calls that go ahead are no graphs"
-            turn, standing, condition = again.turn, again.standing, again.condition
+        turn = repetition.turn
         tensors = tuple(identity[:3] for identity in identities)
         # The number itself, not an equal one: it is compared by identity.
         generation = heap.generation_cell[0]
@@ -196,19 +187,17 @@ class Repeats:
             assert turn is None, "programs of calls that go ahead take no turns of their own"
             turn = lesson.turn
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        if again is not None:
-            notes = (*again.notes, *notes)
         if lesson is not None:
             notes = (*lesson.notes, *notes)
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
             *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(standing, prepared, condition, None, None if lesson is None else lesson.lesson),
+            *(repetition.standing, prepared, None, None if lesson is None else lesson.lesson),
         )
         if lesson is not None and lesson.turn is not None:
             holds = lesson.holds()
         else:
-            holds = self._preparer.recall(key) is prepared if again is None else again.holds()
+            holds = self._preparer.recall(key) is prepared
         if not holds:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
@@ -246,7 +235,7 @@ class Repeats:
         self._replay.remember(
             *(kind, tensors, 0, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, None, (admits, shape.distance is not None, shape.distance or 0, rows)),
+            *(None, prepared, (admits, shape.distance is not None, shape.distance or 0, rows)),
         )
         if not self._preparer.knows_shape(shape, shaped):  # another thread has moved staging
             self.forget()

@@ -221,7 +221,8 @@ class Lane:
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew, session.heap.keep)
         self.peers = Peers(session.heap, self.arguments).of
-        learns = session.world_size > 1 and config.map_memory == LEARN
+        maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
+        learns = session.world_size > 1 and maps
         board = LessonBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
 
@@ -260,8 +261,6 @@ class Lane:
         self.preparer.close()
         if self.path.reach is not None:
             self.path.reach.close()
-        if self.path.ahead is not None:
-            self.path.ahead.close()
         if self.path.learning is not None:
             self.path.learning.close()
         self.memory.close()

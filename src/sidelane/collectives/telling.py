@@ -10,17 +10,22 @@ import torch
 
 from sidelane.collectives.asked import AnyRequest
 from sidelane.collectives.confirming import source_buffer
-from sidelane.collectives.course import Course, Inputs, Sources
+from sidelane.collectives.course import Course, Inputs, Source, Sources
 from sidelane.collectives.heap import Region
 from sidelane.collectives.lesson import MOST_SAID, Places, Said, text_of
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.offered import BUFFERS, Found
-from sidelane.collectives.pattern import Guard, Source, Turn
 from sidelane.memory.ordinary import Allocation, OrdinaryMemory, Standing
 from sidelane.native import Note
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Collective
+
+Guard = tuple[object, str, object]
+"""Object, attribute, and the very object that lets a call pass."""
+
+Turn = tuple[object, str, int, int]
+"""Object, attribute, what it is in the call's turn, and what it is next."""
 
 LOOKS = 4
 """A look at whether something was freed, every so many lessons."""

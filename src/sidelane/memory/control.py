@@ -12,18 +12,16 @@ sequence number and a checksum, so that a reader gets either a whole record or n
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
-from sidelane.memory.ordering import full_fence
 from sidelane.memory.posts import (
     ABORT_BYTES,
     AGREED,
@@ -95,7 +93,6 @@ class ControlBlock:
         self._open_calls: set[int] = set()
         self._last_ended = 0
         self.unread, self._patience_s = 0, 0.0  # and how long they may take
-        self._also_unread: collections.deque[int] = collections.deque()
         self._payloads: dict[str, bytes] = {}  # of signatures posted before: most calls are repetitions
         self._dead: set[int] = set()
         self._look_at = 0.0
@@ -132,35 +129,9 @@ class ControlBlock:
             if refusal is not None and own.words[AGREED] < call:
                 own.words[AGREED] = call  # who refuses does not compare: nobody need keep a post for this rank
 
-    def keep_post(self, call: int) -> None:
-        """Let peers read what was posted for ``call``, for which this rank waits for none of them."""
-        with self._lock:
-            self._own.words[AGREED] = max(self._own.words[AGREED], call)
-        if not self.unread:
-            self.unread = call
-            return
-        self._also_unread.append(call)
-        if call >= self.unread + RING_CALLS // 4:
-            while self.unread and all(part.has_read(self.unread) for part in self._parts):
-                self._next_unread()
-
-    def wish(self, number: int, call: int) -> None:
-        """Say, before posting it, that from ``call`` on this rank wishes for what ``number`` stands for."""
-        self._own.wishes[number] = call
-        full_fence()
-
     def own_posts(self) -> OwnPosts:
         """Where :meth:`post_call` writes."""
         return OwnPosts(self._own.slots, _address(self._own.words, BEGUN), self._lock)
-
-    def said_by_all(self, wish: int) -> tuple[tuple[int, int], ...]:
-        """By rank, the addresses of what :meth:`begun` and :meth:`wishes` read, for code that reads it itself."""
-        words = [(part.words, BEGUN, part.wishes, wish) for part in self._parts]
-        return tuple((_address(ours, begun), _address(theirs, number)) for ours, begun, theirs, number in words)
-
-    def kept(self) -> tuple[int, Callable[[int], None]]:
-        """The address of what :meth:`keep_post` writes, and what takes the call where another one is unread."""
-        return _address(self._own.words, AGREED), self._also_unread.append
 
     def payload(self, signature: str) -> bytes | None:
         """What posts with ``signature`` put there; None before the first."""
@@ -217,11 +188,6 @@ class ControlBlock:
     def begun(self, rank: int) -> int:
         """Number of the last call that ``rank`` has begun; 0 before the first."""
         return self._parts[rank].words[BEGUN]
-
-    def wishes(self, number: int) -> list[int]:
-        """The calls from which on the ranks have wished for something; 0 for those that never did."""
-        full_fence()  # what was posted was read before
-        return [part.wishes[number] for part in self._parts]
 
     def ended(self, rank: int) -> int:
         """Number of the last call of ``rank`` that has ended, as have all before it."""
@@ -286,7 +252,6 @@ class ControlBlock:
             if len(found) == self.world_size:
                 self._check_aborts()  # what follows may wait for a rank that has posted and then given up
                 self._own.words[AGREED] = self.unread = call
-                self._also_unread.clear()  # who has posted this call has read what it had to before
                 self._patience_s = timeout_s
                 return [found[rank] for rank in range(self.world_size)]
             self._check_aborts()
@@ -354,8 +319,7 @@ class ControlBlock:
         all ranks agreed on, one is enough to remember: peers that posted for an agreement had read what was posted for
         the one before.
         """
-        call = self.unread
-        self._next_unread()
+        call, self.unread = self.unread, 0
         until = time.monotonic() + self._patience_s
         while not all(part.has_read(call) or part.words[CLOSED] for part in self._parts):
             try:
@@ -366,9 +330,6 @@ class ControlBlock:
             if time.monotonic() > until:
                 return
             time.sleep(50e-6)
-
-    def _next_unread(self) -> None:
-        self.unread = self._also_unread.popleft() if self._also_unread else 0
 
     def _overwritten(self, rank: int, call: int) -> PostedCall | None:
         """What stands for a post that its rank has overwritten by a later one; None if it did not."""

@@ -20,8 +20,6 @@ STEP_BYTES = Record.HEADER_BYTES + STEP_TEXT_BYTES
 ABORT_BYTES = 2048
 SLOT_BYTES = Record.HEADER_BYTES + 2 * MOST_TEXT_BYTES  # a signature and a refusal
 PART_BYTES = PAGE_BYTES + RING_CALLS * SLOT_BYTES
-_WISHES_AT = 1024 + ABORT_BYTES
-MOST_WISHES = (PAGE_BYTES - _WISHES_AT) // 8
 BEGUN, ENDED, CLOSED, AGREED = range(4)  # words
 OK, REFUSED, REPEATED = range(3)  # status of a call; from REPEATED on, with the rank at fault added
 FAILED, TIMED_OUT = range(2)  # status of an abort
@@ -56,17 +54,12 @@ class PostedCall:
 
 
 class Part:
-    """The memory of one rank, as words and records.
-
-    Attributes:
-        wishes: numbers of calls, see ``ControlBlock.wish``.
-    """
+    """The memory of one rank, as words and records."""
 
     def __init__(self, view: memoryview) -> None:
         self.words = view[: 8 * 8].cast("Q")
         self.step = Record(view[64 : 64 + STEP_BYTES])
         self.abort = Record(view[1024 : 1024 + ABORT_BYTES])
-        self.wishes = view[_WISHES_AT:PAGE_BYTES].cast("Q")
         slots = view[PAGE_BYTES:]
         self.slots = [Record(slots[i * SLOT_BYTES : (i + 1) * SLOT_BYTES]) for i in range(RING_CALLS)]
 

@@ -6,10 +6,8 @@
    by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so before
    anything has happened, and Python does it: this file decides nothing.
 
-   So do calls that go ahead (sidelane.collectives.ahead): what they are made for stands, if what is expected is the very
-   object that it was, and their peers are near and have not wished to be heard, which they say in words of memory that
-   all ranks share. And so do lessons (sidelane.collectives.learning), staged or ahead: they post besides where their
-   tensors lie. Python begins the first lesson of each window, in which it reads what all have posted.
+   So do lessons (sidelane.collectives.learning), staged or ahead: they post besides where their tensors lie. Python
+   begins the first lesson of each window, in which it reads what all have posted.
 
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
@@ -28,7 +26,6 @@
 #define MOST_ARGUMENTS 8   /* of a call of the driver */
 #define MOST_TENSORS 128   /* of a call, in all of its lists */
 #define HEADER_WORDS 4     /* of a record, in front of its payload */
-#define LOOK_EVERY 16      /* calls that go ahead, before Python looks for memory that was freed */
 #define UNIT 16            /* bytes, by multiples of which the addresses of calls of one shape differ */
 #define SEEN 4096          /* calls that were made by their shape, and are left to Python when they come again */
 
@@ -75,21 +72,6 @@ typedef struct {
     PyObject *target, *name, *value;
 } Note;
 
-/* Where a rank says which call it has begun last, and since which one it wishes to be heard. */
-typedef struct {
-    const uint64_t *begun, *wish;
-} Peer;
-
-/* Of a call that goes ahead: on what condition it does. */
-typedef struct {
-    PyObject *guards, *look; /* what is expected is the same; Python looks whether it must make one */
-    PyObject *append;        /* takes the number of a call whose post is kept */
-    uint64_t *agreed;        /* the last call in which this rank reads no posts any more */
-    long long lag, since;    /* ranks are no more than that many calls behind, and have not wished from that one on */
-    int ranks;               /* 0: of a call that does not go ahead */
-    Peer *rank;
-} Ahead;
-
 /* Of a call from which the ranks learn: on what condition it is as it was, what is posted of it, and what it is one of.
    NULL: of any other call. */
 typedef struct {
@@ -122,7 +104,6 @@ typedef struct {
     Step *step;
     Words *word;
     Note *note;
-    Ahead ahead;
     Lesson lesson;
     Shape shape;
     uint64_t serial; /* of all that were remembered: an address may come again */
@@ -157,15 +138,13 @@ typedef struct {
     uint64_t remembered; /* so far */
     unsigned next_victim;
     Board board;
-    unsigned long long hits, lessons; /* calls that went ahead; such that peers learn from */
+    unsigned long long hits, lessons; /* lessons that went ahead; all of them */
     unsigned long long moved; /* calls that were made by their shape */
     uint64_t seen[SEEN];
     int again; /* the last call has a shape, and was made at its addresses before */
-    int unseen;              /* of these, since Python has looked */
 } Replay;
 
 static PyObject *n_data_ptr, *n_nbytes, *n_dtype, *n_is_contiguous, *n_is_neg, *n_locked, *n_written, *n_status, *n_digest, *n_unread;
-static PyObject *n_keep_post, *n_renewal;
 
 /* --- small questions --------------------------------------------------------------------------------------------- */
 
@@ -251,7 +230,6 @@ static void free_entry(Entry *entry)
     PyMem_Free(entry->step);
     PyMem_Free(entry->word);
     PyMem_Free(entry->note);
-    PyMem_Free(entry->ahead.rank);
     PyMem_Free(entry->shape.follower);
     PyMem_Free(entry);
     Py_DECREF(keep);
@@ -412,35 +390,6 @@ static int read_allocations(Entry *entry, PyObject *standing)
     return 0;
 }
 
-static int read_ahead(Ahead *ahead, PyObject *given)
-{
-    PyObject *rows;
-    unsigned long long agreed;
-    if (given == Py_None)
-        return 0;
-    if (!PyArg_ParseTuple(given, "O!OLLO!(KO)", &PyTuple_Type, &ahead->guards, &ahead->look, &ahead->lag, &ahead->since,
-                          &PyTuple_Type, &rows, &agreed, &ahead->append))
-        return -1;
-    ahead->agreed = (uint64_t *)(uintptr_t)agreed;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(ahead->guards); i++)
-        if (!is_guard(PyTuple_GET_ITEM(ahead->guards, i), 3))
-            return -1;
-    Py_ssize_t count = PyTuple_GET_SIZE(rows);
-    ahead->rank = PyMem_Calloc(count ? count : 1, sizeof(Peer));
-    if (ahead->rank == NULL)
-        return PyErr_NoMemory(), -1;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        unsigned long long begun, wish;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(rows, i), "KK", &begun, &wish))
-            return -1;
-        ahead->rank[i] = (Peer){(uint64_t *)(uintptr_t)begun, (uint64_t *)(uintptr_t)wish};
-    }
-    if (count < 1 || ahead->lag < 1)
-        return PyErr_SetString(PyExc_ValueError, "remember: a call goes ahead of ranks, by a number of calls"), -1;
-    ahead->ranks = (int)count;
-    return 0;
-}
-
 static int read_shape(Entry *entry, PyObject *given)
 {
     PyObject *rows;
@@ -453,7 +402,7 @@ static int read_shape(Entry *entry, PyObject *given)
     shape->follower = PyMem_Calloc(count ? count : 1, sizeof(Follower));
     if (shape->follower == NULL)
         return PyErr_NoMemory(), -1;
-    if (entry->request.lists || entry->request.tensors > 2 || entry->ahead.ranks || entry->allocations)
+    if (entry->request.lists || entry->request.tensors > 2 || entry->allocations)
         return PyErr_SetString(PyExc_ValueError, "remember: a shape is one of one or two tensors that are staged"), -1;
     for (Py_ssize_t i = 0; i < entry->request.tensors; i++)
         entry->request.tensor[i].address %= UNIT;
@@ -486,7 +435,7 @@ static int read_lesson(const Replay *self, Entry *entry, PyObject *given)
             return -1;
     if (self->board.keep == NULL || PyBytes_GET_SIZE(lesson->payload) > self->board.room)
         return PyErr_SetString(PyExc_ValueError, "remember: a lesson has a board with room for its post"), -1;
-    if (entry->shape.admits != NULL || entry->ahead.ranks)
+    if (entry->shape.admits != NULL)
         return PyErr_SetString(PyExc_ValueError, "remember: a lesson is one of a call at its addresses"), -1;
     return read_allocations(entry, standing);
 }
@@ -527,23 +476,23 @@ static unsigned choose_target(Replay *self, const Entry *entry)
 }
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
-                           "signature, payload, steps, words, notes, failed, standing, owner, ahead, shape=None, "
+                           "signature, payload, steps, words, notes, failed, standing, owner, shape=None, "
                            "lesson=None)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *ahead, *shape = NULL, *lesson = NULL;
+    PyObject *tensors, *steps, *words, *notes, *standing, *shape = NULL, *lesson = NULL;
     PyObject *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
         return PyErr_NoMemory();
     entry->keep = Py_NewRef(all);
-    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOOO|OO", &entry->request.kind, &PyTuple_Type, &tensors,
+    if (!PyArg_ParseTuple(all, "OO!iOOOOOLOSO!O!O!OOO|OO", &entry->request.kind, &PyTuple_Type, &tensors,
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &ahead, &shape, &lesson))
+                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &shape, &lesson))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -570,7 +519,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
         request->tensor[i].address = address, request->tensor[i].nbytes = nbytes;
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
-        read_allocations(entry, standing) || read_ahead(&entry->ahead, ahead) || read_shape(entry, shape) ||
+        read_allocations(entry, standing) || read_shape(entry, shape) ||
         read_lesson(self, entry, lesson))
         goto fail;
     unsigned chosen = choose_target(self, entry);
@@ -686,8 +635,6 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
         int answer = same_request(&entry->request, request);
         if (answer == 1 && entry->turn != Py_None)
             answer = passes(entry->turn);
-        if (answer == 1 && entry->ahead.ranks) /* whatever changes what is expected replaces one of these */
-            answer = all_pass(entry->ahead.guards);
         if (answer == 1 && entry->lesson.guards != NULL)
             answer = all_pass(entry->lesson.guards);
         if (answer == 1 && !entry->dropped)
@@ -768,46 +715,6 @@ static int is_unread(Replay *self, uint64_t number)
     uint64_t call = PyLong_AsUnsignedLongLong(unread);
     Py_DECREF(unread);
     return PyErr_Occurred() ? -1 : call && number >= call + (uint64_t)self->record_count;
-}
-
-/* The number that the next call has; 0 if there is none left, -1: an error. Nothing lets other threads run until it is
-   taken. */
-static long long next_number(Replay *self)
-{
-    long long end = number_from(PyObject_GetAttr(self->counter, n_renewal));
-    PyObject *numbers = end < 0 ? NULL : PyObject_GetAttr(self->counter, self->counter_name);
-    Py_ssize_t left = numbers == NULL ? -1 : PyObject_LengthHint(numbers, 0);
-    Py_XDECREF(numbers);
-    return left < 0 ? -1 : left ? end - left : 0;
-}
-
-/* 1: a call may go ahead. 0: Python sees to it, which waits for a rank or hears a wish. -1: an error.
-   The number is the call's very own, so that all ranks hear a wish in the same call. A rank writes a wish in front of
-   the post of that call; who has seen that it has begun a later one sees the wish. */
-static int may_go_ahead(Replay *self, const Ahead *ahead)
-{
-    long long number = next_number(self), long_ago = number - ahead->lag;
-    if (number <= 0)
-        return (int)number;
-    for (int i = 0; i < ahead->ranks; i++)
-        if ((long long)__atomic_load_n(ahead->rank[i].begun, __ATOMIC_ACQUIRE) < long_ago)
-            return 0;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    for (int i = 0; i < ahead->ranks; i++) {
-        long long wish = (long long)__atomic_load_n(ahead->rank[i].wish, __ATOMIC_RELAXED);
-        if (ahead->since <= wish && wish <= long_ago)
-            return 0;
-    }
-    return 1;
-}
-
-/* 1: Python must make this call, since it has seen that memory was freed. It looks now and then. -1: an error. */
-static int must_be_seen(Replay *self, const Ahead *ahead)
-{
-    if (self->unseen < LOOK_EVERY)
-        return 0;
-    self->unseen = 0;
-    return is_true(PyObject_CallNoArgs(ahead->look));
 }
 
 /* Keep in a record's attributes what its memory holds; they are what Python's writer goes by. */
@@ -958,25 +865,6 @@ static PyObject *replay_posts(Replay *self, PyObject *lesson)
     return found;
 }
 
-/* Keep the post of a call that goes ahead for peers that miss, as ControlBlock.keep_post does. Python looks, now and
-   then, who has read what is kept. Only the thread that is inside of a call writes these. */
-static int keep_post(Replay *self, const Ahead *ahead, PyObject *number, uint64_t value)
-{
-    uint64_t unread;
-    if (unsigned_from(PyObject_GetAttr(self->control, n_unread), &unread))
-        return -1;
-    PyObject *done, *arguments[] = {self->control, number};
-    if (unread && value < unread + (uint64_t)self->record_count / 4) {
-        if (__atomic_load_n(ahead->agreed, __ATOMIC_RELAXED) < value)
-            __atomic_store_n(ahead->agreed, value, __ATOMIC_RELEASE);
-        done = PyObject_CallOneArg(ahead->append, number);
-    } else {
-        done = PyObject_VectorcallMethod(n_keep_post, arguments, 2, NULL);
-    }
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
 static int set_words(Entry *entry, uint64_t number)
 {
     for (int i = 0; i < entry->words; i++) {
@@ -1111,10 +999,6 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value);
-    if (!failed && entry->ahead.ranks) {
-        failed = keep_post(self, &entry->ahead, number, value);
-        self->hits++, self->unseen++;
-    }
     if (!failed && entry->lesson.guards != NULL) {
         self->board.lesson[1] = 0;
         self->lessons++, self->hits += (unsigned)entry->lesson.is_ahead;
@@ -1162,12 +1046,8 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *tens
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     enum Outcome outcome = UNKNOWN;
     if (stands(entry)) {
-        int seen = entry->ahead.ranks ? must_be_seen(self, &entry->ahead) : 0;
-        open = seen < 0 ? -1 : !seen;
-        if (open == 1 && entry->allocations) /* to ask for them lets other threads run */
+        if (entry->allocations) /* to ask for them lets other threads run */
             open = is_open(self);
-        if (open == 1 && entry->ahead.ranks) /* what was forgotten while other threads ran is not expected any more */
-            open = entry->dropped ? 0 : may_go_ahead(self, &entry->ahead);
         if (open == 1 && entry->lesson.guards != NULL)
             open = entry->dropped ? 0 : has_room(&self->board);
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
@@ -1464,8 +1344,7 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
         const char *text;
     } names[] = {{&n_data_ptr, "data_ptr"}, {&n_nbytes, "nbytes"}, {&n_dtype, "dtype"},
                  {&n_is_contiguous, "is_contiguous"}, {&n_is_neg, "is_neg"}, {&n_locked, "locked"},
-                 {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"},
-                 {&n_keep_post, "keep_post"}, {&n_renewal, "renewal"}};
+                 {&n_written, "written"}, {&n_status, "status"}, {&n_digest, "digest"}, {&n_unread, "unread"}};
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].object = PyUnicode_InternFromString(names[i].text)) == NULL)
             return NULL;
@@ -1480,8 +1359,6 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
     if (module != NULL && PyModule_AddIntConstant(module, "MOST_ARGUMENTS", MOST_ARGUMENTS) < 0)
         Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "UNIT", UNIT) < 0)
-        Py_CLEAR(module);
-    if (module != NULL && PyModule_AddIntConstant(module, "LOOK_EVERY", LOOK_EVERY) < 0)
         Py_CLEAR(module);
     if (module != NULL && PyModule_AddIntConstant(module, "MOST_TENSORS", MOST_TENSORS) < 0)
         Py_CLEAR(module);

@@ -150,7 +150,7 @@ def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **ot
     type=click.Choice(["0", "1", LEARN]),
     callback=lambda *given: {"0": False, "1": True}.get(given[-1], given[-1]),
     show_default="SIDELANE_MAP_MEMORY, else 0",
-    help="With --ordinary: explain the call under this setting. All three are compared.",
+    help="With --ordinary: explain the call under this setting. All of them are compared.",
 )
 @what("--beside", type=click.Choice(BESIDE), default=NOTHING, help="What runs next to it.")
 @what("--beside-us", type=click.FloatRange(min=0, min_open=True), help="Instead: what a computation next to it takes.")

@@ -24,7 +24,7 @@ from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.listed import LISTED, ListAgreement, Part
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
 from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped
-from sidelane.config import NOTHING
+from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
 from sidelane.program.builders.confirmed import confirmed
@@ -184,6 +184,8 @@ def explain(options: ExplainOptions) -> Explanation:
     if options.ordinary:
         ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
         setting = settings.current().map_memory if options.map_memory is None else options.map_memory
+        if setting == LEARN and device_type != CPU:
+            setting = True  # which is the same there
         way, choice = next(entry for entry in ways if entry[0].setting == (setting or False))
         agreement = as_mapped(agreement) if way.how == MAPPED else agreement
     reasons = [(found, objection(agreement.call, found, abilities)) for found in everything(options.kind)]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from sidelane.collectives.pattern import LEAST_ALIKE
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Prepared
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.ordinary import LEARNED, MAPPED, OrdinaryRow
+from sidelane_lab.harness.results.rows.ordinary import LEARNED, OrdinaryRow
 from sidelane_lab.harness.running.measure import Meter
 from sidelane_lab.studies.collectives.study import calls_per_sample, hides_launches
 from sidelane_lab.studies.ordinary.checks import Problem, attempt, check, row_of, with_late
+from sidelane_lab.studies.ordinary.programs import LEARNING_CALLS
 from sidelane_lab.studies.ordinary.ways import PLACES, Way
-
-LEARNING_CALLS = {MAPPED: LEAST_ALIKE + 5, LEARNED: 96}
-"""On the same tensors before anything is timed: from the fifth on, or the 65th, calls that can go ahead do."""
 
 TOGETHER_EVERY = 4
 """Of these, behind which hosts wait for their devices. Hosts that are 16 calls apart learn nothing
@@ -90,7 +87,7 @@ def ready(meter: Meter, way: Way, prepared: Prepared, seed: int) -> Problem | No
     """
 
     def learn() -> None:
-        for number in range(LEARNING_CALLS.get(way.reach, 1)):
+        for number in range(LEARNING_CALLS if way.reach == LEARNED else 1):
             prepared.run()
             if number % TOGETHER_EVERY == 0:
                 meter.finish(prepared.label)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator, Mapping
 
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
-from sidelane_lab.harness.results.rows.ordinary import CHANGES, MISSED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
+from sidelane_lab.harness.results.rows.ordinary import NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane_lab.harness.running.measure import Job, Meter
 from sidelane_lab.studies.ordinary.checks import Problem, attempt, check, row_of
-from sidelane_lab.studies.ordinary.programs import ChangingProgram, Room
+from sidelane_lab.studies.ordinary.programs import SETTLING, ChangingProgram, Room
 from sidelane_lab.studies.ordinary.ways import Way
 
-CALLS = {MISSED: 1, NEW_SEGMENT: 2}
+CALLS = {NEW_SEGMENT: 2}
 USUAL_CALLS = 10
 """In a sample."""
 
@@ -30,7 +30,7 @@ USUAL_HOST_CALLS = 25
 def measure_changing(
     meter: Meter, ways: Mapping[str, Way], case: Case, *, warmup: int, repeats: int, seeds: Iterator[int]
 ) -> Iterator[OrdinaryRow]:
-    """Run every program of ``CHANGES`` in every way, one after another, the ways of each interleaved. Collective.
+    """Run every program of ``SETTLING`` in every way, one after another, the ways of each interleaved. Collective.
 
     Symmetric tensors do not move: all ranks allocate them together. They have the program that repeats only.
 
@@ -54,7 +54,7 @@ def measure_changing(
             if problem is not None:
                 lacking[name] = problem
     meter.finish("allocating")  # outside: symmetric memory is cleared on the default stream
-    for change in CHANGES:
+    for change in SETTLING:
         taking = {name: way for name, way in ways.items() if change == REPEATED or name != SYMMETRIC}
         with meter.on_stream():
             yield from _measure_change(

@@ -12,18 +12,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from sidelane.collectives.ahead import LAG
 from sidelane_lab.baselines.candidate import Tensors, views
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.ordinary import MISSED, NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
+from sidelane_lab.harness.results.rows.ordinary import NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
 from sidelane_lab.studies.ordinary.ways import Way
 
 STEP_BYTES = 4096
 SLOTS = 8
 """Pairs of tensors that rotate."""
-
-HITS_BETWEEN = LAG + 8
-"""Calls that go ahead between two that miss: ranks are heard ``LAG`` calls behind a miss, and go ahead again."""
 
 MOST_ADDRESSES = 2048
 """Of a way."""
@@ -31,14 +27,11 @@ MOST_ADDRESSES = 2048
 SEGMENT_BYTES = 32 << 20
 """torch's allocator gives a tensor of that size memory of its own, of which nothing is left for others."""
 
-SETTLING = {
-    REPEATED: LAG + 16,
-    ROTATING: LAG + 4 * SLOTS,
-    MISSED: 0,  # what comes before each of its calls is enough
-    NEW_ADDRESS: LAG + 16,
-    NEW_SEGMENT: 0,
-}
-"""Calls before the first sample. What came before has taught the ranks something else, which goes on ``LAG`` calls."""
+LEARNING_CALLS = 96
+"""Calls on the same tensors before anything is timed: from the 65th on, calls that can go ahead do."""
+
+SETTLING = {REPEATED: LEARNING_CALLS, ROTATING: LEARNING_CALLS, NEW_ADDRESS: LEARNING_CALLS, NEW_SEGMENT: 0}
+"""Programs, with the calls before their first sample. What came before has taught the ranks something else."""
 
 
 class Room:
@@ -76,7 +69,7 @@ class ChangingProgram:
     """Calls of one way.
 
     Args:
-        change: how tensors change; of ``CHANGES``.
+        change: how tensors change; of ``SETTLING``.
         way: which way.
         case: what each call does.
         room: of the way.
@@ -104,10 +97,6 @@ class ChangingProgram:
         for _ in range(calls):
             tensors = next(self._places)
             self._stock.append((tensors, self.way.bind(self._case, tensors)))
-        if self._change == MISSED:
-            usual = self.way.bind(self._case, self._room.at(0))
-            for _ in range(HITS_BETWEEN):
-                usual()
 
     def run(self) -> None:
         """Make the next call."""

@@ -3,7 +3,7 @@
     symmetric   Sidelane's ``auto`` on tensors of ``Communicator.empty``
     learned     the same on ordinary tensors with ``map_memory="learn"``: peers reach large ones whose addresses come
                 again, and no host waits for it (docs/internals/reach.md)
-    mapped      the same with ``map_memory=True``: peers reach them in every call
+    mapped      the same with ``map_memory=True`` on CPU ranks, whose peers reach them in every call
     staged      the same on ordinary tensors without it, the default of GPUs
     library     NCCL on ordinary tensors; on CPU ranks Gloo
 
@@ -208,6 +208,8 @@ def make_ways(
         return Own(reach, _communicator(rank, reach, timeout_s, group))
 
     for reach in MODES:
+        if reach == MAPPED and rank.device.type != "cpu":
+            continue  # there it is what learned is
         add(reach, functools.partial(own, reach))
     add("gloo" if rank.device.type == "cpu" else "nccl", lambda: _library(rank, meter, group))
     return roster, {name: way for name, way in made.items() if name in roster.implementations}
