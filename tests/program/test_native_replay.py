@@ -16,9 +16,7 @@ from sidelane.native import Effect
 
 def test_python_and_c_mean_the_same(module: ModuleType) -> None:
     assert {effect.name: effect.value for effect in Effect} == {
-        name: value
-        for name, value in vars(module).items()
-        if name.isupper() and not name.startswith(("MOST_", "UNIT"))
+        name: value for name, value in vars(module).items() if name.isupper() and not name.startswith(("MOST_", "UNIT"))
     }
     assert (module.MOST_ARGUMENTS, module.MOST_TENSORS) == (MOST_INTEGERS, MOST_TENSORS)
 

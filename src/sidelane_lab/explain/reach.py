@@ -11,7 +11,6 @@ from sidelane.choice.key import CPU
 from sidelane.collectives.confirming import choice_of
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped, copies_suit, way_of
-from sidelane.config import LEARN
 from sidelane.program.builders.confirmed import NOBODY
 
 SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
@@ -23,9 +22,7 @@ def ways_of(
 ) -> tuple[tuple[Way, Choice], ...]:
     """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
     found = []
-    settings: list[MapMemory] = [False, True]
-    if hosts_meet:
-        settings.append(LEARN)
+    settings: tuple[MapMemory, ...] = (False, True, "learn") if hosts_meet else (False, True)
     for setting in settings:
         way = way_of(agreement, setting, lambda call: copies_suit(call, chooses), hosts_meet=hosts_meet)
         choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
