@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -187,6 +188,26 @@ def test_what_the_runtime_may_spoil_is_refused(steps: tuple[Step, ...], words: s
         assert verify() > 0
     runs = [nodes_oracle.run(Kind.ALL_GATHER, nodes, (2,), [made] * 2, seed) for seed in range(40)]
     assert any(runs) == goes_wrong, runs
+
+
+def test_an_average_is_weighted_once_and_symmetric_scratch_is_alike_in_a_node() -> None:
+    """A near step of one rank changes no sum; and what one rank takes alone, its node waits for."""
+    packed, middle, nodes = Span("packed0", 0, 2), MIDDLE.part(0, 2), Nodes.named("ab")
+    near, back = Near(Kind.REDUCE_SCATTER, middle, packed), Copies(((packed, middle),))
+    ends = Far(Kind.ALL_REDUCE, middle, middle), Join(0), Copies(((OUT.part(0, 2), middle),))
+    for steps, words in (((near, back, near), "2 near steps"), ((), "nothing"), ((near,), "")):
+        made = Plan((Copies(((packed, IN),)), *steps, *ends), {"packed0": 2, "middle0": 2})
+        with pytest.raises(PlanError, match=words) if words else contextlib.nullcontext():
+            verify_plans(Kind.ALL_REDUCE, nodes, (2,), 1, make=lambda *_, made=made: made)
+        assert bool(nodes_oracle.run(Kind.ALL_REDUCE, nodes, (2,), [made] * 2, 0, average=True)) == bool(words)
+
+    def make(*arguments: Any) -> Plan:
+        plan = make_plan(*arguments)
+        more = {"packed0": plan.scratch["packed0"] + (arguments[2] == 1)}
+        return dataclasses.replace(plan, scratch=plan.scratch | more)
+
+    with pytest.raises(PlanError, match=r"symmetric scratch of rank 1 \(value=.*, as of rank 0 of its node\)"):
+        verify_plans(Kind.ALL_REDUCE, Nodes.named("aab"), (2,), 1, make=make)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
