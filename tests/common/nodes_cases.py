@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import pytest
@@ -14,7 +18,7 @@ import torch.distributed as dist
 import sidelane
 from sidelane import config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
-from sidelane.integrations import ledger
+from sidelane.integrations import ledger, works
 from sidelane.integrations.nodes import choose, communicator
 
 REDUCED = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
@@ -228,6 +232,32 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         assert rank == 1 or caught.value.ranks == (1,)
         with pytest.raises(CommunicatorClosedError, match=r"refused the call"):
             dist.all_reduce(torch.ones(50_000), group=nodes)
+    whole, other = torch.zeros(len(layout) * 50_000), dist.BroadcastOptions()
+    other.rootRank = 9
+    wrong: tuple[tuple[str, Callable[[dist.ProcessGroup], object]], ...] = (
+        (
+            r"all_gather: tensors \(value=that overlap, allowed=apart, or in place\)",
+            lambda nodes: dist.all_gather_into_tensor(whole, whole[-50_000:], nodes),
+        ),
+        (
+            r"reduce_scatter: tensors \(value=that overlap",  # the first output lies in the second input
+            lambda nodes: nodes.reduce_scatter_tensor_coalesced(
+                [whole[60:69], whole[:9]], [whole[20:56], whole[56:92]]
+            ),
+        ),
+        (r"broadcast: root \(value=9, allowed=0\.\.3\)", lambda nodes: nodes.broadcast([whole], other)),
+    )
+    for words, call in wrong:
+        with mock.patch.object(works, "_PATIENCE_S", 0.1), mock.patch.object(choose, "LEAST_BYTES", 1):
+            with (
+                on_nodes(group, layout) as nodes,
+                pytest.raises((ValueError, PeerError), match=words) as caught,
+            ):
+                if nodes.rank() == 1:
+                    call(nodes).wait()  # type: ignore[union-attr]
+                else:
+                    dist.all_reduce(torch.ones(50_000), group=nodes)
+            assert isinstance(caught.value, ValueError) == (dist.get_rank(group) == 1)
     with (
         config.override(dataclasses.replace(config.current(), virtual_nodes=(0, 0, 1))),
         pytest.raises(ValueError, match=r"virtual_nodes \(value=\(0, 0, 1\), allowed=a node for each rank"),
@@ -235,17 +265,46 @@ def refused(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         sidelane.wrap(group)
 
 
+def interrupted(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Ctrl-C while a far step waits: all ranks name that one, and no end of a group waits for its far step."""
+    for is_async in (False, True):
+        with mock.patch.object(works, "_PATIENCE_S", 0.1), on_nodes(group, layout) as nodes:
+            rank, tensor = nodes.rank(), torch.ones(50_000)
+            dist.all_reduce(tensor, group=nodes)
+
+            def call(tensor: torch.Tensor = tensor, is_async: bool = is_async, nodes: object = nodes) -> None:
+                work = dist.all_reduce(tensor, group=nodes, async_op=is_async)  # type: ignore[arg-type]
+                assert work is None or work.wait()
+
+            if rank == 3:
+                before = signal.signal(signal.SIGINT, signal.default_int_handler)
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                with pytest.raises(KeyboardInterrupt):
+                    call()
+                signal.signal(signal.SIGINT, before)
+                with pytest.raises(CommunicatorClosedError, match="rank 3 was interrupted"):
+                    call()
+                continue
+            if layout[rank] != layout[3]:
+                time.sleep(2)
+            with pytest.raises(PeerError, match=r"rank 3 .*was interrupted") as caught:
+                call()
+                assert layout[rank] != layout[3], "all of it was there, but rank 3 itself"
+                call()
+            assert caught.value.ranks == (3,)
+
+
 def half_made(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     """What one rank cannot make is made by none, and by all the next time: nobody goes by the words of the first."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
     with on_nodes(group, layout) as nodes:
         for number in range(3):
             tensor = torch.ones(50_000)
             with pytest.MonkeyPatch.context() as patch:
                 if number < 2 and nodes.rank() == 2 + number:  # on a node of its own
-
-                    def fail(*_: object, **__: object) -> None:
-                        raise OSError("no room")
-
                     patch.setattr(communicator, "Communicator", fail)
                 if number < 2:
                     with pytest.raises(PeerError, match=f"rank {2 + number}: OSError: no room"):
@@ -255,6 +314,15 @@ def half_made(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
             assert tensor.eq(nodes.size()).all()
             last = sidelane.report().last
             assert last is not None and last.where == "sidelane"
+    with on_nodes(group, layout) as nodes:
+        tensor = torch.ones(50_000)
+        with pytest.MonkeyPatch.context() as patch:
+            if nodes.rank() != 1:  # which is on no rail
+                patch.setattr(communicator, "make_other", fail)
+            with pytest.raises(PeerError, match="rank 0: OSError: no room; rank 2: OSError: no room; rank 3"):
+                dist.all_reduce(tensor, group=nodes)
+        dist.all_reduce(tensor, group=nodes)
+        assert tensor.eq(nodes.size()).all()
 
 
 def lacking(group: dist.ProcessGroup, layout: Sequence[int]) -> None:

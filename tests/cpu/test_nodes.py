@@ -33,6 +33,7 @@ def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...])
         (cases.refused, (0, 1, 0, 1)),
         (cases.lacking, (0, 0, 1)),
         (cases.half_made, (0, 0, 1, 2)),
+        (cases.interrupted, (0, 0, 1, 1)),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )

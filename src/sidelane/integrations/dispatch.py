@@ -347,17 +347,19 @@ class Dispatcher:
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """End the communicator, whose thread would wait on."""
-        communicator = self._communicators.get("cpu")
-        if communicator is not None:
-            communicator.lane.calls.fail(error)
+        self._leave(error)
 
     def ends(self) -> None:
         """The interpreter ends: the communicator does, and its peers hear of it."""
+        rank = self._group.rank()
+        self._leave(PeerError(f"rank {rank} ended without waiting for its asynchronous calls", (rank,)))
+
+    def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
         communicator = self._communicators.get("cpu")
-        if communicator is not None:
-            rank = self._group.rank()
-            told = PeerError(f"rank {rank} ended without waiting for its asynchronous calls", (rank,))
-            communicator.lane.calls.fail(told)
+        if isinstance(communicator, NodesCommunicator):
+            communicator.leave(error)
+        elif communicator is not None:
+            communicator.lane.calls.fail(error)
 
     def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
         """What stands for a call that is queued on a stream."""

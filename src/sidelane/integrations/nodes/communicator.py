@@ -18,7 +18,7 @@ from sidelane.collectives.arguments import op_name
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations.nodes.failing import RollCall
-from sidelane.integrations.nodes.groups import NodeGroup, agree_on_the_near_part
+from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part
 from sidelane.integrations.nodes.lookout import Lookout
 from sidelane.integrations.nodes.plan import make_plan
 from sidelane.integrations.nodes.scratch import Scratch
@@ -91,15 +91,12 @@ class NodesCommunicator:
         self._group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}")
         self._plan = functools.lru_cache(maxsize=256)(make_plan)
         self._far: Any = None
+        self._far_works: Sequence[OtherWork] = ()  # of the call that is under way, or failed
         self._failure: Exception | None = None
         self.near, attempt = self._make_near(store, ranks, f"{name}/{device.type}", device, config)
         store = dist.PrefixStore(f"{attempt}/", store)
         self._roll = RollCall(store, rank, nodes, ranks, witness, timeout)
-        if place < nodes.rails:
-            rail, many = dist.PrefixStore(f"rail{place}/", store), len(nodes.members)
-            later = timeout + timedelta(seconds=SLACK_S * self._on_streams)
-            with nccl_not_ending_the_process() if self._on_streams else contextlib.nullcontext():
-                self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
+        self._make_far(store, ranks, name, timeout)
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
         self._telling = forks.lock()  # the lookout may fail a call while the call itself does
@@ -119,7 +116,7 @@ class NodesCommunicator:
         try:
             # The ranks of a slower node may take their time-out to find out.
             patience = timedelta(seconds=2 * config.timeout_s)
-            attempt = agree_on_the_near_part(store, self.rank, ranks, name, failure, patience)
+            attempt = agree_on_a_part(store, self.rank, ranks, name, failure, patience)
         except BaseException:
             if made is not None:
                 made.close()
@@ -127,6 +124,25 @@ class NodesCommunicator:
             raise
         assert made is not None
         return made, attempt
+
+    def _make_far(self, store: dist.Store, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
+        node, place = self.nodes.seat(self.rank)
+        failure: Exception | None = None
+        if place < self.nodes.rails:
+            rail, many = dist.PrefixStore(f"rail{place}/", store), len(self.nodes.members)
+            later = timeout + timedelta(seconds=SLACK_S * self._on_streams)
+            try:
+                with nccl_not_ending_the_process() if self._on_streams else contextlib.nullcontext():
+                    self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
+            except Exception as error:
+                failure = error
+        try:
+            agree_on_a_part(store, self.rank, ranks, f"{name}/rails", failure, 2 * timeout)
+        except BaseException:
+            self._far = None
+            self.near.close()
+            self._group.close()
+            raise
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""
@@ -153,6 +169,8 @@ class NodesCommunicator:
         control, own = self.lane.control, self.nodes.members[self._node]
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
         text = "".join(f"; {control.describe(rank)}" for rank in ranks)
+        if not ranks:
+            return f"; all ranks of node {self._node} have come, and wait for those of other nodes", ()
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
 
     def close(self) -> None:
@@ -168,6 +186,8 @@ class NodesCommunicator:
         far, self._far = self._far, None
         if far is not None:
             far.abort()
+            if not self._on_streams and not all(work.is_completed() for work in self._far_works):
+                forks.keep_for_ever(far)  # Gloo aborts nothing, and its end would wait for peers that may never come
 
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
         self.owner.require()  # before anything could tell the others that it has failed
@@ -175,12 +195,17 @@ class NodesCommunicator:
             raise unsaid
         if self._failure is not None:
             raise CommunicatorClosedError(f"{kind}: the communicator was closed, or has failed: {self._failure}")
-        pairs: Any = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
-        name = None if op is None else op_name(op)
         try:
+            pairs: Any = [(output, input)] if isinstance(output, Tensor) else list(zip(output, input, strict=True))
+            name = None if op is None else op_name(op)
+            if name is not None and name not in _FAR_OPS:
+                raise ValueError(f"{kind}: op (value={op!r}, allowed={', '.join(_FAR_OPS)})")
+            if not isinstance(root, int) or not 0 <= root < self.world_size:
+                raise ValueError(f"{kind}: root (value={root!r}, allowed=0..{self.world_size - 1})")
             counts = tuple(self._count(kind, *pair) for pair in pairs)
             if kind in REDUCING and len({to.dtype for to, _ in pairs}) > 1:
                 raise TypeError(f"{kind}: dtypes of a list (value=several, allowed=one)")
+            self._check_apart(kind, pairs)
         except (ValueError, TypeError) as error:
             self._failure = PeerError(f"rank {self.rank} refused the call: {error}", (self.rank,))
             self._roll.tell((self.rank,), f"refused the call ({error})")
@@ -189,8 +214,22 @@ class NodesCommunicator:
         try:
             with self._looked_after():
                 self._run(kind, [(to.view(-1), given.view(-1)) for to, given in pairs], counts, name, root)
+        except KeyboardInterrupt as error:
+            self.leave(error)
+            raise
         except Exception as error:
             raise self._fail(error) from error.__cause__ or error
+
+    def leave(self, error: PeerError | KeyboardInterrupt) -> None:
+        """End it for what happened to this rank: Ctrl-C, or its end. Calls under way fail, here and on the others."""
+        why = (
+            "was interrupted" if isinstance(error, KeyboardInterrupt) else str(error).removeprefix(f"rank {self.rank} ")
+        )
+        self._roll.tell((self.rank,), why)
+        with self._telling:
+            if self._failure is None:
+                self._failure = PeerError(f"rank {self.rank} {why}", (self.rank,))
+        self.lane.calls.fail(error)
 
     @contextlib.contextmanager
     def _looked_after(self) -> Iterator[None]:
@@ -285,6 +324,21 @@ class NodesCommunicator:
             )
         return count
 
+    def _check_apart(self, kind: Kind, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Refuse tensors of which one is written where another one lies, unless the call is in place."""
+        touched: list[tuple[int, int, bool]] = []
+        for to, given in pairs:
+            whole, part = (given, to) if kind is Kind.REDUCE_SCATTER else (to, given)
+            begin, own = whole.data_ptr(), self.rank * part.nbytes if part.nbytes < whole.nbytes else 0
+            touched.append((begin, begin + whole.nbytes, whole is to or part.data_ptr() == begin + own))
+            if part.data_ptr() != begin + own:
+                touched.append((part.data_ptr(), part.data_ptr() + part.nbytes, part is to))
+        ends = {True: 0, False: 0}  # of those that are written, and of those that are read
+        for begin, end, is_written in sorted(each for each in touched if each[0] < each[1]):
+            if begin < ends[True] or (is_written and begin < ends[False]):
+                raise ValueError(f"{kind}: tensors (value=that overlap, allowed=apart, or in place)")
+            ends[is_written] = max(ends[is_written], end)
+
     def _run(
         self, kind: Kind, pairs: list[tuple[Tensor, Tensor]], counts: tuple[int, ...], op: str | None, root: int
     ) -> None:
@@ -299,7 +353,9 @@ class NodesCommunicator:
         call.near_op = "sum" if average and not weighted else op or "sum"
         call.far_op = _FAR_OPS[op or "sum"]
         call.weight = len(self.nodes.members[self._node]) / self.world_size if weighted else 1.0
+        self._far_works = call.far_works
         call.run()
+        self._far_works = ()  # they have tensors of the caller
         if average and not weighted:
             for output, _ in pairs:
                 output.copy_(torch.div(output, self.world_size, rounding_mode="trunc"))
@@ -315,6 +371,7 @@ class _Call:
     Attributes:
         near_op, far_op: of a reduction, in a node and between them.
         weight: of this node's result.
+        far_works: those that have begun.
     """
 
     near_op: str
@@ -325,7 +382,7 @@ class _Call:
         self, whose: NodesCommunicator, plan: Plan, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
     ) -> None:
         self._whose, self._plan, self._dtype = whose, plan, dtype
-        self._far_works: list[OtherWork] = []
+        self.far_works: list[OtherWork] = []
         self._tensors: dict[tuple[str, int], Tensor] = {}
         for number, (output, input) in enumerate(pairs):
             self._tensors |= {(OUTPUT, number): output, (INPUT, number): input}
@@ -342,7 +399,7 @@ class _Call:
             Spread: self._spread,
             Near: self._near,
             Far: self._begin,
-            Join: lambda step: self._far_works[step.number].wait(),
+            Join: lambda step: self.far_works[step.number].wait(),
         }
         for step in self._plan.steps:
             try:
@@ -387,7 +444,7 @@ class _Call:
         except RuntimeError as error:
             raise self._whose.explain(error, ()) from error
         looks = not self._whose._on_streams
-        self._far_works.append(OtherWork(work, self._whose, (), looks=looks))
+        self.far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
     def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> Any:  # torch types what groups return so
         if step.kind is Kind.ALL_GATHER:

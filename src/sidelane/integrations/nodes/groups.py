@@ -78,17 +78,17 @@ def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, time
         ) from error
 
 
-def agree_on_the_near_part(
+def agree_on_a_part(
     store: dist.Store, rank: int, ranks: Sequence[int], name: str, failure: Exception | None, timeout: timedelta
 ) -> str:
-    """Have all ranks go on, or none: some nodes may lack what others have. Collective.
+    """Have all ranks go on with a part of a communicator, or none: some may lack what others have. Collective.
 
     Args:
         store: of these ranks alone.
         rank: in the group.
         ranks: of the group, in the world.
-        name: of the group.
-        failure: what making this node's communicator raised; None if it is there.
+        name: of the group and the part.
+        failure: what making the part here raised; None if it is there, or this rank needs none.
         timeout: for the last rank to say.
 
     Returns:

@@ -161,12 +161,12 @@ class NodesLane:
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
         """See ``order.Guard``."""
-        self.comm.lane.calls.fail(error)
+        self.comm.leave(error)
 
     def ends(self) -> None:
         """See ``order.Guard``."""
         told = PeerError(f"rank {self.rank} ended without waiting for its asynchronous calls", (self.rank,))
-        self.comm.lane.calls.fail(told)
+        self.comm.leave(told)
 
     def end(self, until: float) -> None:
         """At exit, as ``order.HostOrder`` does."""

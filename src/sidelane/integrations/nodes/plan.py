@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from sidelane.integrations.nodes import pieces as made
 from sidelane.integrations.nodes.pieces import Cut, Seat
-from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Join, Piece, Plan, Span, Step
+from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Join, Piece, Plan, Span, Step, whole
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import Kind
 
@@ -37,12 +37,18 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces
         rank: in the group.
         counts: of each tensor, the elements of one part (all_gather, reduce_scatter, all_to_all) or of it (all_reduce,
             broadcast, which has one tensor).
-        pieces: into which they are cut together, at most.
+        pieces: into which they are cut together, at most; 1 and more.
         root: rank of a broadcast.
 
     Raises:
-        ValueError: there are none (see :func:`objection`).
+        ValueError: there are none (see :func:`objection`), or a number is none of those.
     """
+    kind = Kind(kind)
+    rank, root = (whole(f"make_plan: {what}", n, 0, len(nodes.of) - 1) for what, n in (("rank", rank), ("root", root)))
+    counts = tuple(whole(f"make_plan: counts of {kind}", count) for count in counts)
+    pieces = whole("make_plan: pieces", pieces, 1)
+    if kind is Kind.BROADCAST and len(counts) != 1:
+        raise ValueError(f"make_plan: counts of {kind} (value={counts}, allowed=one tensor)")
     why = objection(kind, nodes)
     if why:
         raise ValueError(f"make_plan: {kind} (value={nodes}, allowed=otherwise than {why})")

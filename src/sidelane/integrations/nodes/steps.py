@@ -1,8 +1,15 @@
-"""What a rank does in a collective among several nodes, as frozen data."""
+"""What a rank does in a collective among several nodes, as frozen data.
+
+What can be checked without the other ranks is checked where a value is made: numbers are whole, none is negative, names
+and kinds are those that there are. :class:`PlanError` says what is not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Iterable
+from typing import Any
 
 from sidelane.program.collective import Kind
 
@@ -11,13 +18,26 @@ INPUT, OUTPUT, PACKED, MIDDLE, ARRIVED = "input", "output", "packed", "middle", 
 
 Near steps read ``packed``, far ones ``middle``; ``arrived`` is what far ones bring."""
 
+SCRATCH = tuple(f"{name}{turn}" for name in (PACKED, MIDDLE, ARRIVED) for turn in (0, 1))
+BUFFERS = (INPUT, OUTPUT, *SCRATCH)
+
+NEAR_KINDS = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+FAR_KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST)
+IN_PLACE = (Kind.ALL_REDUCE, Kind.BROADCAST)
+"""Kinds that have one tensor: what is read is what is written."""
+
+
+class PlanError(ValueError):
+    """A plan is wrong; says which rank, step and elements."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
     """``count`` elements of a tensor.
 
     Attributes:
-        tensor: of the caller's list, which.
+        buffer: one of ``BUFFERS``.
+        tensor: of the caller's list, which; 0 for scratch.
     """
 
     buffer: str
@@ -25,17 +45,45 @@ class Span:
     count: int
     tensor: int = 0
 
+    def __post_init__(self) -> None:
+        if self.buffer not in BUFFERS:
+            raise PlanError(f"Span: buffer (value={self.buffer!r}, allowed={', '.join(BUFFERS)})")
+        for name, value in (("offset", self.offset), ("count", self.count), ("tensor", self.tensor)):
+            if type(value) is not int or value < 0:  # plans of many ranks have spans by the million
+                _set(self, name, whole(f"Span of {self.buffer}: {name}", value))
+        if self.tensor and self.buffer in SCRATCH:
+            raise PlanError(f"Span of {self.buffer}: tensor (value={self.tensor}, allowed=0, the only one)")
+
+    @property
+    def end(self) -> int:
+        """Behind the last element."""
+        return self.offset + self.count
+
     def part(self, offset: int, count: int) -> Span:
         """Some of it."""
-        assert 0 <= offset <= offset + count <= self.count
+        if not 0 <= offset <= offset + count <= self.count:
+            raise PlanError(f"Span.part: elements (value={offset} to {offset + count} of {self}, allowed=inside of it)")
         return Span(self.buffer, self.offset + offset, count, self.tensor)
+
+    def __str__(self) -> str:
+        of = f" of tensor {self.tensor}" if self.tensor else ""
+        return f"{self.buffer}[{self.offset}:{self.end}]{of}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """Elements move within this rank: (to, from). None overlaps another."""
+    """Elements move within this rank, in any order: (to, from), of one size. None that is written overlaps another."""
 
     pairs: tuple[tuple[Span, Span], ...]
+
+    def __post_init__(self) -> None:
+        _set(self, "pairs", tuple(_pair("Copies", pair, Span, Span) for pair in _listed("Copies: pairs", self.pairs)))
+        for to, given in self.pairs:
+            if to.count != given.count:
+                raise PlanError(f"Copies: pair (value={given} to {to}, allowed=as many elements)")
+
+    def __str__(self) -> str:
+        return f"copies to {_few([to for to, _ in self.pairs])} from {_few([given for _, given in self.pairs])}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +91,14 @@ class Spread:
     """Broadcasts in one node, as one call: the root's number there, and what is replaced by the root's."""
 
     parts: tuple[tuple[int, Span], ...]
+
+    def __post_init__(self) -> None:
+        parts = [_pair("Spread", part, object, Span) for part in _listed("Spread: parts", self.parts)]
+        _set(self, "parts", tuple((whole(f"Spread of {span}: root", root), span) for root, span in parts))
+
+    def __str__(self) -> str:
+        roots = ", ".join(map(str, sorted({root for root, _ in self.parts})))
+        return f"spread of {_few([span for _, span in self.parts])} by {roots}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +109,12 @@ class Near:
     output: Span
     input: Span
 
+    def __post_init__(self) -> None:
+        _collective(self, NEAR_KINDS)
+
+    def __str__(self) -> str:
+        return f"near {self.kind} from {self.input} to {self.output}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Far:
@@ -60,7 +122,7 @@ class Far:
 
     Attributes:
         kind: which; for an all-reduce and a broadcast ``input`` is ``output``.
-        root: node of a broadcast.
+        root: node of a broadcast; 0 for other kinds.
         sent, received: elements to and from each node, for an all-to-all whose parts differ; () for equal ones.
     """
 
@@ -71,12 +133,39 @@ class Far:
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        _collective(self, FAR_KINDS)
+        if self.kind in IN_PLACE and self.input != self.output:
+            raise PlanError(f"Far: input of {self.kind} (value={self.input}, allowed={self.output}, its output)")
+        _set(self, "root", whole(f"Far: root of {self.kind}", self.root))
+        if self.root and self.kind is not Kind.BROADCAST:
+            raise PlanError(f"Far: root of {self.kind} (value={self.root}, allowed=0)")
+        for name, span in (("sent", self.input), ("received", self.output)):
+            title = f"Far: {name}"
+            parts = tuple(whole(title, count) for count in _listed(title, getattr(self, name)))
+            _set(self, name, parts)
+            if parts and (self.kind is not Kind.ALL_TO_ALL or sum(parts) != span.count):
+                raise PlanError(f"{title} (value={parts}, allowed=the parts of {span}, of an all_to_all)")
+        if len(self.sent) != len(self.received):
+            raise PlanError(f"Far: sent and received (value={self.sent}, {self.received}, allowed=both or none)")
+
+    def __str__(self) -> str:
+        root = f" by node {self.root}" if self.kind is Kind.BROADCAST else ""
+        parts = f" as {self.sent} and {self.received}" if self.sent else ""
+        return f"far {self.kind} from {self.input} to {self.output}{root}{parts}"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Join:
     """The ``number``-th far step of this rank, from 0, has ended before the next step begins."""
 
     number: int
+
+    def __post_init__(self) -> None:
+        _set(self, "number", whole("Join: number", self.number))
+
+    def __str__(self) -> str:
+        return f"join of far step {self.number}"
 
 
 Step = Copies | Spread | Near | Far | Join
@@ -86,13 +175,27 @@ Step = Copies | Spread | Near | Far | Join
 class Plan:
     """What one rank does.
 
+    A step ends before the next begins; a far one goes on until it is joined, beside all steps in between and beside
+    other far steps. What one step does at once, and steps under way beside each other, must not touch what another of
+    them writes.
+
     Attributes:
         steps: in their order.
-        scratch: elements of each tensor of scratch.
+        scratch: elements of each tensor of scratch. Those of ``packed`` are the same, in one order, on all ranks of a
+            node, which take them together.
     """
 
     steps: tuple[Step, ...]
     scratch: dict[str, int]
+
+    def __post_init__(self) -> None:
+        _set(self, "steps", tuple(_listed("Plan: steps", self.steps)))
+        for number, step in enumerate(self.steps):
+            if not isinstance(step, Step):
+                raise PlanError(f"Plan: step {number} (value={step!r}, allowed=Copies, Spread, Near, Far or Join)")
+        if not isinstance(self.scratch, dict) or not all(name in SCRATCH for name in self.scratch):
+            raise PlanError(f"Plan: scratch (value={self.scratch!r}, allowed=elements of {', '.join(SCRATCH)})")
+        _set(self, "scratch", {name: whole(f"Plan: scratch {name}", n) for name, n in self.scratch.items()})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,3 +206,53 @@ class Piece:
     far: tuple[Far, ...]
     beside: tuple[Step, ...]
     after: tuple[Step, ...]
+
+
+def whole(what: str, value: Any, least: int = 0, most: int | None = None) -> int:
+    """A whole number from ``least`` to ``most``, as an ``int``.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    try:
+        found = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or found < least or (most is not None and found > most):
+        allowed = f"{least} and more" if most is None else f"{least} to {most}"
+        raise PlanError(f"{what} (value={value!r}, allowed=whole numbers, {allowed})")
+    return found
+
+
+def _set(value: object, name: str, to: Any) -> None:
+    object.__setattr__(value, name, to)
+
+
+def _listed(what: str, value: Any) -> Iterable[Any]:
+    if not isinstance(value, tuple | list):
+        raise PlanError(f"{what} (value={value!r}, allowed=a tuple)")
+    return value
+
+
+def _pair(what: str, value: Any, first: type, second: type) -> tuple[Any, Any]:
+    pair = tuple(_listed(what, value))
+    if len(pair) != 2 or not (isinstance(pair[0], first) and isinstance(pair[1], second)):
+        raise PlanError(f"{what} (value={value!r}, allowed=pairs, of spans)")
+    return pair
+
+
+def _collective(step: Near | Far, kinds: tuple[Kind, ...]) -> None:
+    """Settle kind and spans of a step."""
+    name = type(step).__name__
+    if step.kind not in kinds:
+        raise PlanError(f"{name}: kind (value={step.kind!r}, allowed={', '.join(kinds)})")
+    _set(step, "kind", Kind(step.kind))
+    if not (isinstance(step.output, Span) and isinstance(step.input, Span)):
+        raise PlanError(f"{name}: output and input (value={step.output!r}, {step.input!r}, allowed=spans)")
+    if not (step.output.count and step.input.count):
+        raise PlanError(f"{name}: elements (value={step.input} to {step.output}, allowed=1 and more)")
+
+
+def _few(spans: list[Span]) -> str:
+    shown = ", ".join(map(str, spans[:3]))
+    return f"{shown} and {len(spans) - 3} more" if len(spans) > 3 else shown or "nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -20,6 +21,13 @@ class Nodes:
     """
 
     of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of", tuple(map(operator.index, self.of)))
+        if not self.of or list(dict.fromkeys(self.of)) != list(range(len(set(self.of)))):
+            raise ValueError(
+                f"Nodes: of (value={self.of}, allowed=a node for each rank, numbered by first ranks from 0)"
+            )
 
     @classmethod
     def named(cls, names: Sequence[str]) -> Nodes:
@@ -51,7 +59,13 @@ class Nodes:
         return len({len(ranks) for ranks in self.members}) == 1
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """Node of a rank, and its number there."""
+        """Node of a rank, and its number there.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < len(self.of):
+            raise ValueError(f"Nodes.seat: rank (value={rank}, allowed=0 to {len(self.of) - 1})")
         node = self.of[rank]
         return node, self.members[node].index(rank)
 

@@ -1,24 +1,46 @@
 """Proves plans of several nodes: all ranks' steps are carried out at once, on the origins of elements.
 
-A value is the set of elements that were added up to it, or None where nothing was written; what a far step brings does
-not exist before its join. Ranks meet in collectives only, so that one order of their steps stands for all.
+A rank's steps follow each other, but for far ones: those run from where they are begun to where they are joined, beside
+all steps in between and beside each other, and in that time read their input and write their output whenever they
+like. Within a step, the copies, and the broadcasts of a spread, run in any order; so do a collective's reads and
+writes. So much is refused as could meet there: two accesses to an element, one of which writes, that no join stands
+between. What is left gives one outcome in every order, and one order of all ranks' steps stands for all others, as
+ranks meet in collectives only: a near one is in step on all ranks of a node, the n-th far one on all ranks of a rail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from sidelane.integrations.nodes.plan import make_plan
-from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread, Step
+from sidelane.integrations.nodes.steps import (
+    IN_PLACE,
+    INPUT,
+    OUTPUT,
+    PACKED,
+    Copies,
+    Far,
+    Join,
+    Near,
+    Plan,
+    PlanError,
+    Span,
+    Spread,
+    Step,
+    whole,
+)
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import REDUCING, Kind
 
-Value = frozenset[tuple[int, int, int]] | None
-"""Of rank, tensor and element."""
+__all__ = ["PlanError", "verify_plans"]
 
+Origins = frozenset[tuple[int, int, int]]
+"""Of rank, tensor and element: what was added up."""
 
-class PlanError(ValueError):
-    """A plan is wrong; says which rank, step and element."""
+Value = tuple[int, Origins] | None
+"""How often a near step has reduced it (which weights an average), and from what; None for what is not to be read."""
 
 
 def verify_plans(
@@ -30,7 +52,9 @@ def verify_plans(
     *,
     make: Callable[..., Plan] = make_plan,
 ) -> int:
-    """Prove that every element arrives, that nobody waits for ever, and that no far step's memory is touched.
+    """Prove that each output is what the collective defines, in every order in which steps may run, and that all end.
+
+    Calls may be in place or not, with the same plans; both are proved.
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce (in place), all_to_all or broadcast (in place).
@@ -47,49 +71,122 @@ def verify_plans(
         PlanError: a plan is wrong.
         ValueError: there are no such plans.
     """
-    plans = [make(kind, nodes, rank, counts, pieces, root) for rank in range(len(nodes.of))]
-    ranks = [_Rank(kind, nodes, rank, counts, plan) for rank, plan in enumerate(plans)]
+    call = _Call(kind, nodes, tuple(counts), root)
+    plans = [make(call.kind, nodes, rank, call.counts, pieces, call.root) for rank in range(len(nodes.of))]
+    for rank, plan in enumerate(plans):
+        if not isinstance(plan, Plan):
+            raise PlanError(f"{call}: plan of rank {rank} (value={plan!r}, allowed=a Plan)")
+    for ranks in nodes.members:
+        _check_scratch(call, ranks, plans)
+    done = _carry_out(call, plans)
+    if call.kind not in IN_PLACE:
+        _carry_out(dataclasses.replace(call, in_place=True), plans)
+    return done
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    kind: Kind
+    nodes: Nodes
+    counts: tuple[int, ...]
+    root: int
+    in_place: bool = False
+
+    def __post_init__(self) -> None:
+        settle = object.__setattr__
+        settle(self, "kind", Kind(self.kind))
+        settle(self, "counts", tuple(whole("verify_plans: counts", count) for count in self.counts))
+        settle(self, "root", whole("verify_plans: root", self.root, most=len(self.nodes.of) - 1))
+
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.nodes}{', in place' if self.in_place else ''}"
+
+    def wanted(self, rank: int, tensor: int) -> list[Value]:
+        """What the collective defines for a rank's output."""
+        count, everyone = self.counts[tensor], range(len(self.nodes.of))
+        if self.kind in REDUCING:
+            begin = rank * count if self.kind is Kind.REDUCE_SCATTER else 0
+            return [(1, frozenset((other, tensor, begin + at) for other in everyone)) for at in range(count)]
+        begin = rank * count if self.kind is Kind.ALL_TO_ALL else 0
+        givers = (self.root,) if self.kind is Kind.BROADCAST else everyone
+        return [(0, frozenset({(other, tensor, begin + at)})) for other in givers for at in range(count)]
+
+
+def _check_scratch(call: _Call, ranks: Sequence[int], plans: Sequence[Plan]) -> None:
+    """The ranks of a node take symmetric memory together."""
+    taken = {rank: [item for item in plans[rank].scratch.items() if item[0].startswith(PACKED)] for rank in ranks}
+    for rank, items in taken.items():
+        if items != taken[ranks[0]]:
+            first = f"{taken[ranks[0]]}, as of rank {ranks[0]} of its node"
+            raise PlanError(f"{call}: symmetric scratch of rank {rank} (value={items}, allowed={first})")
+
+
+def _carry_out(call: _Call, plans: Sequence[Plan]) -> int:
+    ranks = [_Rank(call, rank, plan) for rank, plan in enumerate(plans)]
     done = 0
     while any(rank.step is not None for rank in ranks):
         before = done
         done += sum(rank.go_on() for rank in ranks)
-        for members in nodes.members:
+        for members in call.nodes.members:
             done += _meet([ranks[member] for member in members])
-        for number in range(nodes.rails):
-            _carry([ranks[member] for member in nodes.rail(number)])
+        for number in range(call.nodes.rails):
+            _carry([ranks[member] for member in call.nodes.rail(number)])
         if done == before and not any(rank.can_join() for rank in ranks):
-            stuck = "; ".join(f"rank {rank.rank} at {rank.step}" for rank in ranks if rank.step is not None)
-            raise PlanError(f"{kind} on {nodes}: nobody can go on: {stuck}")
+            stuck = "; ".join(f"rank {rank.rank} at step {rank.at}, {rank.step}" for rank in ranks if rank.step)
+            raise PlanError(f"{call}: nobody can go on: {stuck}")
     for rank in ranks:
-        if any(number not in rank.joined for number in range(len(rank.far))):
-            raise PlanError(f"{kind} on {nodes}: rank {rank.rank} ends with a far step under way")
-        for tensor, count in enumerate(counts):
-            wanted = _wanted(kind, len(nodes.of), rank.rank, tensor, count, root)
-            for at, (value, right) in enumerate(zip(rank.tensors[OUTPUT, tensor], wanted, strict=True)):
-                if value != right:
-                    where = f"rank {rank.rank} element {at} of tensor {tensor}"
-                    raise PlanError(f"{kind} on {nodes}: {where} is {value}, not {right}")
+        rank.check_end()
     return done
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Access:
+    """Elements ``begin`` to ``end`` of a piece of memory, as a step names them."""
+
+    memory: tuple[str, int]
+    begin: int
+    end: int
+    writes: bool
+    span: Span
+
+    def meets(self, other: _Access) -> bool:
+        """Both touch an element, and one writes."""
+        return (
+            (self.writes or other.writes)
+            and self.memory == other.memory
+            and max(self.begin, other.begin) < min(self.end, other.end)
+        )
 
 
 class _Rank:
     """One rank: its memory, and how far it has come."""
 
-    def __init__(self, kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], plan: Plan) -> None:
-        self.rank, self.steps, self.at = rank, plan.steps, 0
-        self.far: list[tuple[Far, list[Value]]] = []  # with what was there when it was begun
+    def __init__(self, call: _Call, rank: int, plan: Plan) -> None:
+        self.call, self.rank, self.steps, self.at = call, rank, plan.steps, 0
+        self.node, self.place = call.nodes.seat(rank)
+        self.far: list[tuple[Far, list[Value], tuple[_Access, ...]]] = []  # with what was there when it was begun
         self.arrived: dict[int, list[Value]] = {}
         self.joined: set[int] = set()
-        size = len(nodes.of)
-        in_place = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
-        self._alias = {INPUT: OUTPUT} if in_place else {}
-        self.tensors: dict[tuple[str, int], list[Value]] = {(name, 0): [None] * n for name, n in plan.scratch.items()}
-        for tensor, count in enumerate(counts):
+        self._memory: dict[tuple[str, int], list[Value]] = {(name, 0): [None] * n for name, n in plan.scratch.items()}
+        self._sizes = {key: len(values) for key, values in self._memory.items()}
+        self._shift: dict[tuple[str, int], tuple[tuple[str, int], int]] = {}  # tensors that lie in others, from where
+        size, kind = len(call.nodes.of), call.kind
+        for tensor, count in enumerate(call.counts):
+            source, target = (INPUT, tensor), (OUTPUT, tensor)
             many = count * size if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else count
-            given: list[Value] = [frozenset({(rank, tensor, at)}) for at in range(many)]
-            results = count * size if kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) else count
-            self.tensors[INPUT, tensor] = given
-            self.tensors[OUTPUT, tensor] = given if in_place else [None] * results
+            given: list[Value] = [(0, frozenset({(rank, tensor, at)})) for at in range(many)]
+            self._sizes[source] = many
+            self._sizes[target] = count * size if kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL) else count
+            if kind in IN_PLACE or (call.in_place and kind is Kind.ALL_TO_ALL):
+                self._memory[target], self._shift[source] = given, (target, 0)
+            elif call.in_place and kind is Kind.ALL_GATHER:
+                rest: list[Value] = [None] * count
+                self._memory[target] = rest * rank + given + rest * (size - rank - 1)
+                self._shift[source] = target, rank * count
+            elif call.in_place:
+                self._memory[source], self._shift[target] = given, (source, rank * count)
+            else:
+                self._memory[source], self._memory[target] = given, [None] * self._sizes[target]
 
     @property
     def step(self) -> Step | None:
@@ -98,56 +195,125 @@ class _Rank:
     def can_join(self) -> bool:
         return isinstance(self.step, Join) and self.step.number in self.arrived
 
+    def refuse(self, why: str) -> NoReturn:
+        raise PlanError(f"{self.call}: rank {self.rank} step {self.at}, {self.step}: {why}")
+
     def go_on(self) -> int:
         """Make the steps that need nobody else; how many."""
         begun = self.at
-        while isinstance(step := self.step, Copies | Far) or self.can_join():
-            if isinstance(step, Copies):
-                for to, given in step.pairs:
-                    self.write(to, self.read(given))
-            elif isinstance(step, Far):
-                self.far.append((step, self.read(step.input)))
-                self._inside(step.output)
-            else:
-                assert isinstance(step, Join)
-                self.joined.add(step.number)
-                self.write(self.far[step.number][0].output, self.arrived[step.number])
+        while True:
+            match self.step:
+                case Copies() as step:
+                    self._copy(step)
+                case Far() as step:
+                    self._begin(step)
+                case Join(number) if number in self.joined or number >= len(self.far):
+                    self.refuse(f"allowed=a far step under way, of {len(self.far)}, once")
+                case Join(number) if number in self.arrived:
+                    self.joined.add(number)
+                    self.write(self.far[number][0].output, self.arrived[number])
+                case _:
+                    return self.at - begun
             self.at += 1
-        return self.at - begun
+
+    def check_end(self) -> None:
+        """All far steps have ended, and the outputs are right."""
+        for number, (step, *_) in enumerate(self.far):
+            if number not in self.joined:
+                raise PlanError(f"{self.call}: rank {self.rank} ends with far step {number} under way, {step}")
+        for tensor in range(len(self.call.counts)):
+            found = self.read(Span(OUTPUT, 0, self._sizes[OUTPUT, tensor], tensor))
+            wanted = self.call.wanted(self.rank, tensor)
+            if found == wanted:
+                continue
+            wrong = [at for at, (value, right) in enumerate(zip(found, wanted, strict=True)) if value != right]
+            first = wrong[0]
+            end = next((first + n for n, at in enumerate(wrong) if at != first + n), wrong[-1] + 1)
+            which = f"{Span(OUTPUT, first, end - first, tensor)}, of which element {first}"
+            said = f"is {_said(found[first])}, not {_said(wanted[first])}"
+            raise PlanError(f"{self.call}: rank {self.rank} ends with {which} {said}")
 
     def read(self, span: Span) -> list[Value]:
-        self._untouched(span, reads=True)
-        return self._inside(span)
+        memory, begin, end = self._where(span)
+        return self._memory[memory][begin:end]
 
-    def write(self, span: Span, values: Sequence[Value]) -> None:
-        self._untouched(span, reads=False)
-        if len(self._inside(span)) != len(values):
-            raise PlanError(f"rank {self.rank} step {self.at}: {len(values)} elements for {span}")
-        self.tensors[span.buffer, span.tensor][span.offset : span.offset + span.count] = values
+    def write(self, span: Span, values: list[Value]) -> None:
+        memory, begin, end = self._where(span)
+        if end - begin != len(values):
+            self.refuse(f"{len(values)} elements for {span}")
+        self._memory[memory][begin:end] = values
 
-    def _inside(self, span: Span) -> list[Value]:
-        found = self.tensors[span.buffer, span.tensor][span.offset : span.offset + span.count]
-        if len(found) != span.count or span.offset < 0:
-            raise PlanError(
-                f"rank {self.rank} step {self.at}: {span} sticks out of {len(self.tensors[span.buffer, span.tensor])}"
-            )
-        return found
+    def check(self, reads: Sequence[Span], writes: Sequence[Span]) -> tuple[_Access, ...]:
+        """What this step touches may be touched, in any order and beside the far steps under way."""
+        found = [_Access(*self._where(span), False, span) for span in reads]
+        for span in writes:
+            if span.buffer == INPUT and self.call.kind not in IN_PLACE:
+                self.refuse(f"{span} is the caller's, and is only read")
+            found.append(_Access(*self._where(span), True, span))
+        last: dict[bool, _Access] = {}  # of those that read and those that write: what reaches furthest
+        for access in sorted(found, key=lambda each: (each.memory, each.begin)):
+            for other in last.values():
+                if access.meets(other):
+                    self.refuse(f"{access.span} and {other.span} overlap, and nothing says which comes first")
+            before = last.get(access.writes)
+            if before is None or before.memory != access.memory or before.end < access.end:
+                last[access.writes] = access
+        for number, (step, _, touched) in enumerate(self.far):
+            if number not in self.joined:
+                for access in found:
+                    if any(access.meets(other) for other in touched):
+                        self.refuse(f"{access.span} belongs to far step {number} under way, {step}")
+        return tuple(found)
 
-    def _untouched(self, span: Span, *, reads: bool) -> None:
-        """What a far step under way writes is not for others, nor may they write what it reads."""
-        for number, (step, _) in enumerate(self.far):
-            if number in self.joined:
-                continue
-            if self._overlap(span, step.output) or (not reads and self._overlap(span, step.input)):
-                raise PlanError(
-                    f"rank {self.rank} step {self.at}: {span} belongs to far step {number} under way: {step}"
-                )
+    def _where(self, span: Span) -> tuple[tuple[str, int], int, int]:
+        named = span.buffer, span.tensor
+        size = self._sizes.get(named)
+        if size is None or span.end > size:
+            self.refuse(f"{span} sticks out of {'nothing' if size is None else size}")
+        memory, shift = self._shift.get(named, (named, 0))
+        return memory, span.offset + shift, span.end + shift
 
-    def _overlap(self, one: Span, other: Span) -> bool:
-        first, second = (self._alias.get(span.buffer, span.buffer) for span in (one, other))
-        return (first, one.tensor) == (second, other.tensor) and max(one.offset, other.offset) < min(
-            one.offset + one.count, other.offset + other.count
-        )
+    def _copy(self, step: Copies) -> None:
+        pairs = [pair for pair in step.pairs if self._where(pair[0]) != self._where(pair[1])]  # others do nothing
+        self.check([given for _, given in pairs], [to for to, _ in pairs])
+        for to, given in pairs:
+            self.write(to, self.read(given))
+
+    def _begin(self, step: Far) -> None:
+        nodes = self.call.nodes
+        many = len(nodes.members)
+        if self.place >= nodes.rails:
+            self.refuse(f"place {self.place} of its node (allowed=one of {nodes.rails} rails)")
+        if step.root >= many:
+            self.refuse(f"root {step.root} (allowed=a node, 0 to {many - 1})")
+        if step.sent and len(step.sent) != many:
+            self.refuse(f"parts (allowed=one for each of {many} nodes)")
+        if not step.sent:
+            self._check_sizes(step, many)
+        in_place = step.kind in IN_PLACE
+        touched = self.check(() if in_place else (step.input,), (step.output,))
+        self.far.append((step, self.read(step.input), touched))
+
+    def _check_sizes(self, step: Near | Far, many: int) -> None:
+        given, taken = step.input.count, step.output.count
+        wanted = {Kind.ALL_GATHER: given * many == taken, Kind.REDUCE_SCATTER: given == taken * many}
+        wanted[Kind.ALL_TO_ALL] = given == taken and not given % many
+        if not wanted.get(step.kind, given == taken):
+            self.refuse(f"{given} elements, and {taken} from {many} ranks")
+
+    def begin_near(self, step: Near, many: int) -> list[Value]:
+        """What it gives to a near step."""
+        self._check_sizes(step, many)
+        self.check((step.input,), (step.output,))
+        return self.read(step.input)
+
+    def begin_spread(self, step: Spread, many: int) -> None:
+        """Check a near step of broadcasts."""
+        for root, span in step.parts:
+            if root >= many:
+                self.refuse(f"root {root} of {span} (allowed=a rank of the node, 0 to {many - 1})")
+        own = [span for root, span in step.parts if root == self.place]
+        self.check(own, [span for root, span in step.parts if root != self.place])
 
 
 def _meet(ranks: Sequence[_Rank]) -> int:
@@ -156,9 +322,12 @@ def _meet(ranks: Sequence[_Rank]) -> int:
     if not all(isinstance(step, Near | Spread) for step in steps):
         return 0
     first = steps[0]
+    for rank in ranks:
+        if _asks(rank.step) != _asks(first):
+            rank.refuse(f"rank {ranks[0].rank} of its node has {first}")
     if isinstance(first, Spread):
-        if any(step != first for step in steps):
-            raise PlanError(f"ranks {[rank.rank for rank in ranks]}: different near steps: {steps}")
+        for rank in ranks:
+            rank.begin_spread(first, len(ranks))
         for root, span in first.parts:
             told = ranks[root].read(span)
             for rank in ranks:
@@ -166,10 +335,8 @@ def _meet(ranks: Sequence[_Rank]) -> int:
                     rank.write(span, told)
     else:
         nears = [step for step in steps if isinstance(step, Near)]
-        if len(nears) != len(ranks):
-            raise PlanError(f"ranks {[rank.rank for rank in ranks]}: different near steps: {steps}")
-        inputs = [rank.read(step.input) for rank, step in zip(ranks, nears, strict=True)]
-        outputs = _result({step.kind for step in nears}, inputs, 0)
+        inputs = [rank.begin_near(step, len(ranks)) for rank, step in zip(ranks, nears, strict=True)]
+        outputs = _result(nears[0].kind, inputs, 0, is_near=True)
         for rank, step, values in zip(ranks, nears, outputs, strict=True):
             rank.write(step.output, values)
     for rank in ranks:
@@ -179,69 +346,75 @@ def _meet(ranks: Sequence[_Rank]) -> int:
 
 def _carry(ranks: Sequence[_Rank]) -> None:
     """The far steps that all ranks of a rail have begun."""
-    for number in range(min(len(rank.far) for rank in ranks)):
-        if number in ranks[0].arrived:
-            continue
-        begun = [rank.far[number] for rank in ranks]
-        if len({step.root for step, _ in begun}) > 1:
-            raise PlanError(f"ranks {[rank.rank for rank in ranks]}: roots of far step {number} differ")
-        if begun[0][0].sent:
-            outputs = _exchanged([step for step, _ in begun], [values for _, values in begun])
+    for number in range(len(ranks[0].arrived), min(len(rank.far) for rank in ranks)):
+        steps, inputs = [rank.far[number][0] for rank in ranks], [rank.far[number][1] for rank in ranks]
+        first = steps[0]
+        for rank, step in zip(ranks, steps, strict=True):
+            if _asks(step) != _asks(first):
+                whose = f"far step {number} of its rail is {step}"
+                raise PlanError(f"{rank.call}: rank {rank.rank}: {whose}, and {first} of rank {ranks[0].rank}")
+        if first.sent:
+            outputs = list(_exchanged(ranks, number, steps, inputs))
         else:
-            outputs = _result({step.kind for step, _ in begun}, [values for _, values in begun], begun[0][0].root)
+            outputs = _result(first.kind, inputs, first.root, is_near=False)
         for rank, values in zip(ranks, outputs, strict=True):
             rank.arrived[number] = values
 
 
-def _result(kinds: set[Kind], inputs: Sequence[list[Value]], root: int) -> list[list[Value]]:
+def _asks(step: Step | None) -> tuple[object, ...]:
+    """What the ranks of a collective must have alike."""
+    if isinstance(step, Near):
+        return Near, step.kind, step.input.count
+    if isinstance(step, Far):
+        return Far, step.kind, step.root, len(step.sent), 0 if step.sent else step.input.count
+    return Spread, step
+
+
+def _result(kind: Kind, inputs: Sequence[list[Value]], root: int, *, is_near: bool) -> list[list[Value]]:
     """What a collective gives each rank."""
-    if len(kinds) > 1 or len({len(values) for values in inputs}) > 1:
-        raise PlanError(f"a collective of {kinds} with {[len(values) for values in inputs]} elements")
-    (kind,), many = kinds, len(inputs)
+    many = len(inputs)
     each = len(inputs[0]) // many
     if kind is Kind.ALL_GATHER:
         return [[value for values in inputs for value in values]] * many
     if kind is Kind.BROADCAST:
         return [inputs[root]] * many
-    if kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) and each * many != len(inputs[0]):
-        raise PlanError(f"{kind}: {len(inputs[0])} elements for {many} ranks")
     if kind is Kind.ALL_TO_ALL:
         return [[v for values in inputs for v in values[at * each : (at + 1) * each]] for at in range(many)]
-    total = [_added(values) for values in zip(*inputs, strict=True)]
+    total = [_added(values, is_near) for values in zip(*inputs, strict=True)]
     if kind is Kind.ALL_REDUCE:
         return [total] * many
     return [total[at * each : (at + 1) * each] for at in range(many)]
 
 
-def _exchanged(steps: Sequence[Far], inputs: Sequence[list[Value]]) -> list[list[Value]]:
+def _exchanged(
+    ranks: Sequence[_Rank], number: int, steps: Sequence[Far], inputs: Sequence[list[Value]]
+) -> Iterator[list[Value]]:
     """An all-to-all whose parts differ."""
-    outputs: list[list[Value]] = [[] for _ in steps]
-    for giver, (step, values) in enumerate(zip(steps, inputs, strict=True)):
-        if step.kind is not Kind.ALL_TO_ALL or sum(step.sent) != len(values):
-            raise PlanError(f"{step.kind} of {len(values)} elements as {step.sent}")
-        at = 0
-        for taker, count in enumerate(step.sent):
-            if steps[taker].received[giver] != count:
-                raise PlanError(f"node {giver} sends {count} elements to {taker}, which takes {steps[taker].received}")
-            outputs[taker] += values[at : at + count]
-            at += count
-    return outputs
+    for taker, step in enumerate(steps):
+        output: list[Value] = []
+        for giver, other in enumerate(steps):
+            if other.sent[taker] != step.received[giver]:
+                whose = f"rank {ranks[taker].rank}: far step {number} of its rail takes {step.received[giver]} elements"
+                raise PlanError(f"{whose} from node {giver}, which sends {other.sent[taker]}: {step}")
+            begin = sum(other.sent[:taker])
+            output += inputs[giver][begin : begin + other.sent[taker]]
+        yield output
 
 
-def _added(values: Sequence[Value]) -> Value:
-    """A sum; None where a part is missing, or counts twice."""
+def _added(values: Sequence[Value], is_near: bool) -> Value:
+    """A sum; None where a part is missing, counts twice, or is weighted otherwise than the others."""
     parts = [value for value in values if value is not None]
-    total = frozenset[tuple[int, int, int]]().union(*parts)
-    return total if len(parts) == len(values) and len(total) == sum(map(len, parts)) else None
+    total = frozenset[tuple[int, int, int]]().union(*(origins for _, origins in parts))
+    if len(parts) < len(values) or len(total) != sum(len(origins) for _, origins in parts):
+        return None
+    weights = {weight for weight, _ in parts}
+    return (weights.pop() + is_near, total) if len(weights) == 1 else None
 
 
-def _wanted(kind: Kind, size: int, rank: int, tensor: int, count: int, root: int) -> list[Value]:
-    if kind is Kind.ALL_GATHER:
-        return [frozenset({(other, tensor, at)}) for other in range(size) for at in range(count)]
-    if kind is Kind.BROADCAST:
-        return [frozenset({(root, tensor, at)}) for at in range(count)]
-    if kind is Kind.ALL_TO_ALL:
-        return [frozenset({(other, tensor, rank * count + at)}) for other in range(size) for at in range(count)]
-    assert kind in REDUCING
-    begin = rank * count if kind is Kind.REDUCE_SCATTER else 0
-    return [frozenset((other, tensor, begin + at) for other in range(size)) for at in range(count)]
+def _said(value: Value) -> str:
+    if value is None:
+        return "nothing, or a sum of parts that are missing or count twice"
+    weight, origins = value
+    shown = ", ".join(f"element {at} of tensor {tensor} of rank {rank}" for rank, tensor, at in sorted(origins)[:4])
+    more = f" and {len(origins) - 4} more" if len(origins) > 4 else ""
+    return f"{shown}{more}{f', reduced in {weight} near steps' if weight else ''}"
