@@ -30,6 +30,7 @@ from sidelane.bench.running.measure import Job, Meter, Rounds
 from sidelane.bench.running.study import Sender, StudyOptions, run_study
 from sidelane.choice.fused import FUSED, FusedTime, keep
 from sidelane.choice.key import key_here
+from sidelane.choice.store import required
 from sidelane.collectives import Communicator
 from sidelane.config import current, profile_folder
 
@@ -81,7 +82,7 @@ class FusedOptions(StudyOptions):
 def main(options: FusedOptions) -> Results | None:
     """Run the study; see :func:`sidelane.bench.running.study.run_study`. On CPUs kernels are interpreted."""
     if options.keep:
-        refuse_unwritable("--keep", profile_folder(), is_folder=True)
+        refuse_unwritable("--keep", required("--keep", profile_folder()), is_folder=True)
     if options.results is not None:
         path = keep(*kept_of(read(options.results)))
         progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)
