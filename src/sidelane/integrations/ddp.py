@@ -50,11 +50,11 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
         raise see(ValueError(text), Page.ONE_LINE)
     enabled = Enabled(model)
     enabled._refuse_join()
-    enabled._begin(next(model.parameters()).device, config)
     try:
+        enabled._begin(next(model.parameters()).device, config)
         model.register_comm_hook(enabled, _hook)
-    except BaseException:  # torch has noted it before it refuses it
-        model._comm_hooks.clear()
+    except BaseException:
+        model._comm_hooks.clear()  # torch has noted the hook before it refuses it
         enabled.disable()
         raise
     return enabled
