@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from homeless import leave_home
 
 from sidelane import cli
 from sidelane import config as settings
@@ -52,6 +56,31 @@ def test_tune_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert run("tune", "--collective", "all_gather", "--quick", "--seconds", "5", "--output", str(where)).exit_code == 0
     assert seen.options.collectives == (Kind.ALL_GATHER,)
     assert (seen.options.quick, seen.options.budget_s, seen.options.output) == (True, 5.0, where)
+
+
+def test_without_a_home_what_would_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leave_home(monkeypatch)
+    assert run("explain", "all_gather", "64K").exit_code == 0
+    assert ("note", "no profile of this user is looked for: this user has no home") in info.look(probe=False).uses
+    for command in (("tune",), ("tune", "--study", "c3"), ("fused", "--keep")):
+        refused = run(*command, "--device", "cpu")
+        assert refused.exit_code != 0 and "this user has no home" in refused.output, refused.output
+        assert "XDG_CONFIG_HOME as an absolute path" in refused.output
+        assert ("--output" in refused.output) == (command[0] == "tune")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_user_that_the_machine_does_not_know_sees_what_it_offers() -> None:
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    command = [sys.executable, "-m", "sidelane", "info", "--no-probe"]
+    nobody = {"user": 54321, "group": 54321, "extra_groups": ()}
+    try:
+        seen = subprocess.run(command, env=env, **nobody, capture_output=True, text=True, timeout=120)
+    except PermissionError:
+        pytest.skip("others cannot run this Python")
+    if "Permission denied" in seen.stderr:
+        pytest.skip("others cannot read what runs here")
+    assert seen.returncode == 0 and "this user has no home" in seen.stdout, seen.stderr
 
 
 @pytest.mark.parametrize("machine", ["h200x2", "h200x4"])

@@ -22,6 +22,7 @@ variable                    meaning                                             
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
+A user without a home, as a container's whose user is only a number, goes without both folders.
 """
 
 from __future__ import annotations
@@ -158,14 +159,17 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     )
 
 
-def profile_folder() -> Path:
-    """Where ``sidelane tune`` keeps a user's profiles, as the XDG base directory specification has it."""
-    return _user_folder("XDG_CONFIG_HOME", ".config") / "profiles"
+def profile_folder() -> Path | None:
+    """Where ``sidelane tune`` keeps a user's profiles, as the XDG base directory specification has it.
+
+    None where this user has no home, as in containers whose user is a number only.
+    """
+    return _user_folder("XDG_CONFIG_HOME", ".config", "sidelane/profiles")
 
 
-def cache_folder() -> Path:
-    """Where compiled code is kept for the next process of this user."""
-    return _user_folder("XDG_CACHE_HOME", ".cache")
+def cache_folder() -> Path | None:
+    """Where compiled code is kept for the next process of this user; None where there is no home."""
+    return _user_folder("XDG_CACHE_HOME", ".cache", "sidelane")
 
 
 def current() -> Config:
@@ -189,9 +193,12 @@ def override(config: Config) -> Iterator[Config]:
 _stack: list[Config] = []
 
 
-def _user_folder(variable: str, default: str) -> Path:
-    base = os.environ.get(variable, "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / default) / "sidelane"
+def _user_folder(variable: str, default: str, name: str) -> Path | None:
+    home = os.path.expanduser("~")  # which stays as it is for a user without one
+    for base in (os.environ.get(variable, ""), os.path.join(home, default)):
+        if os.path.isabs(base):
+            return Path(base) / name
+    return None
 
 
 def _bytes(environment: Mapping[str, str], name: str) -> int | None:

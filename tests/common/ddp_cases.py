@@ -6,10 +6,12 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import sidelane
@@ -132,6 +134,69 @@ def on_and_off(group: dist.ProcessGroup) -> list[str]:
     assert enabled.memory().reserved == 0
     torch.testing.assert_close(losses, wanted)
     return told
+
+
+JOINED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views of buckets": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+def joined(group: dist.ProcessGroup) -> list[str]:
+    """Inputs that end earlier on some ranks: parameters behind them, with and without; and what is refused."""
+    rank, told = dist.get_rank(group), []
+
+    def made(options: dict[str, Any]) -> DistributedDataParallel:
+        torch.manual_seed(3)
+        layers = nn.Sequential(nn.Linear(17, 41), nn.GELU(), nn.Linear(41, 5))
+        if "find_unused_parameters" in options:
+            layers.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        return DistributedDataParallel(layers, process_group=group, bucket_cap_mb=0.001, **options)
+
+    def trained(on: bool, steps: int, options: dict[str, Any], **join: Any) -> list[torch.Tensor]:
+        models = [made(options) for _ in range(2)]
+        with contextlib.ExitStack() as stack:
+            for model in models if on else ():
+                stack.enter_context(ddp.enable(model, config=CONFIG))
+            stack.enter_context(Join(models, **join))
+            for step in range(steps):
+                for model in models:
+                    torch.manual_seed(10 * step + rank)
+                    model(torch.randn(6, 17)).square().mean().backward()
+                    torch.optim.SGD(model.parameters(), lr=0.1).step()
+                    model.zero_grad()
+        return [parameter.detach() for model in models for parameter in model.parameters()]
+
+    for name, options in JOINED.items():
+        both = [trained(on, 1 + rank, options) for on in (False, True)]
+        torch.testing.assert_close(*both, rtol=0.0, atol=0.0, msg=functools.partial(_told, name))
+    for steps in (2, 2 * rank):  # the second time one rank has no input at all
+        try:
+            trained(True, steps, {}, divide_by_initial_world_size=False)
+        except ValueError as error:
+            told.append(str(error))
+    trained(True, 2, {}, divide_by_initial_world_size=False, enable=False)
+    return told
+
+
+def comes_to_nothing(group: dist.ProcessGroup) -> None:
+    """What fails in the middle leaves the model without a hook, and the other way round."""
+    model = build(group)
+    with mock.patch.object(ddp, "Communicator", side_effect=KeyboardInterrupt), contextlib.suppress(KeyboardInterrupt):
+        ddp.enable(model, config=CONFIG)
+        raise AssertionError("it is on")
+    with ddp.enable(model, config=CONFIG) as enabled:
+        list(train(model, group, 1))
+        assert enabled.calls > 0
+    model = build(group)
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with contextlib.suppress(RuntimeError):
+        ddp.enable(model, config=CONFIG)
+        raise AssertionError("it has a hook")
+    assert not model._comm_hooks
+    list(train(model, group, 1))
 
 
 def _nothing() -> Any:

@@ -18,9 +18,11 @@ from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
 
 from sidelane import Communicator, Config, PeerError, Session, fsdp
+from sidelane.integrations import links, straight
 
 CONFIG = Config(timeout_s=60)
 
@@ -478,3 +480,86 @@ def dies(group: dist.ProcessGroup) -> str:
     except PeerError as error:
         return f"{type(error).__name__} {error.ranks}: {error}"
     return f"nothing in {number} steps"
+
+
+def _list() -> tuple[nn.Module, list[Any]]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    model[0].weight.requires_grad_(False)
+    return model, [[model[1], model[2]]]
+
+
+def _without_parameters() -> tuple[nn.Module, list[Any]]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+    return model, [model[1], [model[0], model[2]]]
+
+
+def _tied() -> tuple[nn.Module, list[Any]]:
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.GELU(), layer, nn.Linear(5, 3)), [layer]
+
+
+def given_back(group: dist.ProcessGroup, config: Config = CONFIG) -> None:
+    """Modules that share parameters, handles of a part, handles that never came to be: all is given back at once."""
+    mesh, given = mesh_of(group), torch.full((2, 5), 1.0 + dist.get_rank(group))
+
+    def made(maker: Callable[[], tuple[nn.Module, list[Any]]]) -> Any:
+        torch.manual_seed(3)
+        model, units = maker()
+        for unit in units:
+            fully_shard(unit, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def gradients(model: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(given).square().mean().backward()
+        return [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+
+    def own(model: nn.Module) -> list[Any]:
+        return [(params._all_gather_comm, params._reduce_scatter_comm) for params in fsdp._param_groups(model)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        held = _held()
+        for maker in (_list, _without_parameters, _tied):
+            model, wanted = made(maker), gradients(made(maker))
+            before = own(model)
+            with fsdp.enable(model, config=config) as enabled:
+                torch.testing.assert_close(gradients(model), wanted)
+                assert enabled.calls > 0 and not enabled.elsewhere, maker
+            assert own(model) == before and _held() == held, maker
+            torch.testing.assert_close(gradients(model), wanted)
+
+        model, wanted, custom = made(_list), gradients(made(_list)), DefaultAllGather()
+        part = fsdp.enable(model[1], config=config)
+        for whole in (model, model[2]):  # which has the parameters of model[1], too
+            with contextlib.suppress(ValueError):
+                fsdp.enable(whole, config=config)
+                raise AssertionError("it is on for a part")
+        torch.testing.assert_close(gradients(model), wanted)
+        model[2].set_custom_all_gather(custom)
+        part.disable()
+        assert model[1]._get_fsdp_state()._fsdp_param_group._all_gather_comm is custom, "which is not ours to take away"
+        torch.testing.assert_close(gradients(model), wanted)
+        assert _held() == held
+
+        before = own(model)
+        of_a_machine = [(links, "Communicator")] if config is CONFIG else []
+        for where, name in ((straight.Straight, "take_over"), (fsdp, "Scatter"), *of_a_machine):
+            with mock.patch.object(where, name, _interrupted), contextlib.suppress(KeyboardInterrupt):
+                fsdp.enable(model, config=config)
+                raise AssertionError(name)
+            assert own(model) == before and _held() == held, name
+        torch.testing.assert_close(gradients(model), wanted)
+    finally:
+        gc.enable()
+
+
+def _interrupted(*args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def _held() -> int:
+    """Pieces of shared memory of Sidelane's that this process has mapped; none of GPUs'."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:sidelane" in line for line in maps)

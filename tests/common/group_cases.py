@@ -444,6 +444,15 @@ def compiled(gloo: dist.ProcessGroup) -> None:
         assert torch.equal(torch.compile(in_place, backend="aot_eager")(x), in_place(x))
         assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
         assert size * 8 == step(x).numel()
+        grads = []
+        for group in (gloo, ours):  # their reducer calls them from within what is compiled
+            torch.manual_seed(4)
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 3), process_group=group)
+            whole = torch.compile(net, backend="aot_eager")
+            for _ in range(2):
+                whole(x.view(1, 8)).square().sum().backward()
+            grads.append([parameter.grad for parameter in net.parameters()])
+        torch.testing.assert_close(*grads)
 
 
 def distributed_tensors(gloo: dist.ProcessGroup) -> None:

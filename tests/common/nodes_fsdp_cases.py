@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import fsdp_cases
 import straight_cases
 import torch
 import torch.distributed as dist
@@ -112,3 +113,9 @@ def asynchronous(
             used.append(enabled.memory().used)
         assert used[1] == used[-1], used
         return used[-1], set(enabled.elsewhere)
+
+
+def given_back(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """See ``fsdp_cases.given_back``."""
+    with mock.patch.object(choose, "LEAST_BYTES", 1):
+        fsdp_cases.given_back(group, on_nodes(group, layout))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from homeless import leave_home
 from ranks import RankPool
 
 from sidelane import Communicator, Config, MismatchError
@@ -61,6 +62,27 @@ def test_all_ranks_choose_by_the_profile_of_rank_0(pool: RankPool, tmp_path: Pat
     assert "0.json" in where
     assert choices == [("pcpy", "pcpy"), ("bcst", "bcst"), ("b2b", "b2b")]
     assert all(result == results[0] for result in results)
+
+
+def without_a_home(group: dist.ProcessGroup) -> list[tuple[str, ...]]:
+    told = []
+    for home in (None, "relative", "/proc/none", "/dev/null"):
+        with pytest.MonkeyPatch.context() as patch:
+            leave_home(patch)
+            if home is not None:
+                patch.setenv("HOME", home)
+            with Communicator(group, config=Config(timeout_s=30)) as comm:
+                ran(comm, SMALL)
+                told.append((comm.profile.where, *comm.profile.notes))
+    return told
+
+
+def test_a_user_without_a_home_goes_by_the_tables_of_the_package(pool: RankPool) -> None:
+    first, second = pool.run(without_a_home, 2)
+    assert first == second and all("built-in table cpu" in where for where, *_ in first)
+    nobody, relative, missing, file = ([*notes] for _, *notes in first)
+    assert nobody == relative == ["no profile of this user is looked for: this user has no home"]
+    assert missing == [] and "cannot be read" in file[0]
 
 
 def test_rank_0_of_a_sub_group_is_its_own(pool: RankPool, tmp_path: Path) -> None:

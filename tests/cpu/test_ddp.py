@@ -25,6 +25,16 @@ def test_what_sidelane_does_not_add_goes_to_the_group(pool: RankPool) -> None:
         assert told["sparse"] == (2, {("gloo", "a sparse bucket"), ("sidelane", "a communication hook")})
 
 
+def test_inputs_that_end_earlier_on_some_ranks(pool: RankPool) -> None:
+    """Bit by bit; but a divisor that no hook is told is refused on every rank before its first average."""
+    for told in pool.run(ddp_cases.joined, 2):
+        assert told == ["ddp.enable: Join with divide_by_initial_world_size (value=False, allowed=True)"] * 2
+
+
+def test_what_fails_in_the_middle_leaves_nothing(pool: RankPool) -> None:
+    pool.run(ddp_cases.comes_to_nothing, 2)
+
+
 def test_on_and_off(pool: RankPool) -> None:
     for hooked, other in pool.run(ddp_cases.on_and_off, 2):
         assert "one with a communication hook" in hooked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fsdp_cases
+import nodes_fsdp_cases
 import pytest
 import straight_cases
 import torch
@@ -56,6 +57,11 @@ def test_on_and_off(pool: RankPool) -> None:
     for told in pool.run(fsdp_cases.on_and_off, 2):
         assert "it is on for this model" in told[0]
         assert all("no module that fully_shard was applied to" in each for each in told[1:]) and len(told) == 3
+
+
+def test_all_that_was_taken_is_given_back_at_once(pool: RankPool) -> None:
+    pool.run(fsdp_cases.given_back, 2)
+    pool.run(nodes_fsdp_cases.given_back, 4, (0, 0, 1, 1))
 
 
 def test_a_rank_that_dies_is_named() -> None:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
+import sidelane
+
 
 def of(context: Context, name: str, *args: Any) -> Any:
     """One of the cases that CPU ranks run, too."""
@@ -21,6 +23,7 @@ def of(context: Context, name: str, *args: Any) -> Any:
 
 def batches_by_nccl(context: Context) -> None:
     """Between all ranks, to oneself too: made one by one they would wait for ever."""
+    sidelane.register()
     with torch.device(context.device):
         ours = dist.new_group(backend="sidelane")
         try:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from homeless import leave_home
 
 from sidelane import config
 from sidelane.native import build
@@ -116,10 +117,8 @@ def test_why_a_module_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(build, "cache_folder", nowhere)
+    leave_home(monkeypatch)
+    assert config.cache_folder() is None
     assert load().module is not None
 
 

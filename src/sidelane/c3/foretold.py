@@ -12,7 +12,7 @@ from sidelane.c3.choose import Choice
 from sidelane.c3.expected import OF_CALLS, Asked, decide
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.launch import objection
-from sidelane.c3.measured import isolated_file, parse_isolated
+from sidelane.c3.measured import isolated_file, isolated_text, parse_isolated
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Mover, Strategy
 from sidelane.c3.workload import GEMM_DTYPES, Gemm, Workload
@@ -103,11 +103,11 @@ def _known(comm: Communicator) -> Isolated | None:
             raise UnavailableError("overlap: auto while a graph is captured (allowed=after choose_overlap was called)")
         problem, text, known = None, "", None
         if comm.config.profile != BUILTIN:
-            path = isolated_file(comm.device.type, comm.world_size)
             try:
-                text = path.read_text() if path.exists() else ""
+                path = isolated_file(comm.device.type, comm.world_size)
+                text = isolated_text(path)
                 known = parse_isolated(text, str(path)) if text else None
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 problem = error
         _compare(comm, text, problem)
         comm.kept[_KNOWN] = known

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.workload import TABLE_I, Gemm, parse_gemm
 from sidelane.choice.key import key_here
-from sidelane.choice.store import name_of
-from sidelane.config import profile_folder
+from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
@@ -55,9 +54,17 @@ class Point(Protocol):
     def gbps(self) -> float | None: ...
 
 
-def isolated_file(device_type: str, ranks: int) -> Path:
-    """The user's file of this machine."""
-    return profile_folder() / f"{name_of(key_here(device_type, ranks))}-c3.json"
+def isolated_file(device_type: str, ranks: int) -> Path | None:
+    """The user's file of this machine; None without a home."""
+    return user_file(key_here(device_type, ranks), "{}-c3.json")
+
+
+def isolated_text(path: Path | None) -> str:
+    """What is in a user's file; "" where there is none that this user can read."""
+    try:
+        return "" if path is None else path.read_text()
+    except OSError:
+        return ""
 
 
 def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated | None:
@@ -68,9 +75,9 @@ def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated 
     """
     if path is None:
         path = isolated_file(device_type, ranks)
-        if not path.exists():
-            return None
-    elif not path.exists():
+        text = isolated_text(path)
+        return parse_isolated(text, str(path)) if text else None
+    if not path.exists():
         raise ValueError(f"isolated times: no such file (value={str(path)!r}, allowed=of sidelane tune --study c3)")
     return parse_isolated(path.read_text(), str(path))
 

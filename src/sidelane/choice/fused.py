@@ -15,11 +15,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from sidelane.choice import store
 from sidelane.choice.fused_order import ORDERS, expected_order
 from sidelane.choice.fused_thumb import expected_us
 from sidelane.choice.key import CPU, Key
-from sidelane.choice.store import name_of
-from sidelane.config import BUILTIN, profile_folder
+from sidelane.config import BUILTIN
 
 FORMAT = 2
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
@@ -268,9 +268,9 @@ def _in_words(times: Mapping[str, float]) -> str:
     return ", ".join(f"{way} {us:.4g} us" for way, us in times.items())
 
 
-def user_file(key: Key) -> Path:
-    """Where the times of a machine are kept, next to its profile."""
-    return profile_folder() / f"fused-{name_of(key)}.json"
+def user_file(key: Key) -> Path | None:
+    """Where the times of a machine are kept, next to its profile; None without a home."""
+    return store.user_file(key, "fused-{}.json")
 
 
 def tables_of(setting: str | None, key: Key) -> tuple[Table, ...]:
@@ -291,6 +291,8 @@ def _alike(table: Table, key: Key) -> bool:
 
 def _of_the_user(key: Key) -> Iterator[Table]:
     path = user_file(key)
+    if path is None:
+        return
     try:
         found = Table.parse(path.read_text(encoding="utf-8"), path.name)
     except (OSError, ValueError):
@@ -313,7 +315,7 @@ def builtin() -> tuple[Table, ...]:
 
 def keep(key: Key, times: Iterable[FusedTime]) -> Path:
     """Write the user's file of a machine; times of shapes that it has, too, are replaced, others stay."""
-    path = user_file(key)
+    path = store.required("fused", user_file(key))
     before = [time for table in _of_the_user(key) for time in table.times]
     found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}
     path.parent.mkdir(parents=True, exist_ok=True)

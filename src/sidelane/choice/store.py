@@ -17,6 +17,9 @@ from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
 from sidelane.machine.inventory import machine_name
 
+NO_HOME = "this user has no home"
+"""Why there is no place for a user's files."""
+
 
 @dataclasses.dataclass(frozen=True)
 class InForce:
@@ -59,8 +62,10 @@ def in_force(setting: str | None, key: Key) -> InForce:
     if setting != BUILTIN:
         path = user_file(key) if setting is None else Path(setting)
         try:
-            profile = read(path)
-            if profile is not None:
+            profile = None if path is None else read(path)
+            if path is None:
+                notes.append(f"no profile of this user is looked for: {NO_HOME}")
+            elif profile is not None:
                 differences = profile.key.differences(key)
                 if not differences:
                     return InForce(profile, f"{_shown(path)}, tuned {profile.date}")
@@ -74,16 +79,35 @@ def in_force(setting: str | None, key: Key) -> InForce:
         except ValueError as problem:
             if setting is not None:
                 raise
-            notes.append(f"{_shown(path)} is not used: {problem}")
+            notes.append(f"the profile of this user is not used: {problem}")
     table = builtin_for(key)
     if table is not None:
         return dataclasses.replace(table, notes=tuple(notes))
     return InForce(None, f"a rule of thumb: no table for {key.device} (sidelane tune makes one)", tuple(notes))
 
 
-def user_file(key: Key) -> Path:
-    """Where ``sidelane tune`` keeps the profile of a machine."""
-    return profile_folder() / f"{name_of(key)}.json"
+def user_file(key: Key, name: str = "{}.json") -> Path | None:
+    """Where ``sidelane tune`` keeps the profile of a machine, or a file of another ``name``; None without a home."""
+    folder = profile_folder()
+    return None if folder is None else folder / name.format(name_of(key))
+
+
+def required(what: str, path: Path | None, instead: str = "") -> Path:
+    """Where something of this user's is to be kept.
+
+    Args:
+        what: names who keeps it, for the error.
+        path: the place, if there is one.
+        instead: another way to name a place; "" for none.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if path is None:
+        allowed = f"{instead}XDG_CONFIG_HOME as an absolute path, or HOME"
+        text = f"{what}: a place for files of this user (value=none: {NO_HOME}, allowed={allowed})"
+        raise see(ValueError(text), Page.TUNING)
+    return path
 
 
 def name_of(key: Key) -> str:

@@ -57,14 +57,14 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         finally:
             entrance.release()
 
-    _keep_compilers_out(entered)
+    keep_compilers_out(entered)
     return cast("Callable[Concatenate[S, P], R]", entered)
 
 
-def _keep_compilers_out(function: Any) -> None:
+def keep_compilers_out(function: Any) -> None:
     """Make ``torch.compile`` break its graph here, and leave alone whatever runs behind; without importing Dynamo."""
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a call of sidelane.Communicator runs as it is"
+    function._torchdynamo_disable_msg = "a call of Sidelane runs as it is"
     with contextlib.suppress(AttributeError, ImportError):  # a compiler that does not know these traces the call
         dynamo = torch._C._dynamo.eval_frame
         skip = dynamo._FrameAction.SKIP

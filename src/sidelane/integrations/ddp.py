@@ -4,6 +4,8 @@ DDP hands over a bucket of gradients as soon as backward has filled it. It is co
 peers read it while backward goes on, and the averages are what DDP takes from there.
 """
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -28,15 +30,17 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
     ``sidelane.report()`` says so.
 
     Args:
-        model: without a communication hook. It keeps this one for good, as DDP wants it.
+        model: without a communication hook. It keeps this one for good, as DDP wants it. ``Join`` divides by all ranks:
+            torch tells no hook how many have ended, which ``divide_by_initial_world_size=False`` divides by, so that a
+            backward within such a ``Join`` is an error on every rank.
         config: settings; None for those in force.
 
     Returns:
         What is switched on; :meth:`Enabled.disable` gives the gradients to the group's own backend again.
 
     Raises:
-        ValueError: this is no DDP model, or it has a hook already; nothing has changed.
-        As :class:`sidelane.Session`.
+        ValueError: this is no DDP model, it has a hook already, or is in such a ``Join``.
+        As :class:`sidelane.Session`. After any of these the model is as it was.
     """
     if not isinstance(model, DistributedDataParallel):
         text = f"ddp.enable: model (value=a {type(model).__name__}, allowed=a DistributedDataParallel)"
@@ -44,9 +48,15 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
     if model._comm_hooks:
         text = "ddp.enable: model (value=one with a communication hook, allowed=one without)"
         raise see(ValueError(text), Page.ONE_LINE)
-    enabled = Enabled(model.process_group)
-    model.register_comm_hook(enabled, _hook)
-    enabled._begin(next(model.parameters()).device, config)
+    enabled = Enabled(model)
+    enabled._refuse_join()
+    try:
+        enabled._begin(next(model.parameters()).device, config)
+        model.register_comm_hook(enabled, _hook)
+    except BaseException:
+        model._comm_hooks.clear()  # torch has noted the hook before it refuses it
+        enabled.disable()
+        raise
     return enabled
 
 
@@ -57,24 +67,28 @@ class Enabled:
         calls: buckets that Sidelane has averaged.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model, self._group = weakref.ref(model), model.process_group
         self._session: Session | None = None
+        self._comm: Communicator | None = None
         self._buffers: dict[int, torch.Tensor] = {}  # by number of the bucket
-        self._ledger = Ledger(dist.get_process_group_ranks(group))
-        self._ledger.group = group.group_name
+        self._ledger = Ledger(dist.get_process_group_ranks(self._group))
+        self._ledger.group = self._group.group_name
         self.calls = 0
 
     def memory(self) -> MemoryUse:
         """Symmetric memory that buffers take: as much as all gradients, since DDP has all buckets until the end."""
-        return self._comm.memory() if self._session is not None else MemoryUse(0, 0, None)
+        return self._comm.memory() if self._comm is not None else MemoryUse(0, 0, None)
 
     def disable(self) -> None:
-        """Let the group's own backend do it from now on, and give the memory back. Idempotent. Not within backward."""
+        """Let the group's own backend do it from now on, and give the memory back. Idempotent. Not within backward.
+
+        DDP itself keeps the averages of the last backward, until its next one or until the model goes.
+        """
         self._buffers.clear()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        session, self._session, self._comm = self._session, None, None
+        if session is not None:
+            session.close()
 
     def __enter__(self) -> "Enabled":
         return self
@@ -86,28 +100,38 @@ class Enabled:
         self._session = Session(self._group, device=device, config=config)
         self._comm = Communicator(self._session.lane("ddp"))
 
+    def _refuse_join(self) -> None:
+        """Raise for what torch's own backends divide by, too, only where there is no hook. Alike on all ranks."""
+        model = self._model()
+        if model is None or not model._join_config.enable or getattr(model, "_divide_by_initial_world_size", True):
+            return
+        text = "ddp.enable: Join with divide_by_initial_world_size (value=False, allowed=True)"
+        raise see(ValueError(text), Page.ONE_LINE)
+
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self._refuse_join()
         gradients = bucket.buffer()
         dtype, dense = str(gradients.dtype).removeprefix("torch."), gradients.layout is torch.strided
+        comm = self._comm
         why = self._objection(dtype, dense)
         where = SIDELANE if why is None else dist.get_backend(self._group)
         key = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
         self._ledger.note(key, "", gradients.nbytes if dense else 0)
-        if why is not None:
+        if why is not None or comm is None:
             return allreduce_hook(self._group, bucket)
         self.calls += 1
         buffer = self._buffers.get(bucket.index())
         if buffer is None or buffer.numel() != gradients.numel() or buffer.dtype != gradients.dtype:
             # DDP makes other buckets after the first step, on all ranks alike.
-            buffer = self._buffers[bucket.index()] = self._comm.empty(gradients.numel(), dtype=gradients.dtype)
+            buffer = self._buffers[bucket.index()] = comm.empty(gradients.numel(), dtype=gradients.dtype)
         buffer.copy_(gradients)
-        work = self._comm.all_reduce(buffer, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
+        work = comm.all_reduce(buffer, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
         assert work is not None
         return work.get_future().then(_first)
 
     def _objection(self, dtype: str, dense: bool) -> str | None:
         """Why a bucket goes to the group's own backend; None where it does not."""
-        if self._session is None:
+        if self._comm is None:
             return "disabled"
         if not dense:
             return "a sparse bucket"

@@ -7,7 +7,9 @@ computed, and stay there (``straight.py``); gradients are reduced on another lan
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -94,7 +96,7 @@ class Enabled:
     def __init__(self, copies_out: str | None) -> None:
         self._copies_out = copies_out  # why, where no parameter is gathered straight into its place
         self._links: dict[dist.ProcessGroup, Link] = {}
-        self._before: list[tuple[Any, Any, Any]] = []
+        self._undo = contextlib.ExitStack()
         self.elsewhere: dict[str, Elsewhere] = {}
         self.calls = 0
 
@@ -104,14 +106,8 @@ class Enabled:
 
     def disable(self) -> None:
         """Give the model its own collectives back, and the memory. Idempotent. Nothing may be under way."""
-        for params, gather, scatter in self._before:
-            if params._all_gather_comm.straight is not None:
-                params._all_gather_comm.straight.give_back()
-            params._all_gather_comm, params._reduce_scatter_comm = gather, scatter
-        self._before.clear()
-        for link in self._links.values():
-            link.close()
         self._links.clear()
+        self._undo.close()
 
     def __enter__(self) -> Enabled:
         return self
@@ -120,20 +116,33 @@ class Enabled:
         self.disable()
 
     def _take(self, params: Any, config: Config | None) -> None:
-        group, gather, scatter = (
-            params.mesh_info.shard_process_group,
-            params._all_gather_comm,
-            params._reduce_scatter_comm,
-        )
+        group = params.mesh_info.shard_process_group
         link = self._links.get(group)
         if link is None:
             link = self._links[group] = _make_link(group, params.device, config)
-        self._before.append((params, gather, scatter))
-        own = Gather(self, link, params, gather, self._copies_out)
+            self._undo.callback(link.close)
+        gather = Gather(self, link, params, params._all_gather_comm, self._copies_out)
+        self._replace(params, "_all_gather_comm", gather)
+        self._replace(params, "_reduce_scatter_comm", Scatter(self, link, params._reduce_scatter_comm))
         if self._copies_out is None:
-            own.straight = straight.Straight(params, link.gather, link.ring, group, own.note, own.refusal)
-            own.straight.take_over()
-        params._all_gather_comm, params._reduce_scatter_comm = own, Scatter(self, link, scatter)
+            gather.straight = straight.Straight(
+                *(params, link.gather, link.ring, group),
+                # Neither refers to the gather: memory of a cycle would stay until Python looks for cycles.
+                note=functools.partial(self._made, link, Kind.ALL_GATHER, "straight into the parameters"),
+                refusal=functools.partial(link.refusal, Kind.ALL_GATHER),
+            )
+            self._undo.callback(gather.straight.give_back)
+            gather.straight.take_over()
+
+    def _replace(self, params: Any, name: str, ours: Any) -> None:
+        """Put ours there until :meth:`disable`. What the program has put there by then stays."""
+        before = getattr(params, name)
+        self._undo.callback(lambda: setattr(params, name, before) if getattr(params, name) is ours else None)
+        setattr(params, name, ours)
+
+    def _made(self, link: Link, kind: Kind, why: str, dtype: torch.dtype, nbytes: int) -> None:
+        self.calls += 1
+        link.note(kind, dtype, why, nbytes)
 
     def _went_elsewhere(self, link: Link, group: dist.ProcessGroup, kind: Kind, tensor: torch.Tensor, why: str) -> None:
         what = f"{kind}: {why}"
@@ -153,19 +162,10 @@ class Gather(AllGather):
         self._enabled, self._link, self._params, self._own, self._copies_out = enabled, link, params, own, copies_out
         self.straight: straight.Straight | None = None
 
-    def note(self, dtype: torch.dtype, nbytes: int, why: str = "straight into the parameters") -> None:
-        """For the report: one more gather."""
-        self._enabled.calls += 1
-        self._link.note(Kind.ALL_GATHER, dtype, why, nbytes)
-
-    def refusal(self, nbytes: int) -> str:
-        """Why the group's own backend makes a gather of so many bytes; "" where it does not."""
-        return self._link.refusal(Kind.ALL_GATHER, nbytes)
-
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         lengths = [int(length) for length in size]
         is_ours = self._params._all_gather_process_group is self._link.group
-        if not is_ours or self.refusal(math.prod(lengths) * dtype.itemsize):  # other backends take any memory
+        if not is_ours or self._refusal(math.prod(lengths) * dtype.itemsize):  # other backends take any memory
             return torch.empty(*lengths, dtype=dtype, device=device)
         return self._link.gathered_into(lengths, dtype)
 
@@ -177,13 +177,17 @@ class Gather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         is_ours = group is self._link.group
-        why = self.refusal(output_tensor.nbytes) if is_ours else "another group than that of the shards"
+        why = self._refusal(output_tensor.nbytes) if is_ours else "another group than that of the shards"
         if why:
             self._enabled._went_elsewhere(self._link, group, Kind.ALL_GATHER, output_tensor, why)
             return self._own(output_tensor, input_tensor, group, async_op)
         reason = self._copies_out if self.straight is None else self.straight.objection() or straight.NO_ROOM
-        self.note(output_tensor.dtype, output_tensor.nbytes, f"copied out: {reason}")
+        why = f"copied out: {reason}"
+        self._enabled._made(self._link, Kind.ALL_GATHER, why, output_tensor.dtype, output_tensor.nbytes)
         return self._link.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)
+
+    def _refusal(self, nbytes: int) -> str:
+        return self._link.refusal(Kind.ALL_GATHER, nbytes)
 
 
 class Scatter(ReduceScatter):
@@ -219,8 +223,8 @@ class Scatter(ReduceScatter):
         if why:
             self._enabled._went_elsewhere(self._link, group, Kind.REDUCE_SCATTER, input_tensor, why)
             return self._own(output_tensor, input_tensor, group, op, async_op)
-        self._enabled.calls += 1
-        self._link.note(Kind.REDUCE_SCATTER, input_tensor.dtype, "in symmetric memory", input_tensor.nbytes)
+        why = "in symmetric memory"
+        self._enabled._made(self._link, Kind.REDUCE_SCATTER, why, input_tensor.dtype, input_tensor.nbytes)
         return self._link.scatter.reduce_scatter(
             output_tensor, input_tensor, op=name, async_op=async_op, beside=COMPUTE
         )
@@ -240,11 +244,11 @@ def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | 
 
 
 def _param_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 shards together, of each of its modules."""
-    found: list[Any] = []
+    """What FSDP2 shards together. Modules that it was given in one list share theirs, which is here once."""
+    found: dict[Any, None] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             several = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later
-            found += [state._fsdp_param_group] if several is None else several
+            found |= dict.fromkeys([state._fsdp_param_group] if several is None else several)
     return [params for params in found if params is not None and hasattr(params.mesh_info, "shard_process_group")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -97,10 +98,15 @@ class MachineLink(Link):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config | None) -> None:
         super().__init__(group, device)
         self._session = Session(group, device=device, config=config)
-        self._gather = self.gather = Communicator(self._session.lane("fsdp gather"))
-        self._scatter = self.scatter = Communicator(self._session.lane("fsdp scatter"))
-        self.ring = Ring(lambda nbytes: self._gather.empty(nbytes, dtype=torch.uint8), self._session.device)
-        self._buffers = Buffers(self._gather)
+        try:
+            gather, scatter = (Communicator(self._session.lane(f"fsdp {name}")) for name in ("gather", "scatter"))
+        except BaseException:
+            self._session.close()
+            raise
+        self._gather = self.gather = gather
+        self._scatter = self.scatter = scatter
+        self.ring = Ring(functools.partial(gather.empty, dtype=torch.uint8), self._session.device)
+        self._buffers = Buffers(gather)
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         return ""

@@ -11,6 +11,7 @@ given them new ones.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config, forks
 from sidelane.collectives import Communicator
+from sidelane.collectives.entry import keep_compilers_out
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.calls import Call
@@ -403,6 +405,8 @@ class SidelaneGroup(dist.ProcessGroup):
         return JoinedWork(works)
 
 
+for _method in filter(inspect.isfunction, list(vars(SidelaneGroup).values())):
+    keep_compilers_out(_method)  # DDP's reducer calls them from code that is compiled
 batches.take_over(SidelaneGroup)
 splits.take_over(SidelaneGroup)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -182,7 +183,7 @@ class Straight:
 
     def take_over(self) -> None:
         """Have torch free our memory as ours."""
-        take_over()
+        take_over(self)
         for param in self._params.fsdp_params:
             param.free_unsharded_param = functools.partial(self._free, param)
 
@@ -199,8 +200,8 @@ class Straight:
             self._take_back(param)
             if copy is not None:
                 exchange_memory(param.all_gather_outputs[0].untyped_storage(), copy.untyped_storage())
-            del param.free_unsharded_param
-        give_back()
+            vars(param).pop("free_unsharded_param", None)
+        give_back(self)
 
     def lend(self, param: Any, part: Part) -> None:
         """Let the storage of a parameter have the memory of a gather."""
@@ -290,26 +291,24 @@ _OURS: dict[str, Callable[..., Any]] = {
     "foreach_all_gather_copy_out": _foreach_all_gather_copy_out,
 }
 _TORCHS: dict[str, Callable[..., Any]] = {}
-_users = 0
+_users: weakref.WeakSet[Straight] = weakref.WeakSet()
 _changing = forks.lock()
 
 
-def take_over() -> None:
-    """Have torch call the two functions here, until :func:`give_back` was called as often."""
-    global _users
+def take_over(user: Straight) -> None:
+    """Have torch call the two functions here, until :func:`give_back`."""
     with _changing:
-        _users += 1
-        if _users == 1:
+        _users.add(user)
+        if not _TORCHS:
             for name, ours in _OURS.items():
                 _TORCHS[name] = getattr(_fsdp_param_group, name)
                 setattr(_fsdp_param_group, name, ours)
 
 
-def give_back() -> None:
-    """Have torch call its own functions again, when nobody else needs ours."""
-    global _users
+def give_back(user: Straight) -> None:
+    """Have torch call its own functions again, when nobody else needs ours. Idempotent."""
     with _changing:
-        _users -= 1
-        if _users == 0:
-            for name in _OURS:
-                setattr(_fsdp_param_group, name, _TORCHS.pop(name))
+        _users.discard(user)
+        if not _users:
+            while _TORCHS:
+                setattr(_fsdp_param_group, *_TORCHS.popitem())

@@ -151,11 +151,12 @@ def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
 
 def private_cache() -> Path | None:
     """The user's cache, if nobody else can write there."""
-    with contextlib.suppress(OSError, RuntimeError):  # there may be no home
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if is_private(folder):
-            return folder
+    folder = cache_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if is_private(folder):
+                return folder
     return None
 
 

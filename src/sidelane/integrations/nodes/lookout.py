@@ -77,6 +77,7 @@ class Lookout:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LOOK_S + 5)
+        self._attach, self._end = lambda: None, lambda error: None  # they refer to who refers to this
 
     def end(self, until: float) -> None:
         """At exit, as :meth:`close`."""

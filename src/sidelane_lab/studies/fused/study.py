@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from sidelane.choice.fused import FUSED, FusedTime, keep
 from sidelane.choice.key import key_here
+from sidelane.choice.store import required
 from sidelane.cli.launch import Rank
 from sidelane.cli.output import refuse_unwritable
 from sidelane.cli.terminal import progress_console
@@ -81,7 +82,7 @@ class FusedOptions(StudyOptions):
 def main(options: FusedOptions) -> Results | None:
     """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`. On CPUs kernels are interpreted."""
     if options.keep:
-        refuse_unwritable("--keep", profile_folder(), is_folder=True)
+        refuse_unwritable("--keep", required("--keep", profile_folder()), is_folder=True)
     if options.results is not None:
         path = keep(*kept_of(read(options.results)))
         progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)

@@ -18,7 +18,7 @@ import torch
 from sidelane.choice import Profile
 from sidelane.choice.candidate import DMA, SM, everything
 from sidelane.choice.key import Key, key_here
-from sidelane.choice.store import InForce, in_force, name_of, user_file
+from sidelane.choice.store import InForce, in_force, name_of, required, user_file
 from sidelane.choice.store import read as read_profile
 from sidelane.cli import provenance
 from sidelane.cli.launch import Rank, choose_target
@@ -99,7 +99,7 @@ def main(options: TuneOptions) -> Profile | None:
     )
     progress = None if options.quiet else progress_console()
     key = key_here(place.device_type, place.world_size)
-    path = user_file(key) if options.output is None else options.output
+    path = options.output or required("tune", user_file(key), "--output, ")
     refuse_unwritable("tune", path)
     follower = Follower(CollectiveRow, progress)
     if not follow(follower, _measure, options, place, "tuning"):

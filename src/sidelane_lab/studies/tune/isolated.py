@@ -16,6 +16,7 @@ from sidelane.c3.measured import isolated_file
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.choice.candidate import DMA, SM
+from sidelane.choice.store import required
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target
 from sidelane.cli.output import STDOUT, refuse_unwritable
 from sidelane.cli.terminal import progress_console, tables_console
@@ -93,7 +94,7 @@ def main(options: IsolatedOptions) -> Results | None:
     place = choose_target(options.ranks, options.device, fewest=1)  # what a GPU does alone needs no other one
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or BUDGET_S[where]
-    path = options.output or isolated_file(place.device_type, place.world_size)
+    path = options.output or required("tune", isolated_file(place.device_type, place.world_size), "--output, ")
     known = () if options.fresh else _known(path, place)
     dtype = options.dtype if where == "gpu" else "float32"
     options = dataclasses.replace(
