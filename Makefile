@@ -44,7 +44,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-oldest test-long test-restart test-steps attack sanitize results wheel docs docs-pages lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-oldest test-long test-restart test-steps attack sanitize results wheel docs docs-pages size lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -112,6 +112,9 @@ docs: $(READY) ## build the site of docs/ into build/docs; a broken link, refere
 
 docs-pages: $(READY) ## write the pages and tables of docs/ that are made from the code and from results/
 	@$(BIN)/python tools/make_docs.py
+
+size: $(READY) ## count lines, files, complexity and names of the house into docs/internals/size.md
+	@$(BIN)/python tools/house.py
 
 lint: $(READY) ## ruff and mypy
 	@echo "[sidelane] ruff check"
