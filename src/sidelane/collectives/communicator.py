@@ -21,7 +21,7 @@ from sidelane.collectives.asked import Asked, Form, SingleCall, own_part
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.beside import beside
 from sidelane.collectives.bound import BoundProgram, bind_program
-from sidelane.collectives.entry import entry
+from sidelane.collectives.entry import entry, repeated_entry
 from sidelane.collectives.lists import ListedCall, Tensors, holds_lists
 from sidelane.collectives.own_kernel import OwnKernel, load_kernel
 from sidelane.collectives.plan import AUTO
@@ -35,6 +35,7 @@ from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.posts import SPLITS
+from sidelane.modes import is_in_modes, leaving_modes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
@@ -145,7 +146,7 @@ class Communicator:
         """The symmetric memory that :meth:`empty` and calls have taken from the device, and how much is in use."""
         return dataclasses.replace(self.lane.memory.use(), own=self.lane.preparer.own_bytes)
 
-    @entry
+    @repeated_entry
     def all_gather(
         self,
         output: Tensors,
@@ -172,7 +173,7 @@ class Communicator:
         """
         return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def all_to_all(
         self,
         output: Tensors,
@@ -207,9 +208,10 @@ class Communicator:
             return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
         uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes), copy_own_part)
-        return self._path.run_exchanged(uneven, variant=variant, beside=beside, async_op=async_op)
+        run = leaving_modes(self._path.run_exchanged) if is_in_modes() else self._path.run_exchanged
+        return run(uneven, variant=variant, beside=beside, async_op=async_op)
 
-    @entry
+    @repeated_entry
     def reduce_scatter(
         self,
         output: Tensors,
@@ -236,7 +238,7 @@ class Communicator:
         """
         return self._call(Kind.REDUCE_SCATTER, (output, input), (op,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def all_reduce(
         self,
         tensor: Tensors,
@@ -265,7 +267,7 @@ class Communicator:
         target = tensor if output is None else output
         return self._call(Kind.ALL_REDUCE, (target, tensor), (op,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def broadcast(
         self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: Beside | None = None
     ) -> Work | None:
@@ -284,7 +286,7 @@ class Communicator:
         """
         return self._call(Kind.BROADCAST, (tensor,), (root,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def scatter(
         self,
         output: torch.Tensor,
@@ -302,7 +304,7 @@ class Communicator:
         """
         return self._call(Kind.SCATTER, (output, input), (root,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def gather(
         self,
         output: torch.Tensor | None,
@@ -423,6 +425,7 @@ class Communicator:
         """
         return load_kernel(self._path, kernel, flags)
 
+    @leaving_modes
     def peers(self, tensor: torch.Tensor) -> torch.Tensor:
         """Addresses of a symmetric tensor on all ranks, for kernels: int64[world_size] on its device. No collective.
 
@@ -432,6 +435,7 @@ class Communicator:
         """
         return self.lane.peers(tensor)
 
+    @leaving_modes
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Number of the block and offset in bytes of a symmetric tensor; None for ordinary memory. No collective.
 
@@ -450,6 +454,7 @@ class Communicator:
         """
         self._calls.refuse(self._calls.number(), name, error)
 
+    @leaving_modes
     def reach(self, tensor: torch.Tensor) -> Reached:
         """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
 
@@ -471,6 +476,7 @@ class Communicator:
             return Reached("staged", why) if why else Reached("mapped", "in calls whose addresses have come again")
         return self._path.reach.of(tensor)
 
+    @leaving_modes
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
         """Say what runs next to calls, for their ``beside=``: ``auto`` then weighs how much of either disappears.
 
@@ -559,7 +565,8 @@ class Communicator:
             asked: Form = ListedCall(kind, [Asked(kind, tensors, details)], self.world_size)
         else:
             asked = SingleCall(kind, tensors, details)
-        return self._path.run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
+        run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
+        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
 
 
 def _shape(size: tuple[Any, ...]) -> torch.Size:
