@@ -27,8 +27,8 @@ LAYERS = (
     ("device",),
     ("memory", "machine", "program"),
     ("native",),
-    ("config", "forks"),
-    ("errors", "sizes"),
+    ("config", "forks", "modes"),
+    ("errors", "sizes", "version"),
 )
 HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}
 
@@ -191,3 +191,10 @@ def test_command_line_and_package_do_without_torch():
 def run_python(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_that_others_wrote_is_executed() -> None:
+    """Ranks read what others keep in a store: as JSON. The pipes of ``sidelane``'s own studies are their own."""
+    executing = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    found = {name for name, path in MODULES.items() if imports(path) & executing}
+    assert found == {"sidelane.bench.running.launch"}

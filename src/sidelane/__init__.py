@@ -13,6 +13,7 @@ from sidelane.errors import (
     SidelaneError,
     UnavailableError,
 )
+from sidelane.version import VERSION
 
 if TYPE_CHECKING:
     from sidelane.c3.foretold import choose_overlap
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from sidelane.integrations.registration import register
     from sidelane.integrations.wrap import wrap
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Batched",

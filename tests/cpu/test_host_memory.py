@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import os
 import sys
@@ -121,7 +120,7 @@ def pretend(group: dist.ProcessGroup, **changes: object) -> str:
     real = ProcessIdentity.own()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: dataclasses.replace(real, **changes)))
+            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: real._replace(**changes)))
         with pytest.raises(UnavailableError) as caught:
             ShmMemory(Exchange(group, 60.0)).allocate(100)
     assert leftovers() == []

@@ -109,7 +109,12 @@ class Session:
             exchange = Exchange(self._group, self.config.timeout_s)
             if name is not None:
                 exchange(f"lane {name!r}", lambda: None)
-            made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
+            try:
+                made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
+            except Exception as error:
+                if not isinstance(error, SidelaneError):  # which the others have, too, or hear of
+                    exchange.refuse(error)
+                raise
             self._lanes.append(made)
         if self._closed:  # meanwhile, by another thread
             made.close()
