@@ -250,13 +250,13 @@ def test_what_others_write_to_the_store_is_data(pool: RankPool, tmp_path: Path) 
 
 
 def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
-    found = []
+    found, before = [], shared_memory()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
             patch.setattr(version, "VERSION", "9.9")
         found.append(outcome(communicator, group))
         found.append(outcome(sidelane.wrap, group))
-        assert shared_memory() == []
+        assert set(shared_memory()) <= set(before)
     with communicator(group) as comm:
         comm.barrier()
     return found
@@ -385,6 +385,36 @@ def test_a_rank_that_fails_between_exchanges_says_why(pool: RankPool) -> None:
     assert first == last
     for (name, ranks, text), (own, _, why) in zip(first, wrong, strict=True):
         assert (name, ranks) == ("PeerError", (1,)) and f"rank 1: {own}: {why}" in text
+
+
+def without_a_thread(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """Rank 1 gets no thread where it runs its call."""
+    found = []
+    for async_op in (False, True):
+        comm = communicator(group)
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 1:
+
+                def fail(self: threading.Thread) -> None:
+                    raise RuntimeError("can't start new thread")
+
+                patch.setattr(threading.Thread, "start", fail)
+
+            def call(async_op: bool = async_op, comm: Any = comm) -> None:
+                work = comm.all_reduce(torch.ones(300), async_op=async_op)
+                if work is not None:
+                    work.wait()
+
+            found.append(outcome(call))
+        comm.close()
+    return found
+
+
+def test_a_rank_that_gets_no_thread_for_its_call_says_so(pool: RankPool) -> None:
+    first, wrong, last = pool.run(without_a_thread, 3)
+    assert [name for name, _, _ in wrong] == ["RuntimeError", "RuntimeError"]
+    for name, ranks, text in (*first, *last):
+        assert (name, ranks) == ("PeerError", (1,)) and "can't start new thread" in text
 
 
 def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ Over 400 lines, since the documentation of each collective stands with it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
@@ -39,6 +40,9 @@ from sidelane.modes import is_in_modes, leaving_modes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
+
+_MOST_BYTES = 2**63 - 1
+"""That a tensor can have."""
 
 
 class Communicator:
@@ -124,10 +128,12 @@ class Communicator:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
             if any(length < 0 for length in shape):
-                raise ValueError(f"empty: size (value={tuple(shape)}, allowed=lengths of 0 and more)")
+                raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
+            nbytes = math.prod(shape) * dtype.itemsize
+            if max(nbytes, *shape, 0) > _MOST_BYTES:
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
             if self._backend.place()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
-            nbytes = shape.numel() * dtype.itemsize
         memory, most = self.lane.memory, self.config.memory_bytes
         title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
         with self._calls.failing_for_good():
@@ -569,7 +575,7 @@ class Communicator:
         return run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
 
 
-def _shape(size: tuple[Any, ...]) -> torch.Size:
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     lengths: Any = size
     if len(size) == 1:
         try:
@@ -577,6 +583,6 @@ def _shape(size: tuple[Any, ...]) -> torch.Size:
         except TypeError:
             lengths = size[0]
     try:
-        return torch.Size(lengths)
+        return tuple(map(operator.index, lengths))
     except TypeError:
         raise TypeError(f"empty: size (value={lengths!r}, allowed=whole numbers, or one sequence of them)") from None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sidelane import forks
 from sidelane.errors import MismatchError, UnavailableError
-from sidelane.memory.available import available_bytes
+from sidelane.memory.available import available_bytes, lacking
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 
@@ -87,7 +87,7 @@ class SharedBytes:
             hint = ""
             if first.process.namespace != ProcessIdentity.own().namespace:
                 hint = "; its pid namespace is another one: start the ranks in one container, or share the namespace"
-            return None, f"cannot open the memory of rank 0 (pid {first.process.pid}): {error}{hint}"
+            return None, f"cannot open the memory of rank 0 (pid {first.process.pid}): {lacking(error)}{hint}"
         try:
             status = os.fstat(descriptor)
             ours = bool(first.name) or os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_MEMFD}")
@@ -98,7 +98,7 @@ class SharedBytes:
             untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             return mmap.mmap(descriptor, self._stride * self.world_size, **untracked), ""
         except OSError as error:
-            return None, f"no memory for {self._stride} bytes: {error}"
+            return None, f"cannot map and reserve {self._stride} bytes: {lacking(error)}"
         finally:
             os.close(descriptor)
 
@@ -160,8 +160,9 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
         descriptor = opened.open()
         os.ftruncate(descriptor, total_bytes)
         status = os.fstat(descriptor)
-    except OSError as error:
-        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {error}")
+    except (OSError, OverflowError) as error:
+        why = lacking(error) if isinstance(error, OSError) else str(error)
+        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {why}")
     return _Offer(process, nbytes, descriptor, opened.name, (status.st_dev, status.st_ino))
 
 
