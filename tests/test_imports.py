@@ -28,7 +28,7 @@ LAYERS = (
     ("memory", "machine", "program"),
     ("native",),
     ("config", "forks", "modes"),
-    ("errors", "sizes", "version"),
+    ("errors", "sizes", "user_files", "version"),
 )
 HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}
 

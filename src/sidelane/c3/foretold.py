@@ -23,6 +23,7 @@ from sidelane.config import BUILTIN, COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
+from sidelane.user_files import text_of
 
 Moves = tuple[str, int] | Sequence[tuple[str, int]]
 """A collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an all_gather,
@@ -105,7 +106,7 @@ def _known(comm: Communicator) -> Isolated | None:
         if comm.config.profile != BUILTIN:
             path = isolated_file(comm.device.type, comm.world_size)
             try:
-                text = path.read_text() if path.exists() else ""
+                text = text_of(path) if path.exists() else ""
                 known = parse_isolated(text, str(path)) if text else None
             except (OSError, ValueError) as error:
                 problem = error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from sidelane.choice.key import key_here
 from sidelane.choice.store import name_of
 from sidelane.config import profile_folder
 from sidelane.program.collective import Kind
+from sidelane.user_files import json_of, text_of
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
 SERIAL = "serial"
@@ -72,7 +72,7 @@ def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated 
             return None
     elif not path.exists():
         raise ValueError(f"isolated times: no such file (value={str(path)!r}, allowed=of sidelane tune --study c3)")
-    return parse_isolated(path.read_text(), str(path))
+    return parse_isolated(text_of(path), str(path))
 
 
 def parse_isolated(text: str, where: str) -> Isolated:
@@ -86,11 +86,11 @@ def parse_isolated(text: str, where: str) -> Isolated:
         ValueError: it is another file, or says too little.
     """
     try:
-        content = json.loads(text)
+        content = json_of(text)
         if content["study"] != "isolated":
             raise KeyError("study")
         return isolated_of([types.SimpleNamespace(**row) for row in content["rows"]])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as problem:
         raise ValueError(
             f"isolated times: not such a file (value={where!r}, allowed=of sidelane tune --study c3): {problem!r}"
         ) from None
