@@ -22,6 +22,9 @@ from sidelane.user_files import MOST_RANKS, flag_in, json_of, number_in, text_in
 FORMAT = 1
 """Changes with every change of the file's keys or of what they mean. A profile of another format is not used."""
 
+_LEAST_US, _MOST_US = 1e-9, 1e15
+"""Of a time, so that what lies between two of them is a number, too."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Curve:
@@ -49,8 +52,10 @@ class Curve:
         sizes = [nbytes for nbytes, _ in self.times]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(f"Curve: sizes must grow, from 1 byte on (value={sizes})")
-        if not all(math.isfinite(us) and us > 0 for _, us in self.times):
-            raise ValueError(f"Curve: times must be positive (value={[us for _, us in self.times]})")
+        if not all(_LEAST_US <= us <= _MOST_US for _, us in self.times):
+            raise ValueError(
+                f"Curve: times must be positive (value={[us for _, us in self.times]}, allowed={_LEAST_US}..{_MOST_US})"
+            )
 
     def at(self, nbytes: int) -> float:
         """Microseconds for a size.

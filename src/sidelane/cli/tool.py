@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import click
 
-from sidelane import __version__
 from sidelane.cli.c3 import c3
 from sidelane.cli.collectives import chain, collective, fused, host, phases, power
 from sidelane.cli.fsdp import fsdp
@@ -20,6 +19,7 @@ from sidelane.cli.ordinary import ordinary
 from sidelane.cli.process_group import pg
 from sidelane.cli.soak import soak
 from sidelane.cli.tuning import explain, tune
+from sidelane.version import VERSION
 
 GROUPED = {
     "Look": (demo, info, machines),
@@ -35,7 +35,7 @@ GROUPED = {
     epilog="`sidelane COMMAND --help` has the options of a command, and examples. The guide is docs/guide.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.version_option(__version__, package_name="sidelane", message="sidelane %(version)s")
+@click.version_option(VERSION, package_name="sidelane", message="sidelane %(version)s")
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
 @click.pass_context
 def main(context: click.Context, traceback: bool) -> None:

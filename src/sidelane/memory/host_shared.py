@@ -7,6 +7,7 @@ Elsewhere it is a named temporary file, whose name goes as soon as every peer ha
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import sys
@@ -49,7 +50,7 @@ class SharedBytes:
         opened = _Opened()
         try:
             told = exchange("shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened))
-            offers = [_Offer(ProcessIdentity(*process), *rest) for process, *rest in told]
+            offers = [each._replace(process=ProcessIdentity(*each.process)) for each in itertools.starmap(_Offer, told)]
             _agree(offers)
             self.peers = tuple(each.process for each in offers)
             exchange.peers = exchange.peers or self.peers
