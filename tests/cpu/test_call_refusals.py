@@ -313,6 +313,7 @@ def wrong_communicators(
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 2:
             given |= arguments
+            patch.setattr("sidelane.config._stack", [])  # what an earlier test has read of the environment
             for name, value in environment.items():
                 patch.setenv(name, value)
         return outcome(Communicator, group, **given)
