@@ -32,8 +32,8 @@ LAYERS = (
     ("sidelane.device",),
     ("sidelane.memory", "sidelane.machine", "sidelane.program"),
     ("sidelane.native",),
-    ("sidelane.config", "sidelane.forks"),
-    ("sidelane.errors", "sidelane.sizes"),
+    ("sidelane.config", "sidelane.forks", "sidelane.modes"),
+    ("sidelane.errors", "sidelane.sizes", "sidelane.user_files", "sidelane.version"),
 )
 HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}
 
@@ -209,3 +209,10 @@ def test_command_line_and_package_do_without_torch():
 def run_python(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_that_others_wrote_is_executed() -> None:
+    """Ranks read what others keep in a store: as JSON. The pipes of ``sidelane``'s own studies are their own."""
+    executing = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    found = {name for name, path in MODULES.items() if imports(path) & executing}
+    assert found == {"sidelane.cli.launch"}

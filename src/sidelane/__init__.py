@@ -13,6 +13,7 @@ from sidelane.errors import (
     SidelaneError,
     UnavailableError,
 )
+from sidelane.version import VERSION as __version__  # noqa: F401
 
 if TYPE_CHECKING:
     from sidelane.c3.foretold import choose_overlap
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from sidelane.integrations.process_group import SidelaneGroup
     from sidelane.integrations.registration import register
     from sidelane.integrations.wrap import wrap
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Batched",

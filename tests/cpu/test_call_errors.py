@@ -165,6 +165,11 @@ def shapes(group: dist.ProcessGroup) -> list[str]:
         assert comm.empty().shape == ()
         wrong: tuple[Any, ...] = (1.5, "24", None, (2, 1.5), [[2]])
         told = [str(error_of(comm.empty, size)) for size in wrong]
+        large = (2**40, 2**40), (2**62,), (-(2**40), 2**40), (0, 2**64), (10**400,), (2**31, 2**31, 2**31)
+        assert all(type(error_of(comm.empty, *size)) is ValueError for size in large)
+        for given in ({"us": 10**400}, {"gemm": (2**40, 2**40, 2**40, "float32")}):
+            assert "beside: " in str(error_of(lambda given=given: comm.beside(**given)))
+        assert comm.empty(0, 2**40).shape == (0, 2**40)
         comm.barrier()
     return told
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import json
 import os
+import pickle
 import tempfile
 import threading
 import time
@@ -12,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, crew
+from ranks import RankPool, crew, shared_memory
 from test_call_refusals import communicator, outcome
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sidelane import MismatchError, PeerError, PeerTimeoutError
-from sidelane.integrations.nodes.groups import NodeGroup
+import sidelane
+from sidelane import MismatchError, PeerError, PeerTimeoutError, config, version
+from sidelane.collectives import profile as profiles
+from sidelane.integrations.nodes.groups import NodeGroup, find_nodes
+from sidelane.integrations.other import Witness
 from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
@@ -25,7 +31,7 @@ from sidelane.memory.exchange import Exchange
 
 def told(group: dist.ProcessGroup) -> list[list[object]]:
     exchange = Exchange(group, 20.0)
-    large = bytes(3 << 20)
+    large = "x" * (3 << 20)
     found = [exchange("ranks", lambda: exchange.rank), exchange("bytes", lambda: large[: 1000 * exchange.rank])]
     return [found[0], list(map(len, found[1]))]
 
@@ -156,6 +162,113 @@ def test_ranks_agree_on_what_became_of_a_communicator(pool: RankPool, interrupte
     assert text.startswith("PeerError (0,)" if interrupted else "PeerTimeoutError (2,)")
 
 
+def late_in_making(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """A rank comes late to a later exchange of a communicator: to one that it then could not do, or could."""
+    rank, store = dist.get_rank(group), exchanges.store_of(group)
+    found = []
+    for number, (late, module, name, before) in enumerate(
+        [
+            (1, host_shared, "_reserve", 0),
+            (1, host_shared.SharedBytes, "_attach", 0),
+            (0, host_shared.SharedBytes, "_attach", 0),
+            (0, profiles, "in_force", 0),
+            (1, exchanges.Exchange, "_post", 2),
+        ]
+    ):
+        real, key, calls = getattr(module, name), f"late {number}", itertools.count()
+
+        def stopped(*args: Any, real: Any = real, key: str = key, calls: Any = calls, before: int = before) -> Any:
+            if next(calls) == before:
+                store.wait([key])
+            return real(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == late:
+                patch.setattr(module, name, stopped)
+            found.append(outcome(communicator, group, timeout_s=1.0))
+            if rank != late:
+                store.add(f"{key} given up", 1)
+                if store.add(f"{key} given up", 0) == dist.get_world_size(group) - 1:
+                    store.set(key, "")
+        with communicator(group) as comm:
+            comm.barrier()
+    return found
+
+
+def test_a_rank_that_is_late_in_making_a_communicator_gets_the_error_of_its_peers(pool: RankPool) -> None:
+    for found in pool.run(late_in_making, 3):
+        assert [(name, ranks) for name, ranks, _ in found] == [
+            ("PeerTimeoutError", (late,)) for late in (1, 1, 0, 0, 1)
+        ], found
+
+
+class Bomb:
+    """A pickle that writes a file where it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def strange_posts(group: dist.ProcessGroup, folder: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """In the place of what rank 1 says: what others may write to the store."""
+    rank, store, found = dist.get_rank(group), exchanges.store_of(group), []
+    own = version.VERSION
+    strange: list[bytes | str] = [pickle.dumps(Bomb(f"{folder}/went off")), b"\xff\x00", b"", "[" * 100_000, "{}"]
+    strange += ["NaN", f'["{own}", "", "shared memory", "", 7]', f'["{own}", 1, 2, 3, 4]', f'["{own}"]']
+    for text in strange:
+        if rank == 1:
+            exchange = Exchange(group, 20.0)
+            exchange._store.set("1/1", text)  # type: ignore[union-attr]
+        else:
+            found.append(outcome(communicator, group, timeout_s=5.0))
+        dist.barrier(group)
+    for number, text in enumerate(strange):
+        # The group asks its ranks who they are.
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(json, "dumps", lambda *_, text=text: text)
+            key = "processes" if number % 2 else "nodes"
+            words = dist.PrefixStore(f"{key} {number}/", store)
+            if number % 2:
+                made = Witness(words, rank, (0, 1))
+                dist.barrier(group)
+                found.append(outcome(made.meet))
+            else:
+                timeout = datetime.timedelta(seconds=5)
+                found.append(outcome(find_nodes, words, rank, (0, 1), timeout, config.current()))
+    return found
+
+
+def test_what_others_write_to_the_store_is_data(pool: RankPool, tmp_path: Path) -> None:
+    found, _ = pool.run(strange_posts, 2, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert {(name, ranks) for name, ranks, _ in found} == {("PeerError", (1,))}, found
+    assert len(found) == 18
+
+
+def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    found, before = [], shared_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(version, "VERSION", "9.9")
+        found.append(outcome(communicator, group))
+        found.append(outcome(sidelane.wrap, group))
+        assert set(shared_memory()) <= set(before)
+    with communicator(group) as comm:
+        comm.barrier()
+    return found
+
+
+def test_ranks_of_two_versions_say_so(pool: RankPool) -> None:
+    for found in pool.run(of_two_versions, 3):
+        for what, (name, _, text) in zip(("Communicator", "process group"), found, strict=True):
+            rest = f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} (allowed=one on all ranks)"
+            assert (name, text) == ("MismatchError", f"{what}: ranks run different versions of Sidelane: {rest}")
+
+
 def two_at_once(group: dist.ProcessGroup) -> list[list[Any]]:
     """Two communicators' worth of exchanges on one group, at random times: neither meets the other's."""
     several = [Exchange(group, 20.0) for _ in range(2)]
@@ -183,13 +296,14 @@ def test_exchanges_of_two_threads_do_not_meet(pool: RankPool) -> None:
 def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
     exchange = Exchange(group, 20.0)
     for k in range(30):
-        exchange(f"step {k}", lambda: bytes(1000))
+        exchange(f"step {k}", lambda: "x" * 1000)
     dist.barrier(group)
-    return sum(exchange._store.check([f"{k}/{exchange.rank}"]) for k in range(1, 31))  # type: ignore[union-attr]
+    keys = [f"{k}/{what}" for k in range(2, 31) for what in (exchange.rank, "outcome")]
+    return sum(exchange._store.check([key]) for key in keys)  # type: ignore[union-attr]
 
 
 def test_the_store_does_not_fill_up(pool: RankPool) -> None:
-    assert pool.run(what_is_left_in_the_store, 2) == [1, 1]
+    assert pool.run(what_is_left_in_the_store, 2) == [2, 2]
 
 
 def test_a_group_without_a_store_is_refused() -> None:
@@ -248,23 +362,59 @@ def test_a_rank_that_fails_inside_an_exchange_says_why(pool: RankPool, where: st
     assert wrong[1] in ("CommunicatorClosedError", "PeerError")
 
 
-def real_tensors_under_fake_mode(group: dist.ProcessGroup) -> tuple[str, str]:
-    """One rank's allocation of staging runs where torch makes no real tensors."""
-    comm = communicator(group)
-    shard, output = torch.ones(5 << 18), torch.empty(comm.world_size * 5 << 18)
-    if comm.rank == 1:
-        with FakeTensorMode():
-            found = outcome(comm.all_gather, output, shard)
-    else:
-        found = outcome(comm.all_gather, output, shard)
-    comm.close()
-    return found[0], found[2]
+def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """Rank 1 gets no thread, or no memory, where no exchange is under way; its peers wait in the next one."""
+    found = []
+    for error in (RuntimeError("can't start new thread"), MemoryError("no memory"), OSError(24, "Too many open files")):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank(group) == 1:
+
+                def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
+                    raise error
+
+                patch.setattr("sidelane.collectives.session.make_backend", fail)
+            found.append(outcome(communicator, group))
+        with communicator(group) as comm:
+            comm.barrier()
+    return found
 
 
-def test_real_tensors_under_fake_mode_are_an_error_on_all(pool: RankPool) -> None:
-    (peer, why), (wrong, own) = pool.run(real_tensors_under_fake_mode, 2)
-    if wrong:  # else this torch has no quarrel with it
-        assert peer == "PeerError" and own.splitlines()[0][:60] in why
+def test_a_rank_that_fails_between_exchanges_says_why(pool: RankPool) -> None:
+    first, wrong, last = pool.run(failing_between_exchanges, 3)
+    assert [name for name, _, _ in wrong] == ["RuntimeError", "MemoryError", "OSError"]
+    assert first == last
+    for (name, ranks, text), (own, _, why) in zip(first, wrong, strict=True):
+        assert (name, ranks) == ("PeerError", (1,)) and f"rank 1: {own}: {why}" in text
+
+
+def without_a_thread(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """Rank 1 gets no thread where it runs its call."""
+    found = []
+    for async_op in (False, True):
+        comm = communicator(group)
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 1:
+
+                def fail(self: threading.Thread) -> None:
+                    raise RuntimeError("can't start new thread")
+
+                patch.setattr(threading.Thread, "start", fail)
+
+            def call(async_op: bool = async_op, comm: Any = comm) -> None:
+                work = comm.all_reduce(torch.ones(300), async_op=async_op)
+                if work is not None:
+                    work.wait()
+
+            found.append(outcome(call))
+        comm.close()
+    return found
+
+
+def test_a_rank_that_gets_no_thread_for_its_call_says_so(pool: RankPool) -> None:
+    first, wrong, last = pool.run(without_a_thread, 3)
+    assert [name for name, _, _ in wrong] == ["RuntimeError", "RuntimeError"]
+    for name, ranks, text in (*first, *last):
+        assert (name, ranks) == ("PeerError", (1,)) and "can't start new thread" in text
 
 
 def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
 from sidelane.collectives.agree import compare
@@ -98,9 +103,16 @@ def tensors_without_memory(group: dist.ProcessGroup) -> list[tuple[str, tuple[in
     found = []
     with communicator(group) as comm:
         n = comm.world_size
-        for how in ("freed", "shrunk", "fake"):
+        for how in ("freed", "shrunk", "fake", "traced", "grad"):
             tensor = torch.ones(4096)
             if comm.rank == 1:
+                if how == "traced":
+                    call = make_fx(lambda traced: comm.all_reduce(traced), tracing_mode="fake")
+                    found.append(outcome(call, tensor))
+                    continue
+                if how == "grad":
+                    found.append(outcome(torch.func.grad(lambda traced: comm.all_reduce(traced)), tensor))
+                    continue
                 if how == "fake":
                     with FakeTensorMode():
                         tensor = torch.ones(4096)
@@ -116,9 +128,86 @@ def tensors_without_memory(group: dist.ProcessGroup) -> list[tuple[str, tuple[in
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_tensor_without_memory_is_refused(pool: RankPool) -> None:
     peer, wrong = pool.run(tensors_without_memory, 2)
-    assert [name for name, _, _ in wrong] == ["ValueError"] * 3
+    assert [name for name, _, _ in wrong] == ["ValueError"] * 5
     assert all("has no memory for its elements" in text for _, _, text in wrong)
     assert all((name, ranks) == ("PeerError", (1,)) for name, ranks, _ in peer)
+
+
+class Seeing(TorchDispatchMode):
+    """Notes the operations of its thread; refuses them where told to."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses, self.seen = refuses, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        if self.refuses:
+            raise RuntimeError(f"no {func} here")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def functionalizing() -> Iterator[None]:
+    torch._C._functorch._func_increment_nesting(True)
+    try:
+        yield
+    finally:
+        torch._C._functorch._func_decrement_nesting()
+
+
+MODES = (
+    FakeTensorMode,
+    functools.partial(FakeTensorMode, allow_non_fake_inputs=True),
+    functools.partial(Seeing, refuses=True),
+    functools.partial(torch.device, "meta"),
+    functionalizing,
+)
+
+
+def calls_of_a_rank_in_a_mode(group: dist.ProcessGroup) -> list[list[str]]:
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
+    seen = []
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        total = n * (n - 1) / 2
+        for number, mode in enumerate(MODES):
+            ordinary, shared = torch.full((300 + number,), float(rank)), torch.full((5000 + number,), float(rank))
+            listed, parts = [torch.full((2 + number,), float(rank))] * 2, torch.full((n, 2 + number), float(rank))
+            listed[1], gathered = listed[1].clone(), torch.empty(n, 2 + number)
+            shared.share_memory_()
+            with mode() if rank == 0 else contextlib.nullcontext():  # type: ignore[attr-defined]
+                symmetric = comm.empty(9 + number)
+                comm.barrier()
+                comm.all_reduce(ordinary)
+                comm.all_reduce(shared)
+                comm.all_reduce(listed)
+                comm.all_to_all(gathered, parts, output_split_sizes=[1] * n, input_split_sizes=[1] * n)
+                with comm.batch(async_op=True) as batch:
+                    batch.all_reduce(ordinary)
+                batch.work.wait()
+                assert comm.beside(us=5.0).us == 5.0
+                peers = comm.peers(symmetric)
+            assert type(peers) is type(symmetric) is torch.Tensor and peers.tolist()[rank] == symmetric.data_ptr()
+            comm.all_reduce(symmetric.fill_(rank))
+            assert gathered[:, 0].tolist() == list(range(n))
+            for tensor, right in ((ordinary, n * total), (shared, total), (listed[0], total), (listed[1], total)):
+                assert tensor.eq(right).all()
+            assert symmetric.eq(total).all()
+        for reduce in (comm.all_reduce, functools.partial(dist.all_reduce, group=group)):
+            counter, mode = FlopCounterMode(display=False), Seeing()
+            with counter, mode:
+                tensor = torch.ones(4, 4) @ torch.ones(4, 4)
+                reduce(tensor)
+            assert tensor.eq(4 * n).all() and counter.get_total_flops() == 128
+            seen.append(mode.seen)
+    return seen
+
+
+def test_the_modes_of_a_caller_are_not_those_of_a_call(pool: RankPool) -> None:
+    for own, gloo in pool.run(calls_of_a_rank_in_a_mode, 2):
+        assert own == [name for name in gloo if not name.startswith("c10d.")]
 
 
 def wrong_signatures(group: dist.ProcessGroup) -> list[str]:
@@ -224,6 +313,7 @@ def wrong_communicators(
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 2:
             given |= arguments
+            patch.setattr("sidelane.config._stack", [])  # what an earlier test has read of the environment
             for name, value in environment.items():
                 patch.setenv(name, value)
         return outcome(Communicator, group, **given)

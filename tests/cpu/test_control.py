@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import signal
@@ -330,13 +329,13 @@ def test_a_killed_rank_is_named_and_leaves_nothing() -> None:
 def test_a_process_is_not_mistaken_for_another() -> None:
     own = ProcessIdentity.own()
     assert own.alive(own)
-    assert dataclasses.replace(own, started=own.started - 1).alive(own) is False, "its pid was used again"
-    assert dataclasses.replace(own, namespace=own.namespace + 1).alive(own) is None
-    assert dataclasses.replace(own, boot="another", host="elsewhere").alive(own) is None
+    assert own._replace(started=own.started - 1).alive(own) is False, "its pid was used again"
+    assert own._replace(namespace=own.namespace + 1).alive(own) is None
+    assert own._replace(boot="another", host="elsewhere").alive(own) is None
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2].split()
-    identity = dataclasses.replace(own, pid=child.pid, started=int(fields[19]))
-    untimed = dataclasses.replace(identity, started=0)  # a system without start times
+    identity = own._replace(pid=child.pid, started=int(fields[19]))
+    untimed = identity._replace(started=0)  # a system without start times
     assert identity.alive(own)
     assert untimed.alive(own)
     child.kill()

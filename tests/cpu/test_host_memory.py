@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
+import errno
 import gc
+import mmap
 import os
+import resource
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,8 +115,43 @@ def refuse_reservation(group: dist.ProcessGroup) -> str:
 
 def test_a_rank_that_cannot_reserve_fails_all(pool: RankPool) -> None:
     for text in pool.run(refuse_reservation, 3):
-        assert "rank 1: no memory for" in text
-        assert "No space left" in text
+        assert "rank 1: cannot map and reserve" in text and "no more memory" in text and "No space left" in text
+
+
+def out_of_descriptors(group: dist.ProcessGroup) -> list[str]:
+    """Rank 1, then rank 0, may open no more files; then rank 1 gets no mapping."""
+    rank, found = dist.get_rank(group), []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for poor in (1, 0):
+        memory = ShmMemory(Exchange(group, 60.0))
+        memory.allocate(100)
+        if rank == poor:
+            few = 2 - rank  # the store's own, and that of rank 0 while the others map it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1 + few, hard))
+        try:
+            with pytest.raises(UnavailableError) as caught:
+                memory.allocate(100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        found.append(str(caught.value))
+        memory.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+
+            def refused(*_: Any, **__: Any) -> None:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+            patch.setattr(mmap, "mmap", refused)
+        with pytest.raises(UnavailableError) as caught:
+            ShmMemory(Exchange(group, 60.0)).allocate(100)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_a_rank_lacks_is_named(pool: RankPool) -> None:
+    for texts in pool.run(out_of_descriptors, 2):
+        for text, rank, words in zip(texts, (1, 0, 1), ("(ulimit -n)", "(ulimit -n)", "no more memory"), strict=True):
+            assert f"rank {rank}: cannot" in text and words in text, text
 
 
 def pretend(group: dist.ProcessGroup, **changes: object) -> str:
@@ -121,7 +159,7 @@ def pretend(group: dist.ProcessGroup, **changes: object) -> str:
     real = ProcessIdentity.own()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank(group) == 1:
-            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: dataclasses.replace(real, **changes)))
+            patch.setattr(ProcessIdentity, "own", classmethod(lambda cls: real._replace(**changes)))
         with pytest.raises(UnavailableError) as caught:
             ShmMemory(Exchange(group, 60.0)).allocate(100)
     assert leftovers() == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ from typing import Any
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
-from sidelane.choice import expected_us
+from sidelane.c3.measured import isolated_times
+from sidelane.c3.shaping import choose_shaping
+from sidelane.choice import expected_us, fused
 from sidelane.choice.candidate import find
 from sidelane.choice.key import Key
+from sidelane.choice.profile import Profile
 from sidelane.choice.store import (
     InForce,
     builtin,
@@ -29,6 +34,9 @@ from sidelane.choice.store import (
 from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
+from sidelane.user_files import text_of
+from sidelane_lab.harness.results import files as result_files
+from sidelane_lab.machines import load
 
 
 def test_times_between_measured_sizes_follow_a_power_of_the_size():
@@ -85,7 +93,7 @@ def test_a_list_where_a_name_belongs_is_refused(tmp_path: Path, field: str):
     content = json.loads(CROSSING.to_text())
     content["curves"][0][field] = ["b2b"]
     (tmp_path / "p.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"not a profile: TypeError: {field} \(value="):
+    with pytest.raises(ValueError, match=rf"not a profile: ValueError: curves.0.: ValueError: {field} \(value="):
         read(tmp_path / "p.json")
 
 
@@ -100,8 +108,89 @@ def test_times_that_are_no_numbers_are_refused(tmp_path: Path, times: str):
 
 def test_a_file_that_is_nested_too_deep_is_refused(tmp_path: Path):
     (tmp_path / "p.json").write_text('{"format": ' + "[" * 200_000 + "]" * 200_000 + "}")
-    with pytest.raises(ValueError, match="not a profile: RecursionError"):
+    with pytest.raises(ValueError, match="not a profile: ValueError: nested too deeply"):
         read(tmp_path / "p.json")
+
+
+def isolated_file() -> dict[str, Any]:
+    row = {"m": 8, "n": 8, "k": 8, "dtype": "float32", "means": "free", "units": 0, "device_units": 4, "gemm": "8"}
+    rows = [
+        {**row, "what": "gemm", "time_us": 5.0, "gbps": None},
+        {**row, "what": "memory", "time_us": 1.0, "gbps": 9.0},
+    ]
+    return {"study": "isolated", "rows": rows}
+
+
+FUSED_ROW = {
+    "op": "all_gather_gemm",
+    "world_size": 2,
+    "captured": False,
+    "sizes": [8, 8],
+    "element_bytes": 2,
+    "times": {"fused": 3.0, "unfused": 4.0},
+}
+GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "profile": (read, json.loads(CROSSING.to_text())),
+    "fused": (
+        lambda path: fused.Table.parse(text_of(path), str(path)),
+        {"format": fused.FORMAT, "key": KEY.to_dict(), "times": [FUSED_ROW]},
+    ),
+    "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),
+    "isolated": (lambda path: isolated_times(path, "cpu", 2), isolated_file()),
+    "occupancy": (
+        lambda path: choose_shaping(path, (8, 8, 8), Kind.ALL_GATHER),
+        {"study": "occupancy", "rows": [{"time_us": 1.0, "correct": True, "m": 1, "n": 1, "k": 1, "in_order": False}]},
+    ),
+    "results": (result_files.read, {"study": "isolated", "rows": [{"what": "gemm"}]}),
+}
+ODD = (-1, 0, 1e308, 5e-324, "x", None, [], [[1]], {}, {"a": 1}, True, 1.5, 10**400)
+
+
+def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*before, key)
+        yield from places(value[key], (*before, key))
+
+
+def with_odd(content: dict[str, Any], place: tuple[Any, ...], odd: Any) -> str:
+    whole = json.loads(json.dumps(content))
+    inner = whole
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = odd
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize("what", GIVEN)
+def test_a_file_that_is_wrong_anywhere_is_a_value_error_that_names_it(tmp_path: Path, what: str):
+    reader, content = GIVEN[what]
+    path, named = tmp_path / "given.json", list[bool]()
+    strange: list[bytes | str] = [b"", b"\xff\x00", b"{" * 100_000, b"[" * 100_000, b"[]", b"3", b"null", b"NaN", b"{}"]
+    strange += [with_odd(content, place, odd) for place in places(content) for odd in ODD]
+    for text in strange:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        try:
+            found = reader(path)  # some are values that the field may have
+        except ValueError as error:
+            named.append("given.json" in str(error))
+        else:
+            if isinstance(found, Profile):
+                for one in found.curves:
+                    assert math.isfinite(one.at(5000)) and found.comparable(
+                        CallShape(one.kind, 4, 5000, "float32", False, False)
+                    )
+    assert all(named) and len(named) > len(strange) // 4
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ValueError, match="given.json"):
+        reader(path)
+
+
+@pytest.mark.parametrize("nested", ["a = " + "[" * 100_000, "a = " + "{b=" * 100_000])
+def test_a_machine_that_is_nested_too_deep_is_refused(tmp_path: Path, nested: str):
+    (tmp_path / "given.toml").write_text(nested)
+    with pytest.raises(ValueError, match="given.toml"):
+        load.find(str(tmp_path / "given.toml"))
 
 
 def test_the_nearest_way_to_call_that_was_measured_answers():

@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["TRITON_INTERPRET"] = "1"  # kernels are Python functions then, with their docstrings
 
 from docs import site
-from sidelane import __version__
+from sidelane.version import VERSION
 
 project = "Sidelane"
 copyright = "the Sidelane authors. Apache-2.0"
-release = version = __version__
+release = version = VERSION
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from sidelane.c3.workload import TABLE_I, Gemm, parse_gemm
 from sidelane.choice.key import key_here
 from sidelane.choice.store import user_file
 from sidelane.program.collective import Kind
+from sidelane.user_files import json_of, text_of
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
 SERIAL = "serial"
@@ -62,9 +62,11 @@ def isolated_file(device_type: str, ranks: int) -> Path | None:
 def isolated_text(path: Path | None) -> str:
     """What is in a user's file; "" where there is none that this user can read."""
     try:
-        return "" if path is None else path.read_text()
+        return "" if path is None else path.read_text(encoding="utf-8")
     except OSError:
         return ""
+    except ValueError as problem:
+        raise ValueError(f"{path}: cannot be read as text: {problem}") from problem
 
 
 def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated | None:
@@ -79,7 +81,7 @@ def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated 
         return parse_isolated(text, str(path)) if text else None
     if not path.exists():
         raise ValueError(f"isolated times: no such file (value={str(path)!r}, allowed=of sidelane tune --study c3)")
-    return parse_isolated(path.read_text(), str(path))
+    return parse_isolated(text_of(path), str(path))
 
 
 def parse_isolated(text: str, where: str) -> Isolated:
@@ -93,11 +95,11 @@ def parse_isolated(text: str, where: str) -> Isolated:
         ValueError: it is another file, or says too little.
     """
     try:
-        content = json.loads(text)
+        content = json_of(text)
         if content["study"] != "isolated":
             raise KeyError("study")
         return isolated_of([types.SimpleNamespace(**row) for row in content["rows"]])
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as problem:
         raise ValueError(
             f"isolated times: not such a file (value={where!r}, allowed=of sidelane tune --study c3): {problem!r}"
         ) from None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from sidelane.program.collective import Kind
+from sidelane.user_files import json_of, text_of
 
 LEAST_SAVED = 0.01
 """Of the time: below it shaping is not worth a kernel that is slower alone."""
@@ -112,21 +112,25 @@ def choose_shaping(file: str | Path, gemm: tuple[int, int, int], collective: Kin
         collective: of its iterations.
 
     Raises:
-        ValueError: the file is another one, or has no times of such a pair.
-        OSError: it cannot be read.
+        ValueError: the file cannot be read, is another one, or has no times of such a pair.
     """
-    content = json.loads(Path(file).read_text(encoding="utf-8"))
-    if not isinstance(content, dict) or content.get("study") != "occupancy":
-        raise ValueError(f"choose_shaping: file (value={str(file)!r}, allowed=of sidelane c3 --study occupancy)")
-    timed = [row for row in content["rows"] if row["time_us"] is not None and row["correct"]]
-    alike = [
-        row
-        for row in timed
-        if (row["m"], row["n"], row["k"], row["collective"]) == (*gemm, str(Kind(collective))) and not row["in_order"]
-    ]
+    kind = str(Kind(collective))
+    try:
+        content = json_of(text_of(file))
+        if content["study"] != "occupancy":
+            raise ValueError(f"study (value={content['study']!r:.100})")
+        timed = [row for row in content["rows"] if row["time_us"] is not None and row["correct"]]
+        alike = [
+            row
+            for row in timed
+            if (row["m"], row["n"], row["k"], row["collective"]) == (*gemm, kind) and not row["in_order"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        text = f"choose_shaping: file (value={str(file)!r}, allowed=of sidelane c3 --study occupancy): {problem!r}"
+        raise ValueError(text) from problem
     if not alike:
         there = sorted({f"{row['m']}x{row['n']}x{row['k']} with {row['collective']}" for row in timed})
-        asked = f"{'x'.join(map(str, gemm))} with {Kind(collective)}"
-        raise ValueError(f"choose_shaping: gemm, collective (value={asked}, allowed={', '.join(there)})")
+        asked = f"{'x'.join(map(str, gemm))} with {kind}"
+        raise ValueError(f"choose_shaping: gemm, collective (value={asked}, allowed={', '.join(there)}; {file})")
     rows = [types.SimpleNamespace(**row) for row in alike]
     return choose([shaping_of(row, rows) for row in rows])

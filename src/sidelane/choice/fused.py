@@ -14,12 +14,14 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sidelane.choice import store
 from sidelane.choice.fused_order import ORDERS, expected_order
 from sidelane.choice.fused_thumb import expected_us
 from sidelane.choice.key import CPU, Key
 from sidelane.config import BUILTIN
+from sidelane.user_files import MOST_RANKS, flag_in, json_of, text_in, whole_in
 
 FORMAT = 2
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
@@ -99,13 +101,13 @@ class Table:
             ValueError: it is none.
         """
         try:
-            content = json.loads(text)
+            content = json_of(text)
             if content["format"] != FORMAT:
                 raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
-            times = tuple(FusedTime(**{**time, "sizes": tuple(map(int, time["sizes"]))}) for time in content["times"])
+            times = tuple(_time_of(number, row) for number, row in enumerate(content["times"]))
             return Table(Key.from_dict(content["key"]), times, where)
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise ValueError(f"not times of fused operators: {type(problem).__name__}: {problem}") from problem
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
+            raise ValueError(f"{where}: not times of fused operators: {type(problem).__name__}: {problem}") from problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,6 +268,20 @@ def _parts(way: str) -> tuple[str, int]:
 
 def _in_words(times: Mapping[str, float]) -> str:
     return ", ".join(f"{way} {us:.4g} us" for way, us in times.items())
+
+
+def _time_of(number: int, row: Any) -> FusedTime:
+    try:
+        text_in(row, "op"), flag_in(row, "captured")
+        (
+            whole_in(row, "world_size", MOST_RANKS),
+            whole_in(row, "element_bytes"),
+            whole_in({"experts": 1, **row}, "experts"),
+        )
+        sizes = tuple(whole_in({"sizes": size}, "sizes") for size in row["sizes"])
+        return FusedTime(**{**row, "sizes": sizes})
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
+        raise ValueError(f"times[{number}]: {type(problem).__name__}: {problem}") from problem
 
 
 def user_file(key: Key) -> Path | None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
+from sidelane.user_files import whole_in
+
 CPU = "cpu"
 SOFTWARE = ("driver", "cuda", "nccl", "torch", "triton")
 
@@ -53,7 +55,7 @@ class Key:
             if not isinstance(content.get(name, ""), str):
                 raise TypeError(f"{name} (value={content[name]!r}, allowed=a text)")
         software = tuple(sorted((str(name), str(version)) for name, version in content["software"].items()))
-        return Key(**{**content, "count": int(content["count"]), "software": software})
+        return Key(**{**content, "count": whole_in(content, "count"), "software": software})
 
 
 def key_here(device_type: str, world_size: int = 1) -> Key:

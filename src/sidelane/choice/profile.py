@@ -17,9 +17,13 @@ from sidelane.choice.candidate import Candidate
 from sidelane.choice.key import Key
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.shape import CallShape
+from sidelane.user_files import MOST_RANKS, flag_in, json_of, number_in, text_in, whole_in
 
 FORMAT = 1
 """Changes with every change of the file's keys or of what they mean. A profile of another format is not used."""
+
+_LEAST_US, _MOST_US = 1e-9, 1e15
+"""Of a time, so that what lies between two of them is a number, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,8 +52,10 @@ class Curve:
         sizes = [nbytes for nbytes, _ in self.times]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ValueError(f"Curve: sizes must grow, from 1 byte on (value={sizes})")
-        if not all(math.isfinite(us) and us > 0 for _, us in self.times):
-            raise ValueError(f"Curve: times must be positive (value={[us for _, us in self.times]})")
+        if not all(_LEAST_US <= us <= _MOST_US for _, us in self.times):
+            raise ValueError(
+                f"Curve: times must be positive (value={[us for _, us in self.times]}, allowed={_LEAST_US}..{_MOST_US})"
+            )
 
     def at(self, nbytes: int) -> float:
         """Microseconds for a size.
@@ -135,12 +141,12 @@ def parse(text: str) -> Profile:
         ValueError: it is not one, or is of another format; the text says what is wrong.
     """
     try:
-        content = json.loads(text, parse_constant=_no_number)
+        content = json_of(text)
         if content["format"] != FORMAT:
             raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
-        curves = tuple(map(_curve_from_dict, content["curves"]))
+        curves = tuple(_curve_of(number, row) for number, row in enumerate(content["curves"]))
         key = Key.from_dict(content["key"])
-        names = (_text(content, name) for name in ("machine", "date", "command"))
+        names = (text_in(content, name) for name in ("machine", "date", "command"))
         machine, date, command = names
         return Profile(machine, key, date, command, curves)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as problem:
@@ -159,17 +165,6 @@ def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve,
     return same or tuple(curve for curve in curves if getattr(curve, name) == getattr(curves[0], name))
 
 
-def _no_number(text: str) -> float:
-    raise ValueError(f"no number (value={text}, allowed=finite numbers)")
-
-
-def _text(content: Mapping[str, Any], name: str) -> str:
-    value = content[name]
-    if not isinstance(value, str):
-        raise TypeError(f"{name} (value={value!r}, allowed=a text)")
-    return value
-
-
 def _curve_to_dict(curve: Curve) -> dict[str, Any]:
     return {
         "collective": str(curve.kind),
@@ -182,14 +177,21 @@ def _curve_to_dict(curve: Curve) -> dict[str, Any]:
     }
 
 
+def _curve_of(number: int, row: Mapping[str, Any]) -> Curve:
+    try:
+        return _curve_from_dict(row)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
+        raise ValueError(f"curves[{number}]: {type(problem).__name__}: {problem}") from problem
+
+
 def _curve_from_dict(row: Mapping[str, Any]) -> Curve:
     names = [field.name for field in dataclasses.fields(Candidate)]
     return Curve(
         kind=Kind(row["collective"]),
-        world_size=int(row["ranks"]),
-        dtype=_text(row, "dtype"),
-        in_place=bool(row["in_place"]),
-        captured=bool(row["captured"]),
-        candidate=Candidate(**{name: _text(row, name) for name in names}),
-        times=tuple((int(nbytes), float(us)) for nbytes, us in row["times"]),
+        world_size=whole_in(row, "ranks", MOST_RANKS),
+        dtype=text_in(row, "dtype"),
+        in_place=flag_in(row, "in_place"),
+        captured=flag_in(row, "captured"),
+        candidate=Candidate(**{name: text_in(row, name) for name in names}),
+        times=tuple((whole_in({"bytes": nbytes}, "bytes"), number_in({"us": us}, "us")) for nbytes, us in row["times"]),
     )

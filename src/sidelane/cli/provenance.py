@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 
 import sidelane
-from sidelane import __version__
 from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
+from sidelane.version import VERSION
 
 
 def commit() -> str:
@@ -50,7 +50,7 @@ def command_line() -> str:
 def software_versions() -> dict[str, str]:
     """Versions of what may change a figure."""
     versions = {
-        "sidelane": __version__,
+        "sidelane": VERSION,
         "python": platform.python_version(),
         "os": f"{platform.system()} {platform.machine()}",
     }

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import click
 
-from sidelane import __version__
 from sidelane.cli.guided import Commands
 from sidelane.cli.info import info
 from sidelane.cli.nodes import verify
+from sidelane.version import VERSION
 
 
 @click.group(
@@ -18,7 +18,7 @@ from sidelane.cli.nodes import verify
     epilog="`sidelane COMMAND --help` has the options of a command, and examples. The guide is docs/guide.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
-@click.version_option(__version__, package_name="sidelane", message="sidelane %(version)s")
+@click.version_option(VERSION, package_name="sidelane", message="sidelane %(version)s")
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
 @click.pass_context
 def main(context: click.Context, traceback: bool) -> None:

@@ -101,7 +101,12 @@ class CpuBackend:
 
     def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:
         """Run something behind all asynchronous calls so far, and in front of whatever comes next."""
-        self._last = self._thread.submit(function, *arguments)
+        try:
+            self._last = self._thread.submit(function, *arguments)
+        except RuntimeError as error:  # no thread: the peers make the call
+            rank = self.executor.rank
+            self._control.abort(f"rank {rank} could not make its call: {error}", (rank,))
+            raise
         return CpuWork(self._last, self)
 
     def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -65,12 +66,14 @@ def _problem(gemm: tuple[int, int, int, str] | None, us: float | None) -> ValueE
     if (gemm is None) == (us is None):
         return ValueError(f"beside: gemm, us (value={gemm}, {us}, allowed=one of the two)")
     if us is not None:
-        fine = isinstance(us, int | float) and math.isfinite(us) and us > 0
+        fine = isinstance(us, int | float) and 0 < us <= sys.float_info.max
         return None if fine else ValueError(f"beside: us (value={us!r}, allowed=microseconds, more than 0)")
     match gemm:
         case (int(m), int(n), int(k), str(dtype)) if min(m, n, k) >= 1 and dtype in DTYPES:
-            return None
-    return ValueError(f"beside: gemm (value={gemm!r}, allowed=(m, n, k, dtype) with dtype of {', '.join(DTYPES)})")
+            if max(m * n, m * k, n * k) * getattr(torch, dtype).itemsize < 2**63:
+                return None
+    allowed = f"(m, n, k, dtype), matrices of less than 2**63 bytes, dtype of {', '.join(DTYPES)}"
+    return ValueError(f"beside: gemm (value={gemm!r}, allowed={allowed})")
 
 
 def _digest(gemm: tuple[int, int, int, str] | None) -> int:

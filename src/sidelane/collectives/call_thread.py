@@ -26,8 +26,9 @@ class CallThread:
     def submit(self, function: Callable[..., None], *arguments: object) -> concurrent.futures.Future[None]:
         """Run ``function`` behind everything that was submitted before."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="sidelane-async", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="sidelane-async", daemon=True)
+            thread.start()
+            self._thread = thread
         future: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._jobs.put((future, function, arguments))
         return future

@@ -6,6 +6,7 @@ Over 400 lines, since the documentation of each collective stands with it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
@@ -21,7 +22,7 @@ from sidelane.collectives.asked import Asked, Form, SingleCall, own_part
 from sidelane.collectives.batched import Batched
 from sidelane.collectives.beside import beside
 from sidelane.collectives.bound import BoundProgram, bind_program
-from sidelane.collectives.entry import entry
+from sidelane.collectives.entry import entry, repeated_entry
 from sidelane.collectives.lists import ListedCall, Tensors, holds_lists
 from sidelane.collectives.own_kernel import OwnKernel, load_kernel
 from sidelane.collectives.plan import AUTO
@@ -35,9 +36,13 @@ from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
 from sidelane.execute.submitted import Counts, Submitted
 from sidelane.memory.posts import SPLITS
+from sidelane.modes import is_in_modes, leaving_modes
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
+
+_MOST_BYTES = 2**63 - 1
+"""That a tensor can have."""
 
 
 class Communicator:
@@ -123,10 +128,12 @@ class Communicator:
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
             if any(length < 0 for length in shape):
-                raise ValueError(f"empty: size (value={tuple(shape)}, allowed=lengths of 0 and more)")
+                raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
+            nbytes = math.prod(shape) * dtype.itemsize
+            if max(nbytes, *shape, 0) > _MOST_BYTES:
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
             if self._backend.place()[1]:
                 raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
-            nbytes = shape.numel() * dtype.itemsize
         memory, most = self.lane.memory, self.config.memory_bytes
         title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
         with self._calls.failing_for_good():
@@ -145,7 +152,7 @@ class Communicator:
         """The symmetric memory that :meth:`empty` and calls have taken from the device, and how much is in use."""
         return dataclasses.replace(self.lane.memory.use(), own=self.lane.preparer.own_bytes)
 
-    @entry
+    @repeated_entry
     def all_gather(
         self,
         output: Tensors,
@@ -172,7 +179,7 @@ class Communicator:
         """
         return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def all_to_all(
         self,
         output: Tensors,
@@ -207,9 +214,10 @@ class Communicator:
             return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
         uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes), copy_own_part)
-        return self._path.run_exchanged(uneven, variant=variant, beside=beside, async_op=async_op)
+        run = leaving_modes(self._path.run_exchanged) if is_in_modes() else self._path.run_exchanged
+        return run(uneven, variant=variant, beside=beside, async_op=async_op)
 
-    @entry
+    @repeated_entry
     def reduce_scatter(
         self,
         output: Tensors,
@@ -236,7 +244,7 @@ class Communicator:
         """
         return self._call(Kind.REDUCE_SCATTER, (output, input), (op,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def all_reduce(
         self,
         tensor: Tensors,
@@ -265,7 +273,7 @@ class Communicator:
         target = tensor if output is None else output
         return self._call(Kind.ALL_REDUCE, (target, tensor), (op,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def broadcast(
         self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: Beside | None = None
     ) -> Work | None:
@@ -284,7 +292,7 @@ class Communicator:
         """
         return self._call(Kind.BROADCAST, (tensor,), (root,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def scatter(
         self,
         output: torch.Tensor,
@@ -302,7 +310,7 @@ class Communicator:
         """
         return self._call(Kind.SCATTER, (output, input), (root,), variant, beside, async_op)
 
-    @entry
+    @repeated_entry
     def gather(
         self,
         output: torch.Tensor | None,
@@ -423,6 +431,7 @@ class Communicator:
         """
         return load_kernel(self._path, kernel, flags)
 
+    @leaving_modes
     def peers(self, tensor: torch.Tensor) -> torch.Tensor:
         """Addresses of a symmetric tensor on all ranks, for kernels: int64[world_size] on its device. No collective.
 
@@ -432,6 +441,7 @@ class Communicator:
         """
         return self.lane.peers(tensor)
 
+    @leaving_modes
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Number of the block and offset in bytes of a symmetric tensor; None for ordinary memory. No collective.
 
@@ -450,6 +460,7 @@ class Communicator:
         """
         self._calls.refuse(self._calls.number(), name, error)
 
+    @leaving_modes
     def reach(self, tensor: torch.Tensor) -> Reached:
         """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
 
@@ -471,6 +482,7 @@ class Communicator:
             return Reached("staged", why) if why else Reached("mapped", "in calls whose addresses have come again")
         return self._path.reach.of(tensor)
 
+    @leaving_modes
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
         """Say what runs next to calls, for their ``beside=``: ``auto`` then weighs how much of either disappears.
 
@@ -559,10 +571,11 @@ class Communicator:
             asked: Form = ListedCall(kind, [Asked(kind, tensors, details)], self.world_size)
         else:
             asked = SingleCall(kind, tensors, details)
-        return self._path.run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
+        run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
+        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
 
 
-def _shape(size: tuple[Any, ...]) -> torch.Size:
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     lengths: Any = size
     if len(size) == 1:
         try:
@@ -570,6 +583,6 @@ def _shape(size: tuple[Any, ...]) -> torch.Size:
         except TypeError:
             lengths = size[0]
     try:
-        return torch.Size(lengths)
+        return tuple(map(operator.index, lengths))
     except TypeError:
         raise TypeError(f"empty: size (value={lengths!r}, allowed=whole numbers, or one sequence of them)") from None

@@ -102,9 +102,12 @@ class SymmetricHeap:
 
         Raises:
             ValueError: the tensor is symmetric memory of another communicator, sticks out of its block, or has no
-                memory for what its shape says: a fake one, or one whose storage was resized.
+                memory for what its shape says: a fake one, one of ``torch.func``, or one whose storage was resized.
         """
-        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        try:
+            address, nbytes = tensor.data_ptr(), tensor.nbytes
+        except RuntimeError:  # of a tracer, or of a transform of torch.func
+            address, nbytes = 0, tensor.nbytes
         if nbytes == 0:
             return Region(address, 0)
         there = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.itemsize if address else 0

@@ -31,6 +31,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import give_back
 from sidelane.memory.lessons import LessonBoard
+from sidelane.modes import leaving_modes
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
@@ -85,6 +86,7 @@ class Session:
         self._profile: InForce | None = None
         self.heap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
 
+    @leaving_modes
     def lane(self, name: str | None = None) -> Lane:
         """Make a lane. Collective: the same name on every rank, in the same order.
 
@@ -107,7 +109,12 @@ class Session:
             exchange = Exchange(self._group, self.config.timeout_s)
             if name is not None:
                 exchange(f"lane {name!r}", lambda: None)
-            made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
+            try:
+                made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
+            except Exception as error:
+                if not isinstance(error, SidelaneError):  # which the others have, too, or hear of
+                    exchange.refuse(error)
+                raise
             self._lanes.append(made)
         if self._closed:  # meanwhile, by another thread
             made.close()

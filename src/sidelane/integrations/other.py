@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
-import pickle
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from sidelane import forks
 from sidelane.errors import PeerError
 from sidelane.integrations.buffers import Allocating, Source
 from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.stored import alike, not_understood, parsed
 
 Kind = dist.ProcessGroup.BackendType
 _DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
@@ -150,7 +151,7 @@ class Witness:
         self._own = ProcessIdentity.own()
         self._known: dict[int, ProcessIdentity] = {}
         if len(ranks) > 1:
-            self._store.set(str(rank), pickle.dumps(self._own))  # type: ignore[arg-type]  # takes bytes
+            self._store.set(str(rank), json.dumps(self._own))
 
     def explain(self, error: RuntimeError, peers: Sequence[int] | None = None) -> RuntimeError:
         """What to raise for an error of the other group: one that names the dead, or the same where all live."""
@@ -176,10 +177,21 @@ class Witness:
 
     def _read(self) -> None:
         for rank in range(len(self._ranks)):
-            if rank not in self._known and rank != self._rank:
-                with contextlib.suppress(RuntimeError):
-                    if self._store.check([str(rank)]):
-                        self._known[rank] = pickle.loads(self._store.get(str(rank)))
+            if rank in self._known or rank == self._rank:
+                continue
+            said = None
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([str(rank)]):
+                    said = self._store.get(str(rank))
+            if said is not None:
+                self._known[rank] = self._identity(rank, said)
+
+    def _identity(self, rank: int, said: bytes) -> ProcessIdentity:
+        with contextlib.suppress(ValueError):
+            found = parsed(said)
+            if alike(tuple(self._own), found):
+                return ProcessIdentity(*found)
+        raise not_understood("process group, who its processes are", rank, said)
 
     def _is_dead(self, rank: int) -> bool:
         if rank not in self._known:

@@ -1,14 +1,38 @@
-"""How much memory a process may still take. The kernel grants shared memory beyond that and kills someone later."""
+"""How much memory a process may still take, and what it lacks where the system refuses it something.
+
+The kernel grants shared memory beyond what there is, and kills someone later.
+"""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+
+_LIMITS = {
+    errno.EMFILE: "files that this process may have open (ulimit -n)",
+    errno.ENFILE: "files that this machine may have open (/proc/sys/fs/file-max)",
+    errno.ENOSPC: "memory, or room where the file lies",
+    errno.ENOMEM: "memory, or mappings (/proc/sys/vm/max_map_count)",
+    errno.EDQUOT: "room for this user",
+    errno.EACCES: "permissions of this user",
+    errno.EPERM: "permissions of this user",
+}
 
 
 def available_bytes() -> int | None:
     """Memory that can be taken without swapping or hitting a container's limit; None where the system does not tell."""
     limits = [value for value in (_machine(), *_control_groups()) if value is not None]
     return min(limits, default=None)
+
+
+def lacking(error: OSError) -> str:
+    """What the system said, and what there is too little of.
+
+    >>> lacking(OSError(errno.EMFILE, "Too many open files"))
+    'no more files that this process may have open (ulimit -n): [Errno 24] Too many open files'
+    """
+    limit = _LIMITS.get(error.errno or 0)
+    return str(error) if limit is None else f"no more {limit}: {error}"
 
 
 def _machine() -> int | None:

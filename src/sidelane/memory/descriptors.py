@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sidelane import forks
 from sidelane.errors import UnavailableError
+from sidelane.memory.available import lacking
 
 MOST_AT_ONCE = 64
 """Descriptors in one message; the kernel allows 253."""
@@ -28,6 +31,7 @@ TIMEOUT_S = 10.0
 """For one message of an owner that has been asked."""
 
 _MOST_BYTES = 1 << 14
+_PAUSE_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of whoever is at the other end (``SO_PEERCRED``)."""
 
@@ -71,7 +75,13 @@ class DescriptorServer:
 
     def _serve(self) -> None:
         while True:
-            peer, _ = self._socket.accept()
+            try:
+                peer, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return  # it was closed
+                time.sleep(_PAUSE_S)  # no descriptor is left, or whoever asked has gone
+                continue
             # A peer that dies, or takes its time, costs its own answer.
             forks.closing(peer)
             with peer, contextlib.suppress(OSError):
@@ -96,7 +106,8 @@ class DescriptorServer:
                     said = json.dumps({"sizes": [part.nbytes for part in some], "left": left})
                     socket.send_fds(peer, [said.encode()], descriptors)
         except Exception as error:  # whoever asks is told, and this thread goes on
-            peer.send(json.dumps({"problem": f"{type(error).__name__}: {error}"}).encode())
+            why = lacking(error) if isinstance(error, OSError) else error
+            peer.send(json.dumps({"problem": f"{type(error).__name__}: {why}"}).encode())
 
 
 def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
@@ -127,7 +138,7 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
                         )
                     yield from zip(said["sizes"], descriptors, strict=True)
     except OSError as error:
-        raise UnavailableError(f"the owner of {token} does not answer: {error}") from error
+        raise UnavailableError(f"the owner of {token} does not answer: {lacking(error)}") from error
 
 
 def _receive(owner: socket.socket) -> tuple[bytes, list[int]]:

@@ -5,45 +5,55 @@ who uses the group, while two communicators of one group, each used by its own t
 the place of the communicator among those of this group, the number of the exchange in it, and the rank. So an exchange
 meets those of the same communicator with the same number, and what each of them is about is compared.
 
-What becomes of a place is decided in the store, once, by the first rank that knows: all have met there, or one has
-given up. So ranks never disagree about it, however late they come, and a place that was decided without a rank is none
-for it: it goes on to the next. That is where the others come again, whatever this process has made before
-(docs/decisions/0117).
+What becomes of an exchange is decided in the store, once, by the first rank that knows: all have met there, or one has
+given up. So ranks never disagree about it, however late they come. A place, which is a first exchange, that was decided
+without a rank is none for it: it goes on to the next. That is where the others come again, whatever this process has
+made before (docs/decisions/0117). A later exchange that one rank gave up is over for all of them.
 
 A rank that cannot take part says so under its key, and the others raise its reason at once. A rank that does not come
 is named within the time-out of the communicator; one that dies, or gives up elsewhere, as soon as that is noticed.
+
+What is in the store is data, never code: JSON, of the form that this rank's own post has. Whoever can write there can
+make communicators fail, and no more (docs/internals/trust.md).
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import itertools
+import json
 import os
-import pickle
 import secrets
 import sys
 import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from sidelane import forks
+from sidelane import forks, version
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.stored import (
+    SHOWN,
+    Outcome,
+    Post,
+    alike,
+    gave_up,
+    met,
+    not_understood,
+    post_of,
+    require_one_version,
+)
 
 Item = TypeVar("Item")
 
 _LIVENESS_INTERVAL_S = 0.1
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
 _OUTCOME = "outcome"
-
-Post = tuple[str, str, Any, str]
-"""What an exchange is about, why a rank takes no part in it, what it tells, and its word for itself."""
 
 
 class Exchange:
@@ -84,9 +94,9 @@ class Exchange:
             self._places = _places.setdefault(group, itertools.count(1))
         self._go_on()
         self._word = secrets.token_hex(8)
-        self._posted: Post = ("", "", None, "")
+        self._posted = Post(version.VERSION)
         self._number = 0
-        self._meeting, self._again = False, again
+        self._settling, self._again = False, again
         self._self = ProcessIdentity.own()
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
@@ -94,37 +104,43 @@ class Exchange:
 
         Args:
             what: what it is about, in words: the same on all ranks.
-            make: called here. What it raises is raised here, and its text on the others.
+            make: called here. What it raises is raised here, and its text on the others. What it returns is JSON but
+                for tuples, and of one form on all ranks: values of the same types, tuples of the same lengths.
 
         Raises:
-            PeerError: a rank could not take part, died or gave up; PeerTimeoutError: one did not come.
-            MismatchError: on another rank it was about something else.
+            PeerError: a rank could not take part, died, gave up or told something of another form; PeerTimeoutError:
+                one did not come.
+            MismatchError: on another rank it was about something else, or it runs another version of Sidelane.
         """
         self._number += 1
         try:
             item = make()
         except BaseException as error:
             self._refuse(what, error)
+            if isinstance(error, Exception):
+                self._raise_if_over(what, error)
             raise
         if self._store is None:
             return [item]
-        if self._number == 1:
-            found = self._meet(what, item)
-        else:
-            self._post((what, "", item, ""))
-            found = self._collect(what)
+        found = self._meet(what, item) if self._number == 1 else self._follow(what, item)
         self._forget(self._number - 1)  # whoever has posted since has read it
-        refused = [rank for rank, (_, reason, *_) in enumerate(found) if reason]
+        require_one_version("Communicator", [post.version for post in found])
+        refused = [rank for rank, post in enumerate(found) if post.reason]
         if refused:
-            named = "; ".join(f"rank {rank}: {found[rank][1]}" for rank in refused)
+            named = "; ".join(f"rank {rank}: {found[rank].reason}" for rank in refused)
             raise PeerError(f"{what}: not every rank can take part: {named}", refused)
-        other = next((rank for rank, (theirs, *_) in enumerate(found) if theirs != what), None)
+        other = next((rank for rank, post in enumerate(found) if post.what != what), None)
         if other is not None:
             raise MismatchError(
                 f"exchange {self._number} of communicator {self.name}: rank {self.rank} is about: {what}; "
-                f"rank {other}: {found[other][0]} (allowed=the same calls, in the same order)"
+                f"rank {other}: {found[other].what} (allowed=the same calls, in the same order)"
             )
-        return [item for _, _, item, _ in found]
+        own = self._posted.item
+        unlike = [rank for rank, post in enumerate(found) if not alike(own, post.item)]
+        if unlike:
+            shown = f"value={found[unlike[0]].item!r:.{SHOWN}}, allowed=as {own!r:.{SHOWN}}"
+            raise PeerError(f"{what}: rank {unlike[0]} told something of another form ({shown})", unlike)
+        return [post.item for post in found]
 
     def wait_for(self, what: str, missing: Callable[[], Sequence[int]]) -> None:
         """Wait until ``missing`` names no rank any more.
@@ -162,47 +178,73 @@ class Exchange:
         if self.world_size > 1:
             self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
 
-    def _meet(self, what: str, item: Item) -> list[Post]:
+    def _meet(self, what: str, item: Any) -> list[Post]:
         """The first exchange, at the first place to which all ranks come."""
         if self._again:
             self._go_past(what)
         while True:
-            self._post((what, "", item, self._word))
-            failure: PeerError | None = None
-            self._meeting = True
-            try:
-                outcome = self._decide(what, _met(self._collect(what)))
-            except (PeerError, KeyboardInterrupt) as error:
-                try:
-                    outcome = self._decide(what, _gave_up(error, self.rank))
-                except PeerError:
-                    raise error from None
-                if not isinstance(error, PeerError):
-                    raise
-                failure = error
-            finally:
-                self._meeting = False
+            outcome, failure = self._settle(what, item)
             found = self._read(what) if outcome.met else {}  # others may have seen that all are there, and go on
-            if len(found) == self.world_size and outcome == _met(_by_rank(found)):
+            if len(found) == self.world_size and outcome == met(_by_rank(found)):
                 return _by_rank(found)
             self._forget(1)
-            if failure is not None and outcome == _gave_up(failure, self.rank):
+            if failure is not None and outcome == gave_up(failure, self.rank):
                 raise failure
             if not outcome.met and self.rank not in outcome.ranks:
-                kind = PeerTimeoutError if outcome.timed_out else PeerError
-                raise kind(f"{what}: another rank gave up: {outcome.text}", outcome.ranks) from failure
+                raise outcome.error(what) from failure
             self._go_on()
 
-    def _decide(self, what: str, outcome: _Outcome) -> _Outcome:
-        """Say what becomes of this place, unless that is decided; returns what counts."""
+    def _follow(self, what: str, item: Any) -> list[Post]:
+        """A later exchange: of those who have met."""
+        outcome, failure = self._settle(what, item)
+        if outcome.met:
+            return _by_rank(self._read(what))
+        if failure is not None and outcome == gave_up(failure, self.rank):
+            raise failure
+        raise outcome.error(what) from failure
+
+    def _settle(self, what: str, item: Any) -> tuple[Outcome, PeerError | None]:
+        """Post, and wait for the others; what has become of the exchange, and what this rank has against it."""
+        self._post(Post(version.VERSION, self._word, what, "", item))
+        self._settling = True
+        try:
+            return self._decide(what, met(self._collect(what))), None
+        except (PeerError, KeyboardInterrupt) as error:
+            try:
+                outcome = self._decide(what, gave_up(error, self.rank))
+            except PeerError:
+                raise error from None
+            if not isinstance(error, PeerError):
+                raise
+            return outcome, error
+        finally:
+            self._settling = False
+
+    @property
+    def _outcome_key(self) -> str:
+        return _OUTCOME if self._number == 1 else f"{self._number}/{_OUTCOME}"
+
+    def _decide(self, what: str, outcome: Outcome) -> Outcome:
+        """Say what becomes of this exchange, unless that is decided; returns what counts."""
         assert self._store is not None
         with self._reaching_the_store(what):
-            return _Outcome.of(self._store.compare_set(_OUTCOME, "", repr(tuple(outcome))))
+            return Outcome.of(self._store.compare_set(self._outcome_key, "", json.dumps(outcome)))
 
-    def _decided(self) -> _Outcome | None:
-        """What has become of this place, where that is known."""
+    def _decided(self) -> Outcome | None:
+        """What has become of this exchange, where that is known."""
         assert self._store is not None
-        return _Outcome.of(self._store.get(_OUTCOME)) if self._store.check([_OUTCOME]) else None
+        key = self._outcome_key
+        return Outcome.of(self._store.get(key)) if self._store.check([key]) else None
+
+    def _raise_if_over(self, what: str, error: Exception) -> None:
+        """Raise what the others do where they have given up a later exchange, in which this rank then failed."""
+        if self._store is not None and self._number > 1:
+            with contextlib.suppress(RuntimeError):  # then this rank's own error is the one to see
+                decided = self._decided()
+                if decided is not None and not decided.met:
+                    error = decided.error(what)
+            if isinstance(error, PeerError):
+                raise error
 
     def _go_past(self, what: str, *, missed: bool = True) -> None:
         """Leave behind what is decided; with ``missed``, also where this rank was missed."""
@@ -215,13 +257,14 @@ class Exchange:
             return
         if self._number == 1:  # where others have given up on this rank, this was its turn
             self._go_past(what, missed=False)
-        self._post((what, f"{type(error).__name__}: {error}", None, self._word))
+        self._post(Post(version.VERSION, self._word, what, f"{type(error).__name__}: {error}"))
 
     def _post(self, post: Post) -> None:
         if self._store is not None:
-            with self._reaching_the_store(post[0]):
-                self._store.set(f"{self._number}/{self.rank}", pickle.dumps(post))  # type: ignore[arg-type]  # takes bytes
-                self._posted = post
+            text = json.dumps(post)
+            with self._reaching_the_store(post.what):
+                self._store.set(f"{self._number}/{self.rank}", text)
+                self._posted = post_of(text)
 
     def _collect(self, what: str) -> list[Post]:
         """What every rank posted."""
@@ -235,21 +278,31 @@ class Exchange:
         return _by_rank(found)
 
     def _read(self, what: str, known: Container[int] = ()) -> dict[int, Post]:
-        """What ranks posted that are not known, as far as it is there."""
+        """What ranks posted that are not known, as far as it is there.
+
+        Raises:
+            PeerError: what is there is no post.
+        """
         store = self._store
         assert store is not None
         found = {self.rank: self._posted}
         for rank in range(self.world_size):
             key = f"{self._number}/{rank}"
+            if rank == self.rank or rank in known:
+                continue
             with self._reaching_the_store(what):
-                if rank != self.rank and rank not in known and store.check([key]):
-                    found[rank] = pickle.loads(store.get(key))
+                posted = store.get(key) if store.check([key]) else None
+            if posted is not None:
+                try:
+                    found[rank] = post_of(posted)
+                except ValueError as error:
+                    raise not_understood(what, rank, posted) from error
         return found
 
     def _look_around(self, what: str, missing: Sequence[int]) -> None:
         if self.look is not None:
             self.look()
-        if self._meeting:
+        if self._settling:
             with self._reaching_the_store(what):
                 decided = self._decided()
             if decided is not None:
@@ -260,10 +313,12 @@ class Exchange:
             raise PeerError(f"{what} (exchange {self._number} of communicator {self.name}): {named} died", dead)
 
     def _forget(self, number: int) -> None:
-        """Delete what this rank posted."""
+        """Delete what this rank posted, and rank 0 what became of a later exchange."""
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # stores that cannot delete keep it
             self._store.delete_key(f"{number}/{self.rank}")
+            if self.rank == 0 and number > 1:
+                self._store.delete_key(f"{number}/{_OUTCOME}")
 
     @contextlib.contextmanager
     def _reaching_the_store(self, what: str) -> Iterator[None]:
@@ -306,37 +361,6 @@ def require_own(group: dist.ProcessGroup, what: str) -> None:
     maker = _inherited.get(group)
     if maker is not None:
         raise forks.refusal(what, maker)
-
-
-class _Outcome(NamedTuple):
-    """What has become of a place.
-
-    Attributes:
-        met: all ranks have come, with certain words; "" if one has given up.
-        text: why it did.
-        ranks: that it missed.
-        timed_out: it waited as long as it may.
-    """
-
-    met: str
-    text: str = ""
-    ranks: tuple[int, ...] = ()
-    timed_out: bool = False
-
-    @classmethod
-    def of(cls, word: bytes | str) -> _Outcome:
-        """As the store has it."""
-        return cls(*ast.literal_eval(word if isinstance(word, str) else word.decode()))
-
-
-def _met(found: Sequence[Post]) -> _Outcome:
-    words = "/".join(word for *_, word in found)
-    return _Outcome(hashlib.blake2b(words.encode(), digest_size=16).hexdigest())
-
-
-def _gave_up(error: BaseException, rank: int) -> _Outcome:
-    ranks = error.ranks if isinstance(error, PeerError) else (rank,)
-    return _Outcome("", str(error) or type(error).__name__, tuple(ranks), isinstance(error, PeerTimeoutError))
 
 
 def _by_rank(found: Mapping[int, Post]) -> list[Post]:

@@ -7,21 +7,23 @@ Elsewhere it is a named temporary file, whose name goes as soon as every peer ha
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import mmap
 import os
 import sys
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 from sidelane import forks
 from sidelane.errors import MismatchError, UnavailableError
-from sidelane.memory.available import available_bytes
+from sidelane.memory.available import available_bytes, lacking
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
 
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
 _RESERVE_BYTES = 256 << 20
+_MEMFD, _PREFIX = "sidelane", "sidelane-"
+"""Names of files without and with one."""
 
 
 class SharedBytes:
@@ -47,9 +49,8 @@ class SharedBytes:
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         opened = _Opened()
         try:
-            offers = exchange(
-                "shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened)
-            )
+            told = exchange("shared memory", lambda: _offer(self.rank, nbytes, self._stride * self.world_size, opened))
+            offers = [each._replace(process=ProcessIdentity(*each.process)) for each in itertools.starmap(_Offer, told)]
             _agree(offers)
             self.peers = tuple(each.process for each in offers)
             exchange.peers = exchange.peers or self.peers
@@ -87,30 +88,38 @@ class SharedBytes:
             hint = ""
             if first.process.namespace != ProcessIdentity.own().namespace:
                 hint = "; its pid namespace is another one: start the ranks in one container, or share the namespace"
-            return None, f"cannot open the memory of rank 0 (pid {first.process.pid}): {error}{hint}"
+            return None, f"cannot open the memory of rank 0 (pid {first.process.pid}): {lacking(error)}{hint}"
         try:
             status = os.fstat(descriptor)
-            if (status.st_dev, status.st_ino) != first.inode:
+            ours = bool(first.name) or os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_MEMFD}")
+            if (status.st_dev, status.st_ino) != first.inode or not ours:
                 return None, f"{first.path} is not the file of rank 0: its pid means another process here"
             _reserve(descriptor, self.offset(self.rank), self._stride)
             # mmap keeps a duplicate of the descriptor for resizing, where it cannot be told not to.
             untracked: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
             return mmap.mmap(descriptor, self._stride * self.world_size, **untracked), ""
         except OSError as error:
-            return None, f"no memory for {self._stride} bytes: {error}"
+            return None, f"cannot map and reserve {self._stride} bytes: {lacking(error)}"
         finally:
             os.close(descriptor)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Offer:
-    """What a rank tells the others before it opens anything; path and inode are rank 0's alone."""
+class _Offer(NamedTuple):
+    """What a rank tells the others before it opens anything; descriptor, name and inode are rank 0's alone."""
 
     process: ProcessIdentity
     nbytes: int
-    path: str = ""
+    descriptor: int = -1
+    name: str = ""
     inode: tuple[int, int] = (0, 0)
     problem: str = ""
+
+    @property
+    def path(self) -> str:
+        """Where the file is: what rank 0 told names a file of this module, and no other one."""
+        if self.name:
+            return os.path.join(tempfile.gettempdir(), _PREFIX + self.name.rpartition(os.sep)[2].removeprefix(_PREFIX))
+        return f"/proc/{self.process.pid}/fd/{self.descriptor}"
 
 
 class _Opened:
@@ -122,16 +131,16 @@ class _Opened:
         forks.closing(self)
 
     def open(self) -> int:
-        """Make the file; its descriptor. ``path`` is where the others find it."""
+        """Make the file; its descriptor. ``name`` is what the others find it by, where they need one."""
         if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create("sidelane", os.MFD_CLOEXEC)
+            self._descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC)
         else:
-            self._descriptor, self._unlink = tempfile.mkstemp(prefix="sidelane-")
+            self._descriptor, self._unlink = tempfile.mkstemp(prefix=_PREFIX)
         return self._descriptor
 
     @property
-    def path(self) -> str:
-        return self._unlink or f"/proc/{os.getpid()}/fd/{self._descriptor}"
+    def name(self) -> str:
+        return os.path.basename(self._unlink)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -152,9 +161,10 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
         descriptor = opened.open()
         os.ftruncate(descriptor, total_bytes)
         status = os.fstat(descriptor)
-    except OSError as error:
-        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {error}")
-    return _Offer(process, nbytes, opened.path, (status.st_dev, status.st_ino))
+    except (OSError, OverflowError) as error:
+        why = lacking(error) if isinstance(error, OSError) else str(error)
+        return _Offer(process, nbytes, problem=f"cannot make {total_bytes} bytes of shared memory: {why}")
+    return _Offer(process, nbytes, descriptor, opened.name, (status.st_dev, status.st_ino))
 
 
 def _agree(offers: list[_Offer]) -> None:

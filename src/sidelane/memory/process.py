@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProcessIdentity:
-    """One process, as it describes itself to its peers.
+class ProcessIdentity(NamedTuple):
+    """One process, as it describes itself to its peers: plain values, which JSON holds.
 
     Attributes:
         pid: process id in its own pid namespace.

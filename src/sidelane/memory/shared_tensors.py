@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sidelane import forks
 from sidelane.errors import UnavailableError
+from sidelane.memory.available import lacking
 from sidelane.memory.ordinary import Allocation, Standing
 
 _MAPS = Path("/proc/self/maps")
@@ -98,7 +99,8 @@ class SharedTensors:
             finally:
                 os.close(descriptor)
         except (OSError, ValueError) as error:
-            raise UnavailableError(f"{handle} cannot be mapped: {error}") from error
+            why = lacking(error) if isinstance(error, OSError) else error
+            raise UnavailableError(f"{handle} cannot be mapped: {why}") from error
         return MappedFile(torch.frombuffer(mapping, dtype=torch.uint8))
 
 

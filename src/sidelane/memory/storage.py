@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from sidelane.modes import outside_of_modes
 
 
 class _Part:
@@ -50,7 +51,7 @@ def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[],
     if whole.is_cuda:
         made = torch.as_tensor(part, device=whole.device)
     else:
-        with _disable_current_modes():  # a pool's would move it, as it moves results
+        with outside_of_modes():  # a pool's would move it, as it moves results
             made = torch.from_numpy(np.asarray(part))
     assert made.data_ptr() == whole.data_ptr() + offset, "a copy"
     return made

@@ -13,6 +13,7 @@ import functools
 import importlib.resources
 import json
 import re
+import sys
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sidelane.user_files import json_of, text_of
 from sidelane_lab.machines.limits import LIBRARY_SPEEDS, contradictions, outside
 from sidelane_lab.machines.spec import Machine, Quantity, Source
 
@@ -69,10 +71,7 @@ def find(name_or_path: str) -> Machine:
             raise ValueError(
                 f"machine: no such file (value={name_or_path!r}, allowed={names}, or a file that there is)"
             )
-        try:
-            return parse(path.read_text(encoding="utf-8"), name_or_path)
-        except (OSError, UnicodeDecodeError) as problem:
-            raise ValueError(f"{name_or_path}: cannot be read as text: {problem}") from problem
+        return parse(text_of(path), name_or_path)
     return named(name_or_path)
 
 
@@ -88,13 +87,15 @@ def parse(text: str, where: str) -> Machine:
     """
     is_json = where.endswith(".json")
     try:
-        content = json.loads(text) if is_json else tomllib.loads(text)
+        content = json_of(text) if is_json else tomllib.loads(text)
     except json.JSONDecodeError as problem:
         raise ValueError(f"{where}:{problem.lineno}: not JSON: {problem.msg}") from problem
     except tomllib.TOMLDecodeError as problem:
         found = re.search(r"line (\d+)", str(problem))
         line = found[1] if found else str(text.count("\n") + 1)
         raise ValueError(f"{where}:{line}: not TOML: {problem}") from problem
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{where}: not a machine: {problem}") from problem
     try:
         return _machine(content)
     except _Mistake as mistake:
@@ -228,8 +229,9 @@ def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
     if source is not Source.DATASHEET and not content.get("of"):
         raise _Mistake(path, f"'of' must say which file, claims or argument (source={source})")
     for key in ("value", "low", "high"):
-        if key in content and (not isinstance(content[key], int | float) or isinstance(content[key], bool)):
-            raise _Mistake(path, f"{key} (value={content[key]!r}, allowed=a number)")
+        number = content.get(key, 0.0)
+        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
+            raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
     for key in ("value", "low", "high"):
         text = outside(".".join(path), content[key]) if key in content else ""
         if text:

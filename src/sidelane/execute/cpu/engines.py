@@ -32,17 +32,25 @@ class Engines:
 
     def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Action, ...]) -> None:
         """Run one queue of an invocation behind what its engine already has; fail it where there are none any more."""
+        error: Exception = self._closed_in(invocation)
         with self._lock:
             if not self._is_shut_down:
                 self._running.add(invocation)
-                thread = self._threads.get(queue.engine)
-                if thread is None:
-                    thread = self._threads[queue.engine] = EngineThread(f"sidelane-{self._rank}-{queue.engine}")
-                    thread.start()
-                thread.work.put((invocation, queue, steps))
-                return
-        invocation.cancel(self._closed_in(invocation))
+                try:
+                    self._thread_of(queue.engine).work.put((invocation, queue, steps))
+                    return
+                except RuntimeError as problem:
+                    error = RuntimeError(f"rank {self._rank} has no thread for {queue.engine}: {problem}")
+        invocation.cancel(error)
         invocation.leave()
+
+    def _thread_of(self, engine: Engine) -> EngineThread:
+        thread = self._threads.get(engine)
+        if thread is None:
+            thread = EngineThread(f"sidelane-{self._rank}-{engine}")
+            thread.start()
+            self._threads[engine] = thread
+        return thread
 
     def shut_down(self) -> None:
         """Fail what still runs, here and on the peers, then end the threads. In a forked copy there are none."""

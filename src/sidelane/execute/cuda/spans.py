@@ -20,6 +20,7 @@ from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.virtual import VirtualMemory
+from sidelane.memory.available import lacking
 from sidelane.memory.descriptors import DescriptorServer, Part, fetch
 from sidelane.memory.ordinary import Allocation
 
@@ -96,7 +97,7 @@ def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | st
         _release(memory, pieces)
         return f"the driver does not export its memory, as that of its own pools ({error})"
     except OSError as error:
-        return f"this system has no sockets that pass file descriptors ({error})"
+        return f"its file descriptors cannot be passed: {lacking(error)}"
     start = span.pieces[0].start
     return Allocation(f"{os.getpid()}:{span.token}", handle, start, at - start, kept=span)
 

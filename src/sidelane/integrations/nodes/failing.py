@@ -7,8 +7,8 @@ not said within a few seconds that they are there are named. The first word coun
 
 from __future__ import annotations
 
-import ast
 import contextlib
+import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.other import Witness
+from sidelane.memory.stored import alike, parsed
 
 _GRACE_S = 2.0
 _SLEEP_S = 0.05
@@ -86,7 +87,7 @@ class RollCall:
         Args:
             calls: that it has begun.
         """
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):
             if not self._has_answered and self._store.check(["roll"]) and int(self._store.get("roll")) <= calls:
                 self._say_here()
 
@@ -97,7 +98,7 @@ class RollCall:
     def tell(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:
         """Say who is at fault, unless somebody has said so already; returns what counts."""
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set("fault", "", repr((tuple(ranks), why)))
+            self._store.compare_set("fault", "", json.dumps((tuple(ranks), why)))
             told = self._told()
             if told is not None:
                 return told
@@ -110,10 +111,11 @@ class RollCall:
         )
 
     def _told(self) -> tuple[tuple[int, ...], str] | None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ValueError):  # what is no word of ours is none
             if self._store.check(["fault"]):
-                ranks, why = ast.literal_eval(self._store.get("fault").decode())
-                return ranks, why
+                match parsed(self._store.get("fault")):
+                    case (tuple(ranks), str(why)) if alike((0,) * len(ranks), ranks):
+                        return ranks, why
         return None
 
     def _absent(self) -> list[int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane import version
 from sidelane.config import Config
 from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.stored import not_understood, parsed, require_one_version
 
 _NOWHERE = "nowhere"
 
@@ -64,18 +67,28 @@ def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, time
     """The words of all ranks, in their order. Collective; once for each ``what`` in a store.
 
     Raises:
-        PeerTimeoutError: a rank did not come.
+        PeerTimeoutError: a rank did not come. PeerError: it said something else.
+        MismatchError: it runs another version of Sidelane.
     """
     keys = [f"{what}/{other}" for other in range(size)]
-    store.set(keys[rank], word)
+    store.set(keys[rank], json.dumps((version.VERSION, word)))
     try:
         store.wait(keys, timeout)
-        return [found.decode() for found in store.multi_get(keys)]
+        said = store.multi_get(keys)
     except RuntimeError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise PeerTimeoutError(
             f"process group: ranks {missing} have not said a word of {what}: {error}", missing
         ) from error
+    found = []
+    for other, text in enumerate(said):
+        try:
+            number, its = map(str, parsed(text))
+        except (ValueError, TypeError) as error:
+            raise not_understood(f"process group, {what}", other, text) from error
+        found.append((number, its))
+    require_one_version("process group", [number for number, _ in found])
+    return [its for _, its in found]
 
 
 def agree_on_a_part(

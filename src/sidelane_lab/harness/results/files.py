@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from sidelane.cli import provenance
 from sidelane.cli.output import write_json
 from sidelane.machine.inventory import machine_name
+from sidelane.user_files import json_of, text_of
 from sidelane_lab.harness.results.rows.every import ROWS, Row
 from sidelane_lab.harness.results.rows.flat import require
 
@@ -102,9 +102,9 @@ def read(path: str | os.PathLike[str]) -> Results:
         ValueError: it is not a result file; the text names the file and what is wrong.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json_of(text_of(path))
         row_type = ROWS[content["study"]]
         rows = [row_type.from_dict(row) for row in content.pop("rows")]
         return Results(**content, rows=tuple(rows))
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
         raise ValueError(f"read: not a result file (value={os.fspath(path)!r}): {problem}") from problem

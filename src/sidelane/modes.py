@@ -1,0 +1,65 @@
+"""The modes of PyTorch that a caller is in. What Sidelane does with PyTorch for itself is done outside of them.
+
+A mode sees the operations of its thread, and may put others in their place: ``FakeTensorMode`` and
+``torch.device("meta")`` make tensors without memory, ``torch.func.functionalize`` makes copies, a mode of the caller's
+own may refuse. Staging that was made so would hold no bytes, on one rank alone and for all calls to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PYTHON = ("Python", "PythonTLSSnapshot")
+_INCLUDED_BY_MODES = (
+    *_PYTHON,
+    "PythonDispatcher",
+    "PreDispatch",
+    "Functionalize",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchVmapMode",
+)
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_has_function_mode = torch._C._is_torch_function_mode_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
+
+
+def is_in_modes() -> bool:
+    """Say whether this thread is in a mode that :func:`outside_of_modes` leaves. It takes 0.1 us."""
+    return bool(_dispatch_modes()) or _has_function_mode() or _transform() is not None
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Leave the modes of this thread: dispatch and function modes, default devices, transforms of ``torch.func``.
+
+    Inference mode stays, since calls may write to tensors that were made in it; so do autocast and whether gradients
+    are recorded, which change nothing here.
+    """
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in _INCLUDED_BY_MODES:
+        included = included.remove(getattr(torch._C.DispatchKey, name))
+    for name in _PYTHON:
+        excluded = excluded.add(getattr(torch._C.DispatchKey, name))
+    with torch._C.DisableTorchFunction(), torch._C._ForceDispatchKeyGuard(included, excluded):
+        yield
+
+
+def leaving_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Do what ``function`` does outside of the modes of this thread."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with outside_of_modes():
+            return function(*args, **kwargs)
+
+    return outside
