@@ -446,6 +446,75 @@ def compiled(gloo: dist.ProcessGroup) -> None:
         assert size * 8 == step(x).numel()
 
 
+def compiled_as_gloos(gloo: dist.ProcessGroup, backend: str = "aot_eager") -> None:
+    """What the compiler traces of a group in C++, and no more: the same graphs and breaks, and the same results."""
+    from torch._dynamo.utils import counters
+
+    peer, group = gloo.rank() ^ 1, gloo
+
+    def broadcast(x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, 1, group=group)
+        dist.barrier(group)
+        return x + 1
+
+    def asynchronous(x: torch.Tensor) -> torch.Tensor:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        y = x.new_ones(8) * 2
+        assert work is not None
+        work.wait()
+        then = work.get_future().then(lambda done: done.value()[0] * 2)
+        return y + then.wait()
+
+    def lists(x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(parts, x, group=group)
+        dist.all_to_all(list(parts[1].chunk(2)), list(parts[0].chunk(2)), group=group)
+        return parts[0] + parts[1]
+
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        y, z = torch.zeros_like(x), torch.empty_like(x)
+        if peer:
+            dist.send(x, peer, group)
+        else:
+            dist.recv(y, peer, group)
+        works = [dist.isend(y, peer, group), dist.irecv(z, peer, group)]
+        operations = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, x + 1, peer, group)]
+        for work in (*works, *dist.batch_isend_irecv(operations)):
+            assert work is not None
+            work.wait()
+        return y + z
+
+    def trains(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    for function in (broadcast, asynchronous, lists, pairs, trains) if backend == "aot_eager" else (broadcast, trains):
+        found = []
+        with sidelane_group(gloo) as ours:
+            for group in (gloo, ours):
+                torch._dynamo.reset()
+                counters.clear()
+                torch.manual_seed(0)
+                model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
+                if group is ours and function is trains and backend == "aot_eager":
+                    sidelane.ddp.enable(model)
+
+                def step(x: torch.Tensor) -> torch.Tensor:
+                    made = function(x)  # noqa: B023
+                    if made.requires_grad:
+                        made.backward()
+                    return made.detach()
+
+                whole = torch.compile(step, backend=backend)
+                results = [whole(data(8, torch.float32, gloo.rank())) for _ in range(2)]
+                gradients = [each.grad for each in model.parameters()]
+                graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+                found.append((results + gradients, graphs))
+        (expected, gloos), (results, graphs) = found
+        assert graphs == gloos, function
+        for one, other in zip(results, expected, strict=True):
+            assert one is other is None or torch.allclose(one, other), function
+
+
 def distributed_tensors(gloo: dist.ProcessGroup) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -30,6 +30,7 @@ from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.reach import Reached
 from sidelane.collectives.session import Lane, Session
 from sidelane.collectives.uneven import UnevenCall
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
@@ -40,6 +41,7 @@ from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
 
 
+@untraced
 class Communicator:
     """Collectives among the ranks of a process group on one node.
 

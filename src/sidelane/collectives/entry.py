@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
-
-import torch
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from sidelane.collectives.calls import Calls
+from sidelane.collectives.untraced import keep_compilers_out
 from sidelane.errors import Page, page_of, see, unfit
 
 P = ParamSpec("P")
@@ -57,15 +55,5 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         finally:
             entrance.release()
 
-    _keep_compilers_out(entered)
+    keep_compilers_out(entered)
     return cast("Callable[Concatenate[S, P], R]", entered)
-
-
-def _keep_compilers_out(function: Any) -> None:
-    """Make ``torch.compile`` break its graph here, and leave alone whatever runs behind; without importing Dynamo."""
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a call of sidelane.Communicator runs as it is"
-    with contextlib.suppress(AttributeError, ImportError):  # a compiler that does not know these traces the call
-        dynamo = torch._C._dynamo.eval_frame
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))

@@ -25,6 +25,7 @@ from sidelane.collectives.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.profile import agree_on_profile
+from sidelane.collectives.untraced import untraced
 from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
 from sidelane.errors import CommunicatorClosedError, Page, SidelaneError, see
 from sidelane.memory.control import ControlBlock
@@ -35,6 +36,7 @@ from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
 
+@untraced
 class Session:
     """What lanes share on this rank: device, settings, measured times and symmetric memory.
 
@@ -182,6 +184,7 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
+@untraced
 class Lane:
     """An order of calls: those of one lane follow each other on every rank, those of two do not wait for each other.
 

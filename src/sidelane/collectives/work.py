@@ -11,10 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidelane.collectives.untraced import untraced
+
 NO_TIMEOUT = timedelta(0)
 """torch's own: as long as it takes."""
 
 
+@untraced
 class Work(dist.Work):
     """A collective under way: a ``torch.distributed.Work``.
 
@@ -25,6 +28,9 @@ class Work(dist.Work):
     def __init__(self) -> None:
         super().__init__()
         self.outputs: tuple[torch.Tensor, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        untraced(cls)
 
     @abc.abstractmethod
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:

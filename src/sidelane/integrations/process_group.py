@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config, forks
 from sidelane.collectives import Communicator
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.calls import Call
@@ -34,6 +35,7 @@ from sidelane.memory.exchange import require_own
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 
 
+@untraced
 class SidelaneGroup(dist.ProcessGroup):
     """A process group of which Sidelane does what it can; made by torch, or by :func:`sidelane.wrap`.
 

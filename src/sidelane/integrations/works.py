@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import PeerTimeoutError
 from sidelane.memory.ending import give_up_if_it_ends
@@ -108,6 +109,7 @@ class Watch(Protocol):
         ...
 
 
+@untraced
 class OtherWork(dist.Work):
     """A call of the group that stands behind this one; a failure says which ranks have died.
 
