@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.untraced import keep_compilers_out
-from sidelane.errors import Page, page_of, see, unfit
+from sidelane.errors import Page, made_inside, page_of, see, unfit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +29,10 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     Calls have one order, which is the same on all ranks. Two threads that call at once have none, so that this is an
     error on the rank where it is noticed, and ends the communicator: nobody knows which of the two calls its peers are
-    in. (Threads that take turns, as backward passes do, are fine.) A call that Python refuses for its signature has its
-    place in the order, too: the peers may have made it. Arguments that are refused say where to read on. And what a
-    compiler traces would be done while it traces.
+    in. (Threads that take turns, as backward passes do, are fine.) A signal handler, or a finaliser, that calls inside
+    of a call of its own thread is refused before the call has a place in the order, so that nothing ends. A call that
+    Python refuses for its signature has its place in the order, too: the peers may have made it. Arguments that are
+    refused say where to read on. And what a compiler traces would be done while it traces.
 
     It costs 0.5 us a call (two cores of an EPYC, Python 3.11; eager calls take the host 4 us and more).
     """
@@ -40,6 +42,8 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
         calls = self._calls
         entrance = calls.entrance  # a forked copy has another one
         if not entrance.acquire(False):
+            if (outer := _inside(calls)) is not None:
+                raise made_inside(method.__name__, outer)
             calls.refuse_second_thread(method.__name__)
         try:
             return method(self, *args, **kwargs)
@@ -57,3 +61,14 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     keep_compilers_out(entered)
     return cast("Callable[Concatenate[S, P], R]", entered)
+
+
+def _inside(calls: Calls) -> str | None:
+    """The method that this thread is inside of, where a signal handler or a finaliser has interrupted it."""
+    door = sys._getframe(1)
+    frame = door.f_back
+    while frame is not None:
+        if frame.f_code is door.f_code and frame.f_locals.get("calls") is calls:
+            return str(frame.f_locals["method"].__name__)
+        frame = frame.f_back
+    return None

@@ -81,7 +81,7 @@ class Session:
             raise
         self._group = chosen
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
-        self._making = forks.lock()
+        self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
         self._closed = False
         self._profile: InForce | None = None
@@ -100,20 +100,23 @@ class Session:
             UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        with self._making:
-            if self._closed:
-                raise CommunicatorClosedError("Session.lane: the session was closed")
-            number = len(self._lanes)
-            if any(lane.name == name for lane in self._lanes):
-                raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
-            exchange = Exchange(self._group, self.config.timeout_s)
-            if name is not None:
-                exchange(f"lane {name!r}", lambda: None)
-            made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
-            self._lanes.append(made)
+        made = self._making.run(lambda: self._made(name))
         if self._closed:  # meanwhile, by another thread
             made.close()
             raise CommunicatorClosedError("Session.lane: the session was closed")
+        return made
+
+    def _made(self, name: str | None) -> Lane:
+        if self._closed:
+            raise CommunicatorClosedError("Session.lane: the session was closed")
+        number = len(self._lanes)
+        if any(lane.name == name for lane in self._lanes):
+            raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
+        exchange = Exchange(self._group, self.config.timeout_s)
+        if name is not None:
+            exchange(f"lane {name!r}", lambda: None)
+        made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
+        self._lanes.append(made)
         return made
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ class Engines:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may shut them down in the middle of anything
+        self._is_submitting = self._ends_then = False
         self._threads: dict[Engine, EngineThread] = {}
         self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
         self._is_shut_down = False
@@ -33,14 +34,20 @@ class Engines:
     def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Action, ...]) -> None:
         """Run one queue of an invocation behind what its engine already has; fail it where there are none any more."""
         with self._lock:
-            if not self._is_shut_down:
+            was_open = self._is_submitting = not self._is_shut_down
+            if was_open:
                 self._running.add(invocation)
                 thread = self._threads.get(queue.engine)
                 if thread is None:
                     thread = self._threads[queue.engine] = EngineThread(f"sidelane-{self._rank}-{queue.engine}")
                     thread.start()
                 thread.work.put((invocation, queue, steps))
-                return
+                self._is_submitting = False
+        if self._ends_then:
+            self._ends_then = False
+            self.shut_down()
+        if was_open:
+            return
         invocation.cancel(self._closed_in(invocation))
         invocation.leave()
 
@@ -49,6 +56,9 @@ class Engines:
         if os.getpid() != self._process:
             return
         with self._lock:
+            if self._is_submitting:  # which this thread does, and goes on with behind the signal handler
+                self._ends_then = True
+                return
             self._is_shut_down = True
             running, threads = list(self._running), list(self._threads.values())
             self._threads.clear()

@@ -102,7 +102,7 @@ class NodesCommunicator:
                 self._far = make_other(rail, node, many, later, f"{name}/rail{place}", (), None)
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
-        self._telling = forks.lock()  # the lookout may fail a call while the call itself does
+        self._telling = forks.rlock()  # the lookout may fail a call while the call itself does
         self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
         self._scratch = Scratch(self.near)
         self.owner = forks.Owner("communicator of several nodes")
