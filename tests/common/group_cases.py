@@ -9,6 +9,8 @@ import contextlib
 import functools
 import gc
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -286,6 +288,49 @@ def many_back_to_back(gloo: dist.ProcessGroup) -> None:
         waiting = dist.barrier(ours, async_op=True)
         assert waiting is not None
         waiting.wait()
+
+
+def callbacks(gloo: dist.ProcessGroup) -> None:
+    """Callbacks wait for later calls, and for later callbacks; they raise, and end their group."""
+    ended = sidelane.wrap(gloo)
+    with sidelane_group(gloo) as ours, sidelane.Communicator(gloo, device="cpu") as comm:
+        size = ours.size()
+
+        def start(maker: Any, tensor: torch.Tensor) -> dist.Work:
+            if isinstance(maker, dist.ProcessGroup):
+                return dist.all_reduce(tensor, group=maker, async_op=True)  # type: ignore[return-value]
+            return maker.all_reduce(tensor, async_op=True)
+
+        for maker in (gloo, ours, comm):
+            tensors = [torch.full((9,), float(number)) for number in range(5)]
+            works = [start(maker, tensor) for tensor in tensors]
+            then = works[0].get_future().then(lambda done, last=works[-1]: last.wait() and done.value()[0] + 1)
+            assert then.wait().eq(1).all() and tensors[4].eq(4 * size).all()
+        for maker in (ours, comm):
+            order: list[int] = []
+            futures: list[Any] = [None] * 5
+
+            def sums(
+                done: torch.futures.Future[list[torch.Tensor]], number: int, order: list[int], futures: list[Any]
+            ) -> torch.Tensor:
+                order.append(number)
+                return done.value()[0] + (futures[number + 1].wait() if number < 4 else 0)
+
+            works = [start(maker, torch.ones(9)) for _ in futures]
+            for number in reversed(range(5)):
+                later = functools.partial(sums, number=number, order=order, futures=futures)
+                futures[number] = works[number].get_future().then(later)
+            assert futures[0].wait().eq(5 * size).all()
+            assert sorted(order) == list(range(5))
+            bad = start(maker, torch.ones(9)).get_future().then(lambda done: done.value()[0].view(2))
+            with pytest.raises(RuntimeError, match="shape"):
+                bad.wait()
+        work = start(ended, torch.ones(9))
+        assert work.get_future().then(lambda _: dist.destroy_process_group(ended)).wait() is None
+        until = time.monotonic() + 20
+        while any(thread.name == "sidelane-callbacks" for thread in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def alike(gloo: dist.ProcessGroup) -> None:

@@ -11,6 +11,7 @@ ALONE = [
     cases.more_dtypes,
     cases.objects,
     cases.many_back_to_back,
+    cases.callbacks,
     cases.coalesced,
     cases.alike,
     cases.batches,
