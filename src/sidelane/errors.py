@@ -62,6 +62,20 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
+def made_inside(name: str, outer: str) -> RuntimeError:
+    """The error of a call that a thread makes while it is inside of another one, before it takes a place in any order.
+
+    Args:
+        name: of the call.
+        outer: that is under way.
+    """
+    return RuntimeError(
+        f"{name}: this thread is already inside of {outer}, and a signal handler or a finaliser makes another call "
+        "there (allowed=when that has ended, or in another thread; with async_op=True of a process group, to be waited "
+        "for later). Nothing has happened, and the call under way goes on where this error is caught in time"
+    )
+
+
 def unfit(problem: TypeError, function: Callable[..., object]) -> TypeError:
     """The error of a call that does not fit a signature: what Python says of it, and what is allowed.
 

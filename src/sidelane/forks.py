@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from sidelane.errors import CommunicatorClosedError
+from sidelane.errors import CommunicatorClosedError, made_inside
 
 C = TypeVar("C", bound=Callable[[], object])
+T = TypeVar("T")
 
 
 class Closable(Protocol):
@@ -49,6 +50,48 @@ def rlock() -> Any:
     made = threading.RLock()
     _locks.add(made)
     return made
+
+
+class Turn:
+    """One at a time: threads wait for each other, and a thread that is interrupted inside of its own is refused.
+
+    A signal handler, or a finaliser that the garbage collector runs, may come back here on the thread that is inside.
+
+    Args:
+        names: of what is refused, and of what is under way, for people.
+    """
+
+    def __init__(self, names: Callable[[], tuple[str, str]]) -> None:
+        self._names, self._lock, self._is_taken = names, rlock(), False
+        telling(self)
+
+    def disown(self) -> None:
+        """In a copy: of the threads that had their turn there is none."""
+        self._is_taken = False
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function when it is this thread's turn.
+
+        Raises:
+            RuntimeError: it is already, further out.
+        """
+        with self._lock:
+            if self._is_taken:
+                raise made_inside(*self._names())
+            self._is_taken = True
+            try:
+                return function()
+            finally:
+                self._is_taken = False
+
+    def is_mine(self) -> bool:
+        """Whether it is the turn of the thread that asks."""
+        return bool(self._is_taken and self._lock._is_owned())
+
+    def require_other(self) -> None:
+        """Raise as :meth:`run`, before something that waits for other threads to have their turn."""
+        if self.is_mine():
+            raise made_inside(*self._names())
 
 
 def closing(what: Closable) -> None:

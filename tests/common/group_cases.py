@@ -9,6 +9,8 @@ import contextlib
 import functools
 import gc
 import itertools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -288,6 +290,49 @@ def many_back_to_back(gloo: dist.ProcessGroup) -> None:
         waiting.wait()
 
 
+def callbacks(gloo: dist.ProcessGroup) -> None:
+    """Callbacks wait for later calls, and for later callbacks; they raise, and end their group."""
+    ended = sidelane.wrap(gloo)
+    with sidelane_group(gloo) as ours, sidelane.Communicator(gloo, device="cpu") as comm:
+        size = ours.size()
+
+        def start(maker: Any, tensor: torch.Tensor) -> dist.Work:
+            if isinstance(maker, dist.ProcessGroup):
+                return dist.all_reduce(tensor, group=maker, async_op=True)  # type: ignore[return-value]
+            return maker.all_reduce(tensor, async_op=True)
+
+        for maker in (gloo, ours, comm):
+            tensors = [torch.full((9,), float(number)) for number in range(5)]
+            works = [start(maker, tensor) for tensor in tensors]
+            then = works[0].get_future().then(lambda done, last=works[-1]: last.wait() and done.value()[0] + 1)
+            assert then.wait().eq(1).all() and tensors[4].eq(4 * size).all()
+        for maker in (ours, comm):
+            order: list[int] = []
+            futures: list[Any] = [None] * 5
+
+            def sums(
+                done: torch.futures.Future[list[torch.Tensor]], number: int, order: list[int], futures: list[Any]
+            ) -> torch.Tensor:
+                order.append(number)
+                return done.value()[0] + (futures[number + 1].wait() if number < 4 else 0)
+
+            works = [start(maker, torch.ones(9)) for _ in futures]
+            for number in reversed(range(5)):
+                later = functools.partial(sums, number=number, order=order, futures=futures)
+                futures[number] = works[number].get_future().then(later)
+            assert futures[0].wait().eq(5 * size).all()
+            assert sorted(order) == list(range(5))
+            bad = start(maker, torch.ones(9)).get_future().then(lambda done: done.value()[0].view(2))
+            with pytest.raises(RuntimeError, match="shape"):
+                bad.wait()
+        work = start(ended, torch.ones(9))
+        assert work.get_future().then(lambda _: dist.destroy_process_group(ended)).wait() is None
+        until = time.monotonic() + 20
+        while any(thread.name == "sidelane-callbacks" for thread in threading.enumerate()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def alike(gloo: dist.ProcessGroup) -> None:
     """Calls like ones before, but for strides, signs, classes, dtypes, operations or roots."""
     shapes: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -453,6 +498,75 @@ def compiled(gloo: dist.ProcessGroup) -> None:
                 whole(x.view(1, 8)).square().sum().backward()
             grads.append([parameter.grad for parameter in net.parameters()])
         torch.testing.assert_close(*grads)
+
+
+def compiled_as_gloos(gloo: dist.ProcessGroup, backend: str = "aot_eager") -> None:
+    """What the compiler traces of a group in C++, and no more: the same graphs and breaks, and the same results."""
+    from torch._dynamo.utils import counters
+
+    peer, group = gloo.rank() ^ 1, gloo
+
+    def broadcast(x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, 1, group=group)
+        dist.barrier(group)
+        return x + 1
+
+    def asynchronous(x: torch.Tensor) -> torch.Tensor:
+        work = dist.all_reduce(x, group=group, async_op=True)
+        y = x.new_ones(8) * 2
+        assert work is not None
+        work.wait()
+        then = work.get_future().then(lambda done: done.value()[0] * 2)
+        return y + then.wait()
+
+    def lists(x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(parts, x, group=group)
+        dist.all_to_all(list(parts[1].chunk(2)), list(parts[0].chunk(2)), group=group)
+        return parts[0] + parts[1]
+
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        y, z = torch.zeros_like(x), torch.empty_like(x)
+        if peer:
+            dist.send(x, peer, group)
+        else:
+            dist.recv(y, peer, group)
+        works = [dist.isend(y, peer, group), dist.irecv(z, peer, group)]
+        operations = [dist.P2POp(dist.isend, x, peer, group), dist.P2POp(dist.irecv, x + 1, peer, group)]
+        for work in (*works, *dist.batch_isend_irecv(operations)):
+            assert work is not None
+            work.wait()
+        return y + z
+
+    def trains(x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum()
+
+    for function in (broadcast, asynchronous, lists, pairs, trains) if backend == "aot_eager" else (broadcast, trains):
+        found = []
+        with sidelane_group(gloo) as ours:
+            for group in (gloo, ours):
+                torch._dynamo.reset()
+                counters.clear()
+                torch.manual_seed(0)
+                model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), process_group=group)
+                if group is ours and function is trains and backend == "aot_eager":
+                    sidelane.ddp.enable(model)
+
+                def step(x: torch.Tensor) -> torch.Tensor:
+                    made = function(x)  # noqa: B023
+                    if made.requires_grad:
+                        made.backward()
+                    return made.detach()
+
+                whole = torch.compile(step, backend=backend)
+                results = [whole(data(8, torch.float32, gloo.rank())) for _ in range(2)]
+                gradients = [each.grad for each in model.parameters()]
+                graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+                found.append((results + gradients, graphs))
+        (expected, gloos), (results, graphs) = found
+        assert graphs == gloos, function
+        for one, other in zip(results, expected, strict=True):
+            assert one is other is None or torch.allclose(one, other), function
 
 
 def distributed_tensors(gloo: dist.ProcessGroup) -> None:

@@ -265,7 +265,7 @@ def compiled(group: dist.ProcessGroup) -> tuple[float, str]:
 def test_a_compiler_breaks_its_graph_at_a_call(pool: RankPool) -> None:
     for value, text in pool.run(compiled, 1, timeout_s=100):
         assert value == 2 + 1
-        assert "a call of sidelane.Communicator runs as it is" in text
+        assert "a call of Sidelane runs as it is" in text
 
 
 def test_devices_that_are_not_there(pool: RankPool) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +16,11 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
+import sidelane
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
 from sidelane.collectives.call_thread import CallThread
+from sidelane.integrations.ledger import Ledger
+from sidelane.memory import ordering
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
@@ -108,6 +114,133 @@ def test_two_threads_in_one_communicator_are_an_error_at_once(pool: RankPool) ->
     assert inside == "PeerError"
     assert "rank 0 gave up: rank 0 called all_gather in two threads at once" in peer
     assert "unusable since a call failed" in later and "in two threads at once" in later
+
+
+def interrupted(group: dist.ProcessGroup) -> list[str]:
+    """Rank 0 is inside of a call, for which rank 1 is late, when a signal handler makes others there."""
+    rank, said = dist.get_rank(group), []
+    ours, comm = sidelane.wrap(group), communicator(group)
+    calls: tuple[Callable[..., Any], ...] = (lambda x, **more: dist.all_reduce(x, group=ours, **more), comm.all_reduce)
+    tensors = [torch.ones(1 << 20) for _ in calls]
+    for call, tensor in zip(calls, tensors, strict=True):
+        call(tensor)
+    turn, goes = ours._dispatcher._orders["cpu"]._turn, torch.empty(1)  # type: ignore[attr-defined]
+
+    class Sends:
+        def __init__(self, call: Callable[..., Any]) -> None:
+            self.call, self.itself = call, self
+
+        def __del__(self) -> None:
+            tell(lambda: self.call(torch.ones(3)))
+
+    def tell(function: Callable[[], object]) -> None:
+        try:
+            function()
+            said.append("made")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    def while_inside(is_inside: Callable[[], bool], call: Callable[[], object], handler: Callable[[], None]) -> None:
+        if rank:
+            dist.recv(goes, group=group, group_src=0)
+            call()
+            return
+
+        def handle(*_: object) -> None:
+            handler()
+            dist.send(goes, group=group, group_dst=1)
+
+        def interrupt() -> None:
+            while not is_inside():
+                time.sleep(1e-3)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+
+        before = signal.signal(signal.SIGUSR2, handle)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        call()
+        thread.join(20)
+        signal.signal(signal.SIGUSR2, before)
+
+    late: list[dist.Work] = []
+    for call, is_inside in zip(calls, (lambda: turn._is_taken, comm._calls.entrance.locked), strict=True):
+
+        def again(call: Callable[..., Any] = call) -> None:
+            gc.collect()
+            Sends(call)
+            tell(lambda: call(torch.ones(3)))
+            tell(lambda: dist.barrier(ours) if call is calls[0] else comm.empty(3))
+            gc.collect()
+            assert str(sidelane.report())
+            late.append(dist.all_reduce(tensors[0], group=ours, async_op=True))  # type: ignore[arg-type]
+            if call is calls[0]:
+                tell(late[-1].wait)
+
+        while_inside(is_inside, lambda call=call: call(tensors[1]), again)  # type: ignore[misc]
+        if rank:
+            late.append(dist.all_reduce(tensors[0], group=ours, async_op=True))  # type: ignore[arg-type]
+        late[-1].wait()
+    assert tensors[0].eq(8).all() and tensors[1].eq(8).all()
+    for call in calls:
+        call(torch.ones(3))
+    while_inside(comm._calls.entrance.locked, lambda: tell(lambda: comm.all_reduce(tensors[1])), comm.close)
+    dist.barrier(group)
+    comm.close()
+    dist.destroy_process_group(ours)
+    return said
+
+
+def test_a_call_that_interrupts_one_of_its_thread_is_refused_in_one_piece(pool: RankPool) -> None:
+    said, peer = pool.run(interrupted, 2)
+    inside = "this thread is already inside of"
+    for text, name in zip(
+        said,
+        (
+            *(f"allreduce: {inside} allreduce", f"barrier: {inside} allreduce", f"allreduce: {inside} allreduce"),
+            f"wait: {inside} a call that it would wait for",
+            *(f"all_reduce: {inside} all_reduce", f"empty: {inside} all_reduce", f"all_reduce: {inside} all_reduce"),
+        ),
+        strict=False,
+    ):
+        assert text.startswith(f"RuntimeError: {name}, and a signal handler or a finaliser"), said
+    assert len(said) == 8 and said[7].startswith("CommunicatorClosedError: rank 0 closed its executor during")
+    assert peer == [text for text in peer if text.startswith("PeerError")] and len(peer) == 1
+
+
+class Interrupted:
+    """Stands for a lock behind which a signal handler comes in."""
+
+    def __init__(self, handler: Callable[[], None]) -> None:
+        self._lock, self._handlers = threading.Lock(), [handler]
+        self.acquire = self._lock.acquire
+
+    def release(self) -> None:
+        self._lock.release()
+        while self._handlers:
+            self._handlers.pop()()
+
+
+class Report(str):
+    """Part of a key in the middle of whose use a signal handler asks for a report."""
+
+    def __hash__(self) -> int:
+        assert str(sidelane.report())
+        return super().__hash__()
+
+
+def test_what_a_thread_holds_its_signal_handlers_may_take() -> None:
+    def fence() -> None:
+        ordering._order(lock)  # type: ignore[arg-type]
+
+    def note() -> None:
+        Ledger([0]).note((Report("all_reduce"), "float32", "cpu", "sidelane", "b2b"), "", 4)
+
+    lock = Interrupted(fence)
+    for function in (fence, note):
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), function
 
 
 def threads_that_take_turns(group: dist.ProcessGroup) -> None:

@@ -11,11 +11,13 @@ ALONE = [
     cases.more_dtypes,
     cases.objects,
     cases.many_back_to_back,
+    cases.callbacks,
     cases.coalesced,
     cases.alike,
     cases.batches,
     cases.functional_collectives,
     cases.compiled,
+    cases.compiled_as_gloos,
     cases.distributed_tensors,
     cases.trains_ddp,
     cases.joins_ddp,
@@ -36,6 +38,11 @@ def test_every_collective_is_as_gloos(pool: RankPool, ranks: int | tuple[int, ..
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case.__name__)
 def test_it_works_as_torch_expects(pool: RankPool, case: object) -> None:
     pool.run(case, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.long  # Inductor compiles C++
+def test_inductor_leaves_a_group_alone(pool: RankPool) -> None:
+    pool.run(cases.compiled_as_gloos, 2, "inductor", timeout_s=200)
 
 
 def test_what_sidelane_does_not_do_goes_to_gloo_and_is_reported(pool: RankPool) -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.collectives.call_thread import CallThread
+from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
@@ -48,7 +48,7 @@ class CpuBackend:
         self.trigger_word = ctypes.c_uint32()
         self._control = control
         self._thread = CallThread()
-        self._last: concurrent.futures.Future[None] | None = None
+        self._last: CallFuture | None = None
         self._disowned: SidelaneError | None = None
         ending.at_exit(self)
 
@@ -120,11 +120,12 @@ class CpuBackend:
             self.result(self._last)
             self._last = None
 
-    def result(self, future: concurrent.futures.Future[None]) -> None:
+    def result(self, future: CallFuture) -> None:
         """Wait for an asynchronous call; raise what went wrong."""
         if self._disowned is not None and not future.done():  # its thread is in another process
             raise self._disowned
         try:
+            future.has_ended(None)
             future.result()
         except concurrent.futures.CancelledError:
             raise CommunicatorClosedError("the communicator was closed before this call began") from None
@@ -152,6 +153,7 @@ class CpuBackend:
     def end(self, until: float) -> None:
         """At exit, as :meth:`close`."""
         self.executor.close()
+        self._thread.cancel()
         self._thread.end(time.monotonic() + ending.LEAVING_S)
 
     def close(self) -> None:
@@ -243,15 +245,13 @@ class CpuHeld:
 class CpuWork(Work):
     """See :class:`sidelane.collectives.work.Work`."""
 
-    def __init__(self, future: concurrent.futures.Future[None], backend: CpuBackend) -> None:
+    def __init__(self, future: CallFuture, backend: CpuBackend) -> None:
         super().__init__()
         self._future, self._backend = future, backend
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        if timeout > NO_TIMEOUT:
-            done, _ = concurrent.futures.wait([self._future], timeout.total_seconds())
-            if not done:
-                raise PeerTimeoutError(timed_out(timeout, self.outputs))
+        if timeout > NO_TIMEOUT and not self._future.has_ended(timeout.total_seconds()):
+            raise PeerTimeoutError(timed_out(timeout, self.outputs))
         self._backend.result(self._future)
         return True
 

@@ -11,11 +11,13 @@ from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.entry import entry
 from sidelane.collectives.listed import BATCH
 from sidelane.collectives.lists import ListedCall, Tensors
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import Work
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 
 
+@untraced
 class Batched:
     """Collects collectives, and runs all of them as one when its ``with`` block ends. Made by ``Communicator.batch``.
 

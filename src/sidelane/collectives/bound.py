@@ -18,6 +18,7 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.named import NamedBuffers
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import Work
 from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
@@ -34,6 +35,7 @@ _EAGER, _CAPTURED = range(2)
 """Regions of flags: replays of a graph know nothing of the calls between them."""
 
 
+@untraced
 class BoundProgram:
     """A program between these buffers of the ranks. Made by :meth:`Communicator.load`.
 

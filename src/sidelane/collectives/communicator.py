@@ -31,6 +31,7 @@ from sidelane.collectives.prelaunched import Prelaunched, prepare_prelaunched
 from sidelane.collectives.reach import Reached
 from sidelane.collectives.session import Lane, Session
 from sidelane.collectives.uneven import UnevenCall
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import Page, PeerError, UnavailableError, explained
@@ -45,6 +46,7 @@ _MOST_BYTES = 2**63 - 1
 """That a tensor can have."""
 
 
+@untraced
 class Communicator:
     """Collectives among the ranks of a process group on one node.
 

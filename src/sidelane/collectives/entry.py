@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import sys
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
-
-import torch
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from sidelane.collectives.calls import Calls
-from sidelane.errors import Page, page_of, see, unfit
+from sidelane.collectives.untraced import keep_compilers_out
+from sidelane.errors import Page, made_inside, page_of, see, unfit
 from sidelane.modes import is_in_modes, outside_of_modes
 
 P = ParamSpec("P")
@@ -31,9 +30,10 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
     Calls have one order, which is the same on all ranks. Two threads that call at once have none, so that this is an
     error on the rank where it is noticed, and ends the communicator: nobody knows which of the two calls its peers are
-    in. (Threads that take turns, as backward passes do, are fine.) A call that Python refuses for its signature has its
-    place in the order, too: the peers may have made it. Arguments that are refused say where to read on. And what a
-    compiler traces would be done while it traces.
+    in. (Threads that take turns, as backward passes do, are fine.) A signal handler, or a finaliser, that calls inside
+    of a call of its own thread is refused before the call has a place in the order, so that nothing ends. A call that
+    Python refuses for its signature has its place in the order, too: the peers may have made it. Arguments that are
+    refused say where to read on. And what a compiler traces would be done while it traces.
 
     What the method does is done outside of the caller's modes of PyTorch (``sidelane.modes``).
 
@@ -54,6 +54,8 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
         calls = self._calls
         entrance = calls.entrance  # a forked copy has another one
         if not entrance.acquire(False):
+            if (outer := _inside(calls)) is not None:
+                raise made_inside(method.__name__, outer)
             calls.refuse_second_thread(method.__name__)
         try:
             if leaves_modes and is_in_modes():
@@ -76,11 +78,12 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
     return cast("Callable[Concatenate[S, P], R]", entered)
 
 
-def keep_compilers_out(function: Any) -> None:
-    """Make ``torch.compile`` break its graph here, and leave alone whatever runs behind; without importing Dynamo."""
-    function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a call of Sidelane runs as it is"
-    with contextlib.suppress(AttributeError, ImportError):  # a compiler that does not know these traces the call
-        dynamo = torch._C._dynamo.eval_frame
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+def _inside(calls: Calls) -> str | None:
+    """The method that this thread is inside of, where a signal handler or a finaliser has interrupted it."""
+    door = sys._getframe(1)
+    frame = door.f_back
+    while frame is not None:
+        if frame.f_code is door.f_code and frame.f_locals.get("calls") is calls:
+            return str(frame.f_locals["method"].__name__)
+        frame = frame.f_back
+    return None

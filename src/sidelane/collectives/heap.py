@@ -86,7 +86,7 @@ class SymmetricHeap:
         self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
         self._gone_pools: collections.deque[str] = collections.deque()  # by whoever has the last reference
-        self._lock = forks.lock()
+        self._lock = forks.rlock()
         _know(self)
 
     def add(self, number: int, block: SymmetricBlock) -> None:
@@ -307,7 +307,7 @@ generation_cell = [0]
 _heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
 """All of this process; replaced as a whole, for readers."""
 
-_heaps_lock = forks.lock()  # communicators may be made and closed on several threads
+_heaps_lock = forks.rlock()  # communicators may be made and closed on several threads
 
 
 def _know(heap: SymmetricHeap) -> None:

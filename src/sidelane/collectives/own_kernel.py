@@ -16,6 +16,7 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import SymmetricHeap
 from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,
@@ -41,6 +42,7 @@ MOST_RECENT = 1024
 MOST_GRID = (2**31 - 1, 65535, 65535)
 
 
+@untraced
 class OwnKernel:
     """A Triton kernel that talks to its peers by ``sidelane.device.context``. Made by ``Communicator.load_kernel``.
 

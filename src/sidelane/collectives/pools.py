@@ -14,6 +14,7 @@ import torch
 from sidelane.collectives.communicator import Communicator
 from sidelane.collectives.pool import SEGMENT_BYTES, rounded
 from sidelane.collectives.pooled import POOL
+from sidelane.collectives.untraced import keep_compilers_out, untraced
 from sidelane.errors import Page, explained, see
 from sidelane.sizes import parse_bytes
 
@@ -35,6 +36,7 @@ class Placer(Protocol):
         ...
 
 
+@untraced
 class SymmetricPool:
     """Symmetric memory for whatever torch allocates inside a ``with`` block. Made by :func:`pool`.
 
@@ -103,6 +105,7 @@ class SymmetricPool:
         return found
 
 
+@keep_compilers_out
 @explained(Page.ERRORS)
 def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     """Reserve symmetric memory in which torch places what it allocates inside ``with``. Collective, of one size.

@@ -22,6 +22,7 @@ from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.entry import entry
 from sidelane.collectives.plan import Agreement
 from sidelane.collectives.prepare import Preparer
+from sidelane.collectives.untraced import untraced
 from sidelane.errors import PeerError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.program.collective import Kind
@@ -30,6 +31,7 @@ from sidelane.program.shape import Beside
 from sidelane.program.words import WORD_MASK
 
 
+@untraced
 class Prelaunched:
     """A collective that is submitted ahead of its call. Made by ``Communicator.prepare_all_gather`` and its sisters.
 

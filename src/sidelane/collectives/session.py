@@ -25,6 +25,7 @@ from sidelane.collectives.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.profile import agree_on_profile
+from sidelane.collectives.untraced import untraced
 from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
 from sidelane.errors import CommunicatorClosedError, Page, SidelaneError, see
 from sidelane.memory.control import ControlBlock
@@ -36,6 +37,7 @@ from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
 
+@untraced
 class Session:
     """What lanes share on this rank: device, settings, measured times and symmetric memory.
 
@@ -80,7 +82,7 @@ class Session:
             raise
         self._group = chosen
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
-        self._making = forks.lock()
+        self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
         self._closed = False
         self._profile: InForce | None = None
@@ -100,25 +102,28 @@ class Session:
             UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
-        with self._making:
-            if self._closed:
-                raise CommunicatorClosedError("Session.lane: the session was closed")
-            number = len(self._lanes)
-            if any(lane.name == name for lane in self._lanes):
-                raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
-            exchange = Exchange(self._group, self.config.timeout_s)
-            if name is not None:
-                exchange(f"lane {name!r}", lambda: None)
-            try:
-                made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
-            except Exception as error:
-                if not isinstance(error, SidelaneError):  # which the others have, too, or hear of
-                    exchange.refuse(error)
-                raise
-            self._lanes.append(made)
+        made = self._making.run(lambda: self._made(name))
         if self._closed:  # meanwhile, by another thread
             made.close()
             raise CommunicatorClosedError("Session.lane: the session was closed")
+        return made
+
+    def _made(self, name: str | None) -> Lane:
+        if self._closed:
+            raise CommunicatorClosedError("Session.lane: the session was closed")
+        number = len(self._lanes)
+        if any(lane.name == name for lane in self._lanes):
+            raise ValueError(f"Session.lane: name (value={name!r}, allowed=another one for each lane)")
+        exchange = Exchange(self._group, self.config.timeout_s)
+        if name is not None:
+            exchange(f"lane {name!r}", lambda: None)
+        try:
+            made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
+        except Exception as error:
+            if not isinstance(error, SidelaneError):  # which the others have, too, or hear of
+                exchange.refuse(error)
+            raise
+        self._lanes.append(made)
         return made
 
     def close(self) -> None:
@@ -189,6 +194,7 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return chosen
 
 
+@untraced
 class Lane:
     """An order of calls: those of one lane follow each other on every rank, those of two do not wait for each other.
 

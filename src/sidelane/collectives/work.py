@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-import concurrent.futures
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,10 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidelane.collectives.call_thread import CallFuture
+from sidelane.collectives.untraced import untraced
+
 NO_TIMEOUT = timedelta(0)
 """torch's own: as long as it takes."""
 
 
+@untraced
 class Work(dist.Work):
     """A collective under way: a ``torch.distributed.Work``.
 
@@ -25,6 +29,9 @@ class Work(dist.Work):
     def __init__(self) -> None:
         super().__init__()
         self.outputs: tuple[torch.Tensor, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        untraced(cls)
 
     @abc.abstractmethod
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -67,10 +74,8 @@ class Work(dist.Work):
         return list(self.outputs)
 
 
-def future_of(
-    ended: concurrent.futures.Future[None], result: Callable[[], list[torch.Tensor]]
-) -> torch.futures.Future[list[torch.Tensor]]:
-    """A future of torch for one of Python.
+def future_of(ended: CallFuture, result: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
+    """A future of torch for the end of a call. Callbacks run behind those of calls before (``call_thread.Callbacks``).
 
     An error is raised by a callback, since C++ (DDP's) takes one that was set from Python for a result, and reads it as
     tensors. Whoever waits gets a RuntimeError with its text.
@@ -81,7 +86,11 @@ def future_of(
     """
     begun: torch.futures.Future[None] = torch.futures.Future()
     future = begun.then(lambda _: result())
-    ended.add_done_callback(lambda _: begun.set_result(None))
+    if ended.done():
+        begun.set_result(None)
+    else:
+        complete = functools.partial(begun.set_result, None)
+        ended.add_done_callback(lambda _: ended.thread.callbacks.run(complete))
     return future
 
 

@@ -13,12 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane.collectives.untraced import keep_compilers_out
+
 _torchs = c10d.batch_isend_irecv
 
 
 def take_over(kind: type[dist.ProcessGroup]) -> None:
     """Make batches on groups of a kind as torch makes them on its own; those on others stay with torch."""
 
+    @keep_compilers_out
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
         group = _group_of(p2p_op_list)
         if not isinstance(group, kind) or not made_as_one(group, p2p_op_list[0].tensor.device):

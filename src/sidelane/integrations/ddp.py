@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sidelane.collectives import Communicator, Session
 from sidelane.collectives.pool import MemoryUse
+from sidelane.collectives.untraced import keep_compilers_out
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
@@ -139,6 +140,7 @@ class Enabled:
 
 
 # DDP looks at the types of its hook: they stand here as they are, not as text.
+@keep_compilers_out
 def _hook(enabled: Enabled, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return enabled._average(bucket)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -74,7 +75,7 @@ class Dispatcher:
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
         self.memory = GroupMemory(len(self._ranks), self._for_memory, self._no_memory)
         self._refusals: dict[str, str] = {}
-        self._making = forks.lock()
+        self._making = forks.Turn(lambda: ("a call", "the making of this group's communicator"))
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
         # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's
@@ -304,26 +305,28 @@ class Dispatcher:
         """Behind the calls that a thread makes: on all ranks alike."""
         self.owner.require()
         order = self._orders[device.type]
-        if isinstance(order, HostOrder):
-            order.settle()
-        found = self._communicator(device)
+        make = functools.partial(self._communicator, device)
+        found = order.alone(make) if isinstance(order, HostOrder) else make()
         assert found is None or isinstance(found, Communicator)
         return found
 
     def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
-        with self._making:
-            device = where.type
-            made = self._communicators.get(device)
-            if made is None and not self._refusals[device]:
-                config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
-                if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                    config = dataclasses.replace(config, debug=True)
-                try:
-                    made = self._communicators[device] = self._make_communicator(where, config)
-                except UnavailableError as error:
-                    self._refusals[device] = str(error)
-            return made
+        made = self._communicators.get(where.type)
+        return self._making.run(lambda: self._made(where)) if made is None else made
+
+    def _made(self, where: torch.device) -> Communicator | NodesCommunicator | None:
+        device = where.type
+        made = self._communicators.get(device)
+        if made is None and not self._refusals[device]:
+            config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
+            if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+                config = dataclasses.replace(config, debug=True)
+            try:
+                made = self._communicators[device] = self._make_communicator(where, config)
+            except UnavailableError as error:
+                self._refusals[device] = str(error)
+        return made
 
     def _make_communicator(self, device: torch.device, config: Config) -> Communicator | NodesCommunicator:
         if not self._nodes.spans:

@@ -84,7 +84,7 @@ class Ledger:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.group = ""  # torch tells the name after the group was made
         self._ranks = tuple(ranks)
-        self._lock = forks.lock()
+        self._lock = forks.rlock()  # a signal handler, or a finaliser, may make a call or a report in the middle of one
         self._sums: dict[Key, _Sum] = {}
         with _keeping:
             _ledgers.append(self)
@@ -114,7 +114,7 @@ class Ledger:
     def rows(self) -> list[Row]:
         """Sums, in the order of their first call."""
         with self._lock:
-            return [self.row(key, entry) for key, entry in self._sums.items()]
+            return [self.row(key, entry) for key, entry in list(self._sums.items())]
 
     def row(self, key: Key, entry: _Sum) -> Row:
         """A sum for people."""
@@ -129,7 +129,7 @@ def report() -> Report:
     Groups that were destroyed are in it, too. Asynchronous calls appear when they have ended.
     """
     with _keeping:
-        rows = tuple(row for ledger in _ledgers for row in ledger.rows())
+        rows = tuple(row for ledger in list(_ledgers) for row in ledger.rows())
     last = _last
     return Report(rows, None if last is None else last[0].row(*last[1:]))
 
@@ -138,7 +138,7 @@ def reset() -> None:
     """Begin to count afresh."""
     global _last
     with _keeping:
-        for ledger in _ledgers:
+        for ledger in list(_ledgers):
             ledger.forget()
         _last = None
 
@@ -150,6 +150,6 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-_keeping = forks.lock()
+_keeping = forks.rlock()
 _ledgers: list[Ledger] = []
 _last: tuple[Ledger, Key, _Sum] | None = None

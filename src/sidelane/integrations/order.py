@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import queue
-import threading
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from types import FrameType
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sidelane import forks
+from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError
 from sidelane.integrations.works import EndedWork, HostWork
 from sidelane.memory import ending
 
 Job = Callable[[], None]
+T = TypeVar("T")
 
 
 class Guard(Protocol):
@@ -53,11 +54,9 @@ class HostOrder:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._lock = forks.lock()
-        self._jobs: queue.SimpleQueue[tuple[concurrent.futures.Future[None], Job] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._gives_up = False
-        self._last: concurrent.futures.Future[None] | None = None
+        self._turn = forks.Turn(_names)
+        self._thread = CallThread("sidelane-group", self._turn.is_mine)
+        self._is_known = self._gives_up = False
 
     def run(
         self,
@@ -75,81 +74,59 @@ class HostOrder:
             outputs: those that it writes.
             is_async: the caller goes on at once.
             timeout: of its own; 0 for none.
+
+        Raises:
+            RuntimeError: a signal handler or a finaliser calls inside of a call that its thread makes.
         """
         if is_async or timeout > NO_TIMEOUT:
             return HostWork(self._submit(job), outputs, timeout, self._guard.late, self._guard.interrupted)
-        self._step_aside()
-        with self._lock:
-            if self._last is not None:
-                concurrent.futures.wait([self._last])  # what went wrong in it is for those who wait for it
-                self._last = None
-            job()
+        self.alone(job)
         return EndedWork(outputs)
+
+    def alone(self, job: Callable[[], T]) -> T:
+        """Do something behind the calls that the thread was given, and beside none. Raises as :meth:`run`."""
+        if self._thread.pending:
+            self._turn.require_other()
+            self._thread.settle()
+        return self._turn.run(job)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
         """Make a call of the other group: on CPUs it waits for nothing of this one."""
         return call()
 
-    def settle(self) -> None:
-        """Wait for the calls that the thread was given."""
-        self._step_aside()
-        with self._lock:
-            if self._last is not None:
-                concurrent.futures.wait([self._last])
-
     def close(self) -> None:
         """End the thread, when it has made the calls that it was given."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-            self._thread = None
+        self._thread.finish()
 
     def end(self, until: float) -> None:
         """At exit: let the thread make the calls that it was given, but not for long."""
-        thread = self._thread
-        if thread is None:
-            return
-        self._jobs.put(None)
-        thread.join(max(until - time.monotonic(), 0))
-        if thread.is_alive():
+        if not self._thread.end(until):
             self._gives_up = True
             ending.give_up()
             self._guard.ends()
-            thread.join(ending.LEAVING_S)
+            self._thread.end(time.monotonic() + ending.LEAVING_S)
 
-    def _submit(self, job: Job) -> concurrent.futures.Future[None]:
-        self._step_aside()
-        future: concurrent.futures.Future[None] = concurrent.futures.Future()
-        with self._lock:
-            if self._thread is None:
-                self._start()
-            self._last = future
-            self._jobs.put((future, job))
-        return future
+    def _submit(self, job: Job) -> CallFuture:
+        if not self._is_known:
+            self._is_known = True
+            ending.at_exit(self, first=True)
+        return self._thread.submit(self._make, job)
 
-    def _start(self) -> None:
-        ending.at_exit(self, first=True)
-        self._thread = threading.Thread(target=self._work, name="sidelane-group", daemon=True)
-        self._thread.start()
+    def _make(self, job: Job) -> None:
+        if self._gives_up:
+            raise CommunicatorClosedError("the interpreter has ended before this call began")
+        self._turn.run(job)
 
-    def _step_aside(self) -> None:
-        """A callback of a future that makes calls does so on the thread that would make them: let another one."""
-        if threading.current_thread() is self._thread:
-            self._start()
 
-    def _work(self) -> None:
-        while threading.current_thread() is self._thread and (given := self._jobs.get()) is not None:
-            future, job = given
-            try:
-                if self._gives_up:
-                    raise CommunicatorClosedError("the interpreter has ended before this call began")
-                job()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)  # callbacks run here
-            del future, job, given  # while idle, hold on to nothing
+def _names() -> tuple[str, str]:
+    """The methods of groups that this thread is inside of: the one that was called last, and the one before."""
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "sidelane.integrations.process_group":
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names[0] if names else "a call", names[1] if len(names) > 1 else "a call of this group"
 
 
 class StreamOrder:

@@ -11,7 +11,6 @@ given them new ones.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config, forks
 from sidelane.collectives import Communicator
-from sidelane.collectives.entry import keep_compilers_out
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.calls import Call
@@ -36,6 +35,7 @@ from sidelane.memory.exchange import require_own
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 
 
+@untraced
 class SidelaneGroup(dist.ProcessGroup):
     """A process group of which Sidelane does what it can; made by torch, or by :func:`sidelane.wrap`.
 
@@ -405,8 +405,6 @@ class SidelaneGroup(dist.ProcessGroup):
         return JoinedWork(works)
 
 
-for _method in filter(inspect.isfunction, list(vars(SidelaneGroup).values())):
-    keep_compilers_out(_method)  # DDP's reducer calls them from code that is compiled
 batches.take_over(SidelaneGroup)
 splits.take_over(SidelaneGroup)
 

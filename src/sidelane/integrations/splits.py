@@ -16,6 +16,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from sidelane.collectives.untraced import keep_compilers_out
+
 _torchs = getattr(c10d, "split_group", None)  # torch 2.5 and later
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -23,6 +25,7 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = w
 def take_over(kind: type[Any]) -> None:
     """Split groups of a kind by their own method ``split_group``; those of others stay with torch."""
 
+    @keep_compilers_out
     def split_group(
         parent_pg: dist.ProcessGroup | None = None,
         split_ranks: list[list[int]] | None = None,

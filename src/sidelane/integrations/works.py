@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 import os
 import time
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import forks
+from sidelane.collectives.call_thread import CallFuture
+from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import PeerTimeoutError
 from sidelane.memory.ending import give_up_if_it_ends
@@ -56,7 +57,7 @@ class HostWork(Work):
 
     def __init__(
         self,
-        future: concurrent.futures.Future[None],
+        future: CallFuture,
         outputs: Sequence[torch.Tensor],
         timeout: timedelta,
         late: Callable[[], tuple[str, Sequence[int]]],
@@ -72,7 +73,7 @@ class HostWork(Work):
             raise forks.refusal("call under way", self._maker)  # the thread that would end it is there alone
         limit = timeout if timeout > NO_TIMEOUT else self._timeout
         try:
-            done, _ = concurrent.futures.wait([self._future], limit.total_seconds() if limit > NO_TIMEOUT else None)
+            done = self._future.has_ended(limit.total_seconds() if limit > NO_TIMEOUT else None)
         except KeyboardInterrupt as error:
             self._interrupted(error)
             raise
@@ -108,6 +109,7 @@ class Watch(Protocol):
         ...
 
 
+@untraced
 class OtherWork(dist.Work):
     """A call of the group that stands behind this one; a failure says which ranks have died.
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane.collectives.session import group_for
+from sidelane.collectives.untraced import keep_compilers_out
 from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
@@ -19,6 +20,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weak
 """By group, not by its name: a process that has wrapped an earlier group of that name agrees with one that has not."""
 
 
+@keep_compilers_out
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
     """Put Sidelane in front of a process group: what it does better goes to it, everything else to ``group``.
 

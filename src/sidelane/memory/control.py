@@ -90,6 +90,7 @@ class ControlBlock:
         self._parts = [Part(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # threads of this rank share one writer's role
+        self._giving_up = threading.RLock()  # in a signal handler, too, in the middle of anything
         self._open_calls: set[int] = set()
         self._last_ended = 0
         self.unread, self._patience_s = 0, 0.0  # and how long they may take
@@ -169,7 +170,7 @@ class ControlBlock:
         if os.getpid() != self._self.pid:
             return  # a forked copy shares the memory, but is no rank
         culprits = ",".join(map(str, ranks or (self.rank,)))
-        with self._lock:
+        with self._giving_up:
             if self._own.abort.is_blank:
                 payload = culprits.encode() + b"\0" + fit(message, ABORT_BYTES - 100)
                 # The monotonic clock is one for the machine: it tells which of several aborts came first.
@@ -180,8 +181,7 @@ class ControlBlock:
         self._is_closed = True
         if os.getpid() != self._self.pid:
             return  # a forked copy shares the memory, but is no rank
-        with self._lock:
-            self._own.words[CLOSED] = 1
+        self._own.words[CLOSED] = 1
 
     # --- what this rank sees ------------------------------------------------------------------------------------------
 

@@ -378,6 +378,6 @@ def _inherit() -> None:
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """By group, in which communicators are made: ranks that have made other groups before agree on it."""
-_counting = forks.lock()
+_counting = forks.rlock()
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Groups of the process that this one is a copy of, with its number."""

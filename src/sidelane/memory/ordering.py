@@ -49,7 +49,7 @@ def full_fence() -> None:
 
 
 def _order(lock: threading.Lock) -> None:
-    # It is held between the calls, or else a Ctrl-C came in here.
+    # It is held between the calls, or else a Ctrl-C came in here. A signal handler that came in here took it again.
     lock.acquire(False)
     lock.release()
-    lock.acquire()
+    lock.acquire(False)

@@ -145,4 +145,4 @@ def _name_of(status: os.stat_result) -> str:
 mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
 """What this process has mapped, for all lanes."""
 
-_mapping = forks.lock()
+_mapping = forks.rlock()

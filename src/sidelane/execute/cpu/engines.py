@@ -24,7 +24,8 @@ class Engines:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may shut them down in the middle of anything
+        self._is_submitting = self._ends_then = False
         self._threads: dict[Engine, EngineThread] = {}
         self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
         self._is_shut_down = False
@@ -32,16 +33,23 @@ class Engines:
 
     def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Action, ...]) -> None:
         """Run one queue of an invocation behind what its engine already has; fail it where there are none any more."""
-        error: Exception = self._closed_in(invocation)
+        error: Exception | None = None
         with self._lock:
-            if not self._is_shut_down:
+            was_open = self._is_submitting = not self._is_shut_down
+            if was_open:
                 self._running.add(invocation)
                 try:
                     self._thread_of(queue.engine).work.put((invocation, queue, steps))
-                    return
                 except RuntimeError as problem:
+                    was_open = False
                     error = RuntimeError(f"rank {self._rank} has no thread for {queue.engine}: {problem}")
-        invocation.cancel(error)
+                self._is_submitting = False
+        if self._ends_then:
+            self._ends_then = False
+            self.shut_down()
+        if was_open:
+            return
+        invocation.cancel(error or self._closed_in(invocation))
         invocation.leave()
 
     def _thread_of(self, engine: Engine) -> EngineThread:
@@ -57,6 +65,9 @@ class Engines:
         if os.getpid() != self._process:
             return
         with self._lock:
+            if self._is_submitting:  # which this thread does, and goes on with behind the signal handler
+                self._ends_then = True
+                return
             self._is_shut_down = True
             running, threads = list(self._running), list(self._threads.values())
             self._threads.clear()

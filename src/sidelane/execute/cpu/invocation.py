@@ -49,7 +49,7 @@ class Invocation:
         self.stamps: dict[int, int] = {}
         self._site, self._fired = site, fired
         self._remaining = parts
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may cancel it in the middle of anything
         self._over = threading.Event()
         self._begun = threading.Event()
         self._is_stopping = False

@@ -99,7 +99,7 @@ class NodesCommunicator:
         self._make_far(store, ranks, name, timeout)
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
-        self._telling = forks.lock()  # the lookout may fail a call while the call itself does
+        self._telling = forks.rlock()  # the lookout may fail a call while the call itself does
         self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
         self._scratch = Scratch(self.near)
         self.owner = forks.Owner("communicator of several nodes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,7 +111,6 @@ class NodesLane:
         self._stream = StreamOrder(self) if comm.device.type == "cuda" else None
         self._thread = CallThread()
         ending.at_exit(self, first=True)
-        self._last: concurrent.futures.Future[None] | None = None
 
     def all_gather(
         self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
@@ -170,6 +168,7 @@ class NodesLane:
 
     def end(self, until: float) -> None:
         """At exit, as ``order.HostOrder`` does."""
+        self._thread.cancel()
         if self._thread.end(until):
             return
         ending.give_up()
@@ -203,15 +202,13 @@ class NodesLane:
         if not async_op:
             self._behind(lambda: job(output, input))
             return None
-        self._last = self._thread.submit(job, output, input)
-        return HostWork(self._last, outputs, NO_TIMEOUT, self.late, self.interrupted)
+        future = self._thread.submit(job, output, input)
+        return HostWork(future, outputs, NO_TIMEOUT, self.late, self.interrupted)
 
     def _behind(self, job: Callable[[], None]) -> None:
         """Run ``job`` here, behind the asynchronous calls."""
         self.comm.owner.require()
-        if self._last is not None:
-            concurrent.futures.wait([self._last])  # what went wrong in it is for those who wait for it
-            self._last = None
+        self._thread.settle()
         job()
 
 
