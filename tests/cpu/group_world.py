@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -203,6 +205,45 @@ def late(group: dist.ProcessGroup, folder: str) -> None:
         told.set(f"that {rank} gave up", "")
 
 
+def sent_late(group: dist.ProcessGroup, folder: str) -> None:
+    """A receive waits as long as the group does, one with a time-out of its own as long as that; as with Gloo."""
+    said: dict[str, list[str]] = {}
+    for backend in ("gloo", "sidelane"):
+        with world(f"{folder}/sent late by {backend}", backend) as (rank, _):
+            tensor, peer = torch.full((5,), float(rank)), rank ^ 1
+            late = functools.partial(time.sleep, 0.7)  # longer than between two looks at the peers
+            if rank % 2:
+                late()
+                dist.send(tensor, peer)
+                late()
+                works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer)])
+                works[0].wait()
+                late()
+                dist.all_reduce(torch.ones(5, dtype=torch.float64))
+            else:
+                received, other = torch.empty(5), torch.ones(5, dtype=torch.float64)
+                assert dist.recv(received, None if rank else peer) == peer
+                assert received.eq(peer).all()
+                received.zero_()
+                works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer)])
+                works[0].wait()
+                assert received.eq(peer).all()
+                work = dist.all_reduce(other, async_op=True)  # which Gloo makes on both
+                said[backend] = [gave_up(work, 0.1)]
+                work.wait()  # type: ignore[union-attr]
+                assert other.eq(4).all()
+                lost = dist.irecv(received, peer)
+                said[backend] += [gave_up(lost, 0.2), gave_up(lost, 0.2)]  # from then on there are no connections
+    assert said.get("gloo") == said.get("sidelane"), said
+
+
+def gave_up(work: Any, seconds: float) -> str:
+    """What a wait raises that has a time-out."""
+    with pytest.raises(RuntimeError) as caught:
+        work.wait(timedelta(seconds=seconds))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def refused(group: dist.ProcessGroup, folder: str) -> None:
     """A wrong call on one rank is an error on all, and the group goes on."""
     with world(f"{folder}/refused") as (rank, size):
@@ -332,6 +373,7 @@ def dies(group: dist.ProcessGroup, folder: str) -> None:
             lambda: dist.all_reduce(torch.ones(6)),
             lambda: dist.all_reduce(torch.ones(6), group=behind, async_op=True).wait(),  # type: ignore[union-attr]
             lambda: dist.all_reduce(torch.ones(6, dtype=torch.float64), group=behind),
+            lambda: dist.recv(torch.ones(6), 2),
         ]
         for call in calls:
             with pytest.raises(PeerError, match="rank 2 .*(died|dead)") as caught:

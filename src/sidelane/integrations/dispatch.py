@@ -196,7 +196,12 @@ class Dispatcher:
         return ""
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
-        """Make a call between two ranks: in no order with the calls of all."""
+        """Make a call between two ranks, in no order with the calls of all.
+
+        Args:
+            call: of two ranks.
+            peers: the other one, or all that it may be.
+        """
         self.owner.require()
         if self._can_capture and torch.cuda.is_current_stream_capturing():
             self._refuse_in_graph(call, call.tensors[0].device.type)
@@ -247,14 +252,17 @@ class Dispatcher:
             error.add_note(f"ranks of {self._group.group_name} are, in the world: {list(self._ranks)}")
 
     def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
-        name, needed = self.names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
+        name, is_of_all = self.names.get(device, "none"), peers is None
+        needed = range(len(self._ranks)) if peers is None else peers
         self.memory.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
             work = call.other()
         except RuntimeError as error:
             raise self._witness.explain(error, needed) from error
-        return JoinedWork([]) if work is None else OtherWork(work, self._witness, needed, looks=name == "gloo")
+        if work is None:
+            return JoinedWork([])
+        return OtherWork(work, self._witness, needed, looks=is_of_all and name == "gloo")
 
     def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""

@@ -23,7 +23,8 @@ from sidelane.memory.process import ProcessIdentity
 
 Kind = dist.ProcessGroup.BackendType
 _DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
-_OF_PEERS = ("connection", "timed out", "timeout", "closed", "peer", "nccl", "remote")
+_LATE = ("timed out", "timeout")
+_OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
 _MOST_MET = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -154,9 +155,10 @@ class Witness:
 
     def explain(self, error: RuntimeError, peers: Sequence[int] | None = None) -> RuntimeError:
         """What to raise for an error of the other group: one that names the dead, or the same where all live."""
-        if not any(word in str(error).lower() for word in _OF_PEERS):
+        text = str(error).lower()
+        if not any(word in text for word in _OF_PEERS):
             return error
-        until = time.monotonic() + _DYING_S
+        until = time.monotonic() + (0.0 if any(word in text for word in _LATE) else _DYING_S)
         while not (dead := self.dead(range(len(self._ranks)) if peers is None else peers)):
             if time.monotonic() > until:
                 return error

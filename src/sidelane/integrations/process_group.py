@@ -382,7 +382,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         """``recv`` from whoever sends."""
         call = calls.make("recv", tensors, [], lambda: self._other.recv_anysource(tensors, tag), None, None)
-        return self._dispatcher.pass_on(call, [])
+        return self._dispatcher.pass_on(call, range(self.size()))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Gloo's."""

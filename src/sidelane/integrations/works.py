@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
-from sidelane.errors import PeerTimeoutError
+from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.memory.ending import give_up_if_it_ends
 
 _LOOK_S = 0.5
@@ -115,7 +115,9 @@ class OtherWork(dist.Work):
         work: what the other group returned.
         watch: knows the dead.
         peers: those that the call needs.
-        looks: while it waits, too. Gloo notices a death only where it talks to the dead rank itself.
+        looks: at the peers while it waits, too: Gloo notices a death only where it talks to the dead rank itself. For
+            calls only whose ``wait`` leaves them as they are when it gives up. That of a send or receive of Gloo ends
+            it, and every connection of the group with it; that of NCCL may abort its communicator.
     """
 
     def __init__(self, work: dist.Work, watch: Watch, peers: Sequence[int], *, looks: bool) -> None:
@@ -126,21 +128,28 @@ class OtherWork(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._work.is_completed():
             raise forks.refusal("call under way", self._maker)
+        try:
+            return self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
+        except SidelaneError:
+            raise
+        except RuntimeError as error:
+            raise self._watch.explain(error, self._peers) from error
+
+    def _wait_looking(self, timeout: timedelta) -> bool:
         began, noticed = time.monotonic(), math.inf
         limit = timeout.total_seconds() if timeout > NO_TIMEOUT else math.inf
         while True:
             left = limit - (time.monotonic() - began)
-            slice_s = min(_LOOK_S, left) if self._looks else left
             try:
-                return self._work.wait(NO_TIMEOUT if slice_s == math.inf else timedelta(seconds=max(slice_s, 1e-3)))
+                return self._work.wait(timedelta(seconds=max(min(_LOOK_S, left), 1e-3)))
             except RuntimeError as error:
-                if not (self._looks and _GAVE_UP in str(error)) or time.monotonic() - began >= limit:
-                    raise self._watch.explain(error, self._peers) from error
+                if _GAVE_UP not in str(error) or time.monotonic() - began >= limit:
+                    raise
             give_up_if_it_ends()
             if self._watch.dead(self._peers):
                 noticed = min(noticed, time.monotonic())
                 if time.monotonic() - noticed > _PATIENCE_S:
-                    raise self._watch.explain(RuntimeError("connection closed: its process is gone"), self._peers)
+                    raise RuntimeError("connection closed: its process is gone")
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
