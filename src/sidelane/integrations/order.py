@@ -97,13 +97,15 @@ class HostOrder:
             if self._last is not None:
                 concurrent.futures.wait([self._last])
 
-    def close(self) -> None:
-        """End the thread, when it has made the calls that it was given."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread, when it has made the calls that it was given; without ``wait``, return before."""
         if self._thread is not None:
             self._jobs.put(None)
-            if self._thread is not threading.current_thread():
+            if wait and self._thread is not threading.current_thread():
                 self._thread.join()
-            self._thread = None
+            if wait:
+                self._thread = None
+        self._last = None
 
     def end(self, until: float) -> None:
         """At exit: let the thread make the calls that it was given, but not for long."""
@@ -201,7 +203,7 @@ class StreamOrder:
             work.wait()  # the stream does, not the host
         return work
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Forget the stream; what is queued there goes on."""
         self._side = None
 

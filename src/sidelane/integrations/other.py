@@ -153,18 +153,18 @@ class Witness:
         if len(ranks) > 1:
             self._store.set(str(rank), pickle.dumps(self._own))  # type: ignore[arg-type]  # takes bytes
 
-    def explain(self, error: RuntimeError, peers: Sequence[int] | None = None) -> RuntimeError:
-        """What to raise for an error of the other group: one that names the dead, or the same where all live."""
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
+        """See :class:`sidelane.integrations.works.Watch`."""
         text = str(error).lower()
         if not any(word in text for word in _OF_PEERS):
-            return error
+            return
         until = time.monotonic() + (0.0 if any(word in text for word in _LATE) else _DYING_S)
-        while not (dead := self.dead(range(len(self._ranks)) if peers is None else peers)):
+        while not (dead := self.dead(peers)):
             if time.monotonic() > until:
-                return error
+                return
             time.sleep(0.05)
         named = ", ".join(f"rank {rank} (rank {self._ranks[rank]} of the world) died" for rank in dead)
-        return PeerError(f"{named}: {error}", dead)
+        raise PeerError(f"{named}: {error}", dead) from error
 
     def dead(self, peers: Sequence[int]) -> list[int]:
         """Those of ``peers`` whose processes are gone."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
-from sidelane.errors import PeerTimeoutError, SidelaneError
+from sidelane.errors import PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
 
 _LOOK_S = 0.5
@@ -79,7 +79,7 @@ class HostWork(Work):
         if not done:
             text, ranks = self._late()
             raise PeerTimeoutError(f"{timed_out(limit, self.outputs)}{text}", ranks)
-        self._future.result()
+        self._raise()
         return True
 
     def is_completed(self) -> bool:
@@ -90,10 +90,15 @@ class HostWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         def result() -> list[torch.Tensor]:
-            self._future.result()
+            self._raise()
             return list(self.outputs)
 
         return future_of(self._future, result)
+
+    def _raise(self) -> None:
+        error = self._future.exception()
+        if error is not None:
+            raise anew(error)
 
 
 class Watch(Protocol):
@@ -103,8 +108,8 @@ class Watch(Protocol):
         """Those of ``peers`` whose processes are gone."""
         ...
 
-    def explain(self, error: RuntimeError, peers: Sequence[int]) -> RuntimeError:
-        """What to raise for an error of the other group: one that names the dead, or the same where all live."""
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
+        """For an error of the other group, raise one that names the dead; return where all live."""
         ...
 
 
@@ -133,7 +138,8 @@ class OtherWork(dist.Work):
         except SidelaneError:
             raise
         except RuntimeError as error:
-            raise self._watch.explain(error, self._peers) from error
+            self._watch.explain(error, self._peers)
+            raise
 
     def _wait_looking(self, timeout: timedelta) -> bool:
         began, noticed = time.monotonic(), math.inf

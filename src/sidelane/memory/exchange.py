@@ -76,7 +76,7 @@ class Exchange:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.peers: Sequence[ProcessIdentity] = ()
         self.look: Callable[[], object] | None = None
-        self._timeout_s = timeout_s
+        self._timeout_s, self._check_group = timeout_s, getattr(group, "check", None)
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = store_of(group) if self.world_size > 1 else dist.HashStore()
         self._store: dist.Store | None = None
@@ -186,11 +186,14 @@ class Exchange:
             if len(found) == self.world_size and outcome == _met(_by_rank(found)):
                 return _by_rank(found)
             self._forget(1)
-            if failure is not None and outcome == _gave_up(failure, self.rank):
-                raise failure
-            if not outcome.met and self.rank not in outcome.ranks:
-                kind = PeerTimeoutError if outcome.timed_out else PeerError
-                raise kind(f"{what}: another rank gave up: {outcome.text}", outcome.ranks) from failure
+            try:
+                if failure is not None and outcome == _gave_up(failure, self.rank):
+                    raise failure
+                if not outcome.met and self.rank not in outcome.ranks:
+                    kind = PeerTimeoutError if outcome.timed_out else PeerError
+                    raise kind(f"{what}: another rank gave up: {outcome.text}", outcome.ranks) from failure
+            finally:
+                del failure  # which keeps this frame
             self._go_on()
 
     def _decide(self, what: str, outcome: _Outcome) -> _Outcome:
@@ -249,6 +252,8 @@ class Exchange:
     def _look_around(self, what: str, missing: Sequence[int]) -> None:
         if self.look is not None:
             self.look()
+        if self._check_group is not None:
+            self._check_group()
         if self._meeting:
             with self._reaching_the_store(what):
                 decided = self._decided()
