@@ -6,6 +6,7 @@ end, and ``str`` of an error, which other ranks repeat, does not hold it.
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -130,6 +131,21 @@ class SidelaneError(RuntimeError):
     def __init__(self, *arguments: object, page: Page | None = None) -> None:
         super().__init__(*arguments)
         see(self, page or self.page)
+
+
+def anew(error: BaseException) -> BaseException:
+    """Copy an error that is kept, to raise it here: tracebacks grow on what is raised, and keep all that has led here.
+
+    Whoever keeps an error that it has raised is kept by it, with memory, threads and connections, until garbage is
+    collected.
+    """
+    try:
+        made = copy.copy(error)
+    except Exception:  # one of somebody else's, which cannot be copied
+        return error
+    made.__cause__, made.__context__ = error.__cause__, error.__context__
+    made.__suppress_context__ = error.__suppress_context__
+    return made.with_traceback(error.__traceback__)
 
 
 class ProgramError(SidelaneError):

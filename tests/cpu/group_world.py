@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import os
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import sidelane
 from sidelane import config
-from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
+from sidelane.errors import CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError
 from sidelane.integrations import ledger
 
 
@@ -36,7 +41,8 @@ def world(store: str, backend: str = "sidelane", timeout_s: float = 30) -> Itera
     try:
         yield rank, size
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def leave(group: dist.ProcessGroup) -> None:
@@ -203,6 +209,131 @@ def late(group: dist.ProcessGroup, folder: str) -> None:
         told.set(f"that {rank} gave up", "")
 
 
+def sent_late(group: dist.ProcessGroup, folder: str) -> None:
+    """A receive waits as long as the group does, one with a time-out of its own as long as that; as with Gloo."""
+    said: dict[str, list[str]] = {}
+    for backend in ("gloo", "sidelane"):
+        with world(f"{folder}/sent late by {backend}", backend) as (rank, _):
+            tensor, peer = torch.full((5,), float(rank)), rank ^ 1
+            late = functools.partial(time.sleep, 0.7)  # longer than between two looks at the peers
+            told = dist.PrefixStore("told", dist.distributed_c10d._get_default_store())
+            if rank % 2:
+                late()
+                dist.send(tensor, peer)
+                late()
+                works = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer)])
+                works[0].wait()
+                late()
+                dist.all_reduce(torch.ones(5, dtype=torch.float64))
+                told.wait([f"that {peer} is through"])
+            else:
+                received, other = torch.empty(5), torch.ones(5, dtype=torch.float64)
+                assert dist.recv(received, None if rank else peer) == peer
+                assert received.eq(peer).all()
+                received.zero_()
+                works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer)])
+                works[0].wait()
+                assert received.eq(peer).all()
+                work = dist.all_reduce(other, async_op=True)  # which Gloo makes on both
+                said[backend] = [gave_up(work, 0.1)]
+                work.wait()  # type: ignore[union-attr]
+                assert other.eq(4).all()
+                lost = dist.irecv(received, peer)
+                said[backend] += [gave_up(lost, 0.2), gave_up(lost, 0.2)]  # from then on there are no connections
+                told.set(f"that {rank} is through", "")
+    assert said.get("gloo") == said.get("sidelane"), said
+
+
+def gave_up(work: Any, seconds: float) -> str:
+    """What a wait raises that has a time-out."""
+    with pytest.raises(RuntimeError) as caught:
+        work.wait(timedelta(seconds=seconds))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def given_back(group: dist.ProcessGroup, folder: str, rounds: int = 2) -> None:
+    """A group that has ended gives everything back at once, whatever it was used for, with no garbage collected."""
+    gc.disable()
+    try:
+        for number in range(rounds):
+            for way in (calls, part_of, fails, aborted):
+                before = held()
+                with world(f"{folder}/{way.__name__}{number}", timeout_s=10) as (rank, size):
+                    gone = weakref.ref(dist.group.WORLD)
+                    way(rank, size)
+                assert gone() is None, (way, gc.get_referrers(gone()))
+                until = time.monotonic() + 5  # what ends an aborted call ends by itself
+                while number and (now := held()) != before:
+                    assert time.monotonic() < until, (way, before, now)
+                    time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def held() -> tuple[int, int, int]:
+    """Descriptors, threads and shared mappings of this process."""
+    shared = sum(line.split()[1].endswith("s") for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), shared
+
+
+def calls(rank: int, size: int) -> None:
+    """Calls of all kinds; some of them are under way when the group ends."""
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(3, dtype=torch.float64))
+    dist.barrier()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(3), async_op=True)
+
+
+def part_of(rank: int, size: int) -> None:
+    """Groups beside the first one, and a communicator; only some are destroyed."""
+    part, both = dist.new_group(), dist.split_group(None, [[0, 1], [2, 3]])
+    around, mesh = sidelane.wrap(part), init_device_mesh("cpu", (2, 2), mesh_dim_names=("far", "near"))
+    for each in (part, both, around, mesh.get_group("far")):
+        dist.all_reduce(torch.ones(3), group=each)
+    dist.destroy_process_group(around)
+    dist.destroy_process_group(part)
+    with sidelane.Communicator(device="cpu") as comm:
+        comm.all_reduce(comm.empty(5))
+        ended = weakref.ref(comm)
+    del comm
+    assert ended() is None
+
+
+def fails(rank: int, size: int) -> None:
+    """A call that is refused, and one that fails while it is waited for: errors keep what has led to them."""
+    with pytest.raises((ValueError, PeerError)):
+        dist.all_gather_into_tensor(torch.empty(size * 4 + (rank == 1)), torch.ones(4))
+    work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+    with pytest.raises(MismatchError):
+        work.wait()  # type: ignore[union-attr]
+
+
+def aborted(rank: int, size: int) -> None:
+    """Calls under way fail at once and so do later ones, here and on the rank that hears of it."""
+    told, world_group = dist.PrefixStore("told", dist.distributed_c10d._get_default_store()), dist.group.WORLD
+    part = dist.new_group()  # of which this would be the first call
+    dist.all_reduce(torch.ones(3))
+    if rank == 3:
+        told.wait([f"that {other} has aborted" for other in range(3)])
+        with pytest.raises(PeerError, match=r"process group 0 was aborted on rank 0"):
+            dist.all_reduce(torch.ones(3))
+    else:
+        works = [dist.all_reduce(torch.ones(length), async_op=True) for length in (3, 4)]  # a known one, and a new one
+        works.append(dist.all_reduce(torch.ones(3), group=part, async_op=True))
+        time.sleep(0.05)
+        if rank:
+            told.wait([f"that {rank - 1} has aborted"])  # who is first is named
+        dist.distributed_c10d._abort_process_group()
+        told.set(f"that {rank} has aborted", "")
+        for work in works:  # on some ranks they fail since the first one has aborted
+            with pytest.raises((CommunicatorClosedError, PeerError), match=r"process group \S+ was aborted"):
+                work.wait()  # type: ignore[union-attr]
+        for use in (world_group.barrier, lambda: world_group.allreduce([torch.ones(3)])):  # type: ignore[union-attr]
+            with pytest.raises(CommunicatorClosedError, match=r"^process group 0 was aborted"):
+                use()
+
+
 def refused(group: dist.ProcessGroup, folder: str) -> None:
     """A wrong call on one rank is an error on all, and the group goes on."""
     with world(f"{folder}/refused") as (rank, size):
@@ -332,6 +463,7 @@ def dies(group: dist.ProcessGroup, folder: str) -> None:
             lambda: dist.all_reduce(torch.ones(6)),
             lambda: dist.all_reduce(torch.ones(6), group=behind, async_op=True).wait(),  # type: ignore[union-attr]
             lambda: dist.all_reduce(torch.ones(6, dtype=torch.float64), group=behind),
+            lambda: dist.recv(torch.ones(6), 2),
         ]
         for call in calls:
             with pytest.raises(PeerError, match="rank 2 .*(died|dead)") as caught:

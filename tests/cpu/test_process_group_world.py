@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import group_world as scenarios
+import pytest
 from ranks import crew
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,11 +20,18 @@ def test_a_world_of_its_own_and_its_end(tmp_path: Path) -> None:
         ranks.run(scenarios.leave)
         for scenario in (
             *(scenarios.forms, scenarios.replaced, scenarios.parts),
-            *(scenarios.late, scenarios.refused, scenarios.compared),
+            *(scenarios.late, scenarios.sent_late, scenarios.given_back, scenarios.refused, scenarios.compared),
         ):
             ranks.run(scenario, None, str(tmp_path))
         found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(2,))
         assert found == [None, None, 7, None]
+
+
+@pytest.mark.long
+def test_a_thousand_groups_leave_nothing(tmp_path: Path) -> None:
+    with crew(4) as ranks:
+        ranks.run(scenarios.leave)
+        ranks.run(scenarios.given_back, None, str(tmp_path), 250)
 
 
 def test_the_flight_recorder_of_torch_has_the_calls_of_gloo() -> None:

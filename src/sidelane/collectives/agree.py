@@ -44,19 +44,19 @@ def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> No
     texts = [post.common for post in posts]
     # What a rank posts that compared first repeats what is found here.
     refused = [(post.rank, post.refusal) for post in posts if post.refusal is not None and post.blames is None]
-    error: MismatchError | PeerError | None = None
     if refused:
         culprit, reason = refused[0]
-        error = PeerError(f"call {call}: rank {culprit} refused it: {reason}", ranks=[rank for rank, _ in refused])
+        found = f"call {call}: rank {culprit} refused it: {reason}"
     elif other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
         culprit = other
-        error = MismatchError(
-            f"call {call}: ranks made different calls: rank 0: {texts[0]}; rank {other}: {texts[other]}"
-        )
-    if error is not None:
-        # A rank that had made its call before did not compare; it finds the refusal while it waits for this one.
-        control.post_call(call, posts[control.rank].signature, refusal=str(error), blames=culprit)
-        raise error
+        found = f"call {call}: ranks made different calls: rank 0: {texts[0]}; rank {other}: {texts[other]}"
+    else:
+        return
+    # A rank that had made its call before did not compare; it finds the refusal while it waits for this one.
+    control.post_call(call, posts[control.rank].signature, refusal=found, blames=culprit)
+    if refused:
+        raise PeerError(found, ranks=[rank for rank, _ in refused])
+    raise MismatchError(found)
 
 
 def with_splits(

@@ -16,7 +16,7 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
-from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError
+from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.execute.cpu.kernel_call import Board, CpuKernelCall
@@ -126,13 +126,15 @@ class CpuBackend:
             raise self._disowned
         try:
             future.has_ended(None)
-            future.result()
+            error = future.exception()
         except concurrent.futures.CancelledError:
             raise CommunicatorClosedError("the communicator was closed before this call began") from None
         except KeyboardInterrupt:
             # It reached this thread, not the one that runs the collective: end that one, which tells the peers.
             self.executor.close()
             raise
+        if error is not None:
+            raise anew(error)
 
     def follow_all(self) -> None:
         """Nothing: callers wait for their calls, and whatever runs on a thread keeps its tensors."""
@@ -159,6 +161,7 @@ class CpuBackend:
     def close(self) -> None:
         self.executor.close()  # first: it ends what the thread may be waiting for
         self._thread.close()
+        self._last = None
 
 
 class CpuTrigger:

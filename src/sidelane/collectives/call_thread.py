@@ -75,9 +75,16 @@ class CallThread:
         if threading.current_thread() is self._thread or self._is_held_up():
             raise made_inside(name, "a call that it would wait for")
 
-    def finish(self) -> None:
-        """Make the calls that it was given, let their callbacks end, and end the thread; a later call begins anew."""
+    def finish(self, *, wait: bool = True) -> None:
+        """Make the calls that it was given, let their callbacks end, and end the thread; a later call begins anew.
+
+        Args:
+            wait: for all that; else the thread ends by itself, and nothing is submitted any more.
+        """
         thread = self._thread
+        if thread is not None and not wait:
+            self._jobs.put(None)
+            return
         if thread is None or thread is threading.current_thread() or self._is_held_up():
             return
         self.settle()

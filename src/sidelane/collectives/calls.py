@@ -233,15 +233,14 @@ class Calls:
         if self.closed or self.failure is not None:
             self.require_open()
         rank = self.control.rank
-        error = RuntimeError(
+        self.failure = RuntimeError(
             f"{name}: another call of this communicator is under way in another thread (value="
             f"{threading.current_thread().name!r}, allowed=one call at a time: a communicator for each thread, or "
             "threads that see to the order of their calls). Which of them comes first is not known, so that the "
             "communicator is of no use any more"
         )
-        self.failure = error
         self.control.abort(f"rank {rank} called {name} in two threads at once", (rank,))
-        raise error
+        raise self.failure
 
     def disown(self) -> None:
         """This process is a copy of the one that made the communicator: it has none of its threads, and is no rank."""

@@ -63,8 +63,8 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
                     return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            trace = error.__traceback__
-            if isinstance(error, TypeError) and trace is not None and trace.tb_next is None:
+            # No name for the traceback: it keeps this frame, which would keep it.
+            if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 error = see(unfit(error, method), Page.ERRORS)  # raised here, not inside of the method
                 calls.refuse(calls.number(), method.__name__, error)
                 raise error from None

@@ -267,7 +267,7 @@ class Lane:
         for handle in list(calls.unfinished):
             with contextlib.suppress(SidelaneError):
                 handle.close()
-        calls.closed = True
+        calls.closed, calls.failure = True, None  # the frames of a failure keep all of this
         if self.path.repeats is not None:
             self.path.repeats.forget()
         self.backend.close()

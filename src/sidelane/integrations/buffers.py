@@ -95,7 +95,16 @@ class Allocating:
         return source.take(size, dtype, torch.device(device))
 
 
-Communicators = Callable[[torch.device], Communicator | None]
+class Communicators(Protocol):
+    """Who has the communicators of a group."""
+
+    def for_memory(self, device: torch.device) -> Communicator | None:
+        """That of the group on a device, which is made where there is none; None where there can be none."""
+        ...
+
+    def no_memory(self, device: str) -> str:
+        """Why there is none on such a device, as far as one knows; "" for no reason."""
+        ...
 
 
 class GroupMemory:
@@ -106,21 +115,20 @@ class GroupMemory:
 
     Args:
         size: of the group.
-        communicator: of the group on a device, which is made where there is none; None where there can be none.
-        why_not: why there is none on such a device, as far as one knows; "" for no reason.
+        communicators: of the group.
     """
 
-    def __init__(self, size: int, communicator: Communicators, why_not: Callable[[str], str]) -> None:
-        self._size, self._communicator, self._why_not = size, communicator, why_not
+    def __init__(self, size: int, communicators: Communicators) -> None:
+        self._size, self._communicators = size, communicators
         self._buffers: dict[str, Buffers] = {}
         self._last: int | None = None
 
     def has(self, device: torch.device) -> bool:
-        return not self._why_not(device.type)
+        return not self._communicators.no_memory(device.type)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         is_output, self._last = self._last == numel * self._size, numel
-        made = None if is_output else self._communicator(device)
+        made = None if is_output else self._communicators.for_memory(device)
         if made is None:
             self._last = None if is_output else numel
             return torch.empty(numel, dtype=dtype, device=device)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks
 from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
-from sidelane.errors import PeerError, UnavailableError
+from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import calls
 from sidelane.integrations.again import Again, Key, are_plain
 from sidelane.integrations.buffers import GroupMemory
@@ -36,18 +38,20 @@ SMALL_BYTES = 4096
 
 MOST_KEPT = 256
 
+ABORTED = "was aborted"
+"""What became of a group that did not wait for its calls."""
+
 
 class Dispatcher:
     """Makes the calls of one group. It is what calls that wait ask (``order.Guard``).
 
     Args:
-        group: that torch knows.
+        group: that torch knows, whose end this object does not put off.
         other: that stands behind it.
         witness: knows the dead.
         ranks: of the group, in the world.
         timeout: of Sidelane's calls.
         nodes: where they are.
-        asked: for which devices Sidelane is, in the words of the caller and in full, both as torch writes them.
 
     Attributes:
         ledger: what was made where.
@@ -55,6 +59,8 @@ class Dispatcher:
         names: of the other group's backends, by device.
         timeout: of communicators to come.
         owner: the process that is a rank.
+        asked: what torch was asked for, in the words of the caller and in full, both as torch writes them; None as long
+            as only torch knows.
     """
 
     def __init__(
@@ -65,15 +71,17 @@ class Dispatcher:
         ranks: Sequence[int],
         nodes: Nodes,
         timeout: timedelta,
-        asked: Callable[[], tuple[str, str]],
     ) -> None:
         self.ledger, self.timeout = Ledger(ranks), timeout
+        self.asked: tuple[str, str] | None = None
         self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
-        self._group, self._witness, self._ranks, self._asked = group, witness, tuple(ranks), asked
-        self._nodes = nodes
-        self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(self), "cuda": StreamOrder(self)}
+        self._whose, self._witness, self._ranks, self._nodes = weakref.ref(group), witness, tuple(ranks), nodes
+        self._ended = ""  # how, for people
+        # Nothing here keeps what has it: connections and threads end with a group, not when garbage is collected.
+        own = weakref.proxy(self)
+        self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(own), "cuda": StreamOrder(own)}
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
-        self.memory = GroupMemory(len(self._ranks), self._for_memory, self._no_memory)
+        self.memory = GroupMemory(len(self._ranks), own)
         self._refusals: dict[str, str] = {}
         self._making = forks.Turn(lambda: ("a call", "the making of this group's communicator"))
         self._can_capture = torch.cuda.is_available()
@@ -83,7 +91,48 @@ class Dispatcher:
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
         self._again: dict[Key, Again] = {}
         self.owner = forks.Owner("process group")
+        self._rank, self._name = group.rank(), ""
         forks.telling(self)
+
+    def take_name(self, name: str) -> None:
+        """Say what torch calls the group."""
+        self._name = self.ledger.group = name
+        self.owner.what = f"process group {name}"
+
+    def what_was_asked(self) -> tuple[str, str]:
+        """For which devices Sidelane is; see ``asked``."""
+        if self.asked is None:  # torch notes it after it has made the group
+            group = self._group
+            self.asked = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
+        return self.asked
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        found = self._whose()
+        if found is None:
+            raise self._refusal("was dropped")
+        return found
+
+    def check(self) -> None:
+        """Raise where there is no use in waiting for peers any more: a PeerError, which they are to hear of."""
+        if self._ended:
+            raise self._told()
+
+    def _told(self) -> PeerError:
+        return PeerError(f"process group {self._name} {self._ended} on rank {self._rank}", (self._rank,))
+
+    def require(self) -> None:
+        """Raise where the group can make no calls.
+
+        Raises:
+            CommunicatorClosedError: it was destroyed or aborted, or this process is a forked copy of the rank.
+        """
+        self.owner.require()
+        if self._ended:
+            raise self._refusal(self._ended)
+
+    def _refusal(self, why: str) -> CommunicatorClosedError:
+        return CommunicatorClosedError(f"process group {self._name} {why} (allowed=calls before that, and a new group)")
 
     def disown(self) -> None:
         """In a forked copy: no call is like an earlier one, so that all are refused in one place."""
@@ -91,7 +140,7 @@ class Dispatcher:
 
     def begin_coalescing(self) -> None:
         """From here on, what :meth:`run` and :meth:`pass_on` return is kept as well."""
-        self.owner.require()
+        self.require()
         self._coalescing = []
 
     def end_coalescing(self) -> list[dist.Work]:
@@ -100,17 +149,29 @@ class Dispatcher:
         return works
 
     def finish(self) -> None:
-        """Wait for the calls under way."""
+        """Wait for the calls under way, and let go of everything."""
         for order in self._orders.values():
             order.close()
+        self._end("was destroyed")
 
-    def close(self) -> None:
-        """Let go of the communicators: calls under way fail, here and on the other ranks."""
+    def abort(self) -> None:
+        """Let go of everything at once: calls under way fail, here and on the other ranks, and so do later ones."""
+        self._end(ABORTED)
+        for order in self._orders.values():
+            order.close(wait=False)
+
+    def _end(self, how: str) -> None:
+        self._ended = self._ended or how
         self._kept.clear()
         self._again.clear()
         self.memory.clear()
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
+            if how == ABORTED:
+                fail = (
+                    communicator.fail if isinstance(communicator, NodesCommunicator) else communicator.lane.calls.fail
+                )
+                fail(self._told())
             communicator.close()
 
     def run_alike(
@@ -150,7 +211,7 @@ class Dispatcher:
         try:
             again.make(tensors)
         except Exception as error:
-            self._say_ranks(error)
+            self._explain(error)
             raise
         choice = again.communicator.last_choice()
         assert choice is not None
@@ -168,7 +229,7 @@ class Dispatcher:
             return self._run(call)
 
     def _run(self, call: Call) -> dist.Work:
-        self.owner.require()
+        self.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
         if self._can_capture and torch.cuda.is_current_stream_capturing():
@@ -197,8 +258,13 @@ class Dispatcher:
         return ""
 
     def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
-        """Make a call between two ranks: in no order with the calls of all."""
-        self.owner.require()
+        """Make a call between two ranks, in no order with the calls of all.
+
+        Args:
+            call: of two ranks.
+            peers: the other one, or all that it may be.
+        """
+        self.require()
         if self._can_capture and torch.cuda.is_current_stream_capturing():
             self._refuse_in_graph(call, call.tensors[0].device.type)
         work = self._make_other(call, call.tensors[0].device.type, peers)
@@ -229,33 +295,40 @@ class Dispatcher:
         assert call.job is not None
         if isinstance(communicator, NodesCommunicator):
             communicator.pieces = call.pieces
+        try:
             call.job(cast(Communicator, communicator))  # of its methods, one of those that both have
+        except Exception as error:
+            self._explain(error)
+            raise
+        if isinstance(communicator, NodesCommunicator):
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
-        try:
-            call.job(communicator)
-        except Exception as error:
-            self._say_ranks(error)
-            raise
         choice = communicator.last_choice()
         assert choice is not None
         self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
         if call.key is not None:
             self._again[call.key] = Again.of(communicator, call.name, call.options)
 
-    def _say_ranks(self, error: Exception) -> None:
+    def _explain(self, error: Exception) -> None:
+        """Say more of what a call has failed with; raise where that is the end of the group."""
+        if self._ended:
+            raise self._refusal(self._ended) from error
         if self._ranks != tuple(range(len(self._ranks))):
-            error.add_note(f"ranks of {self._group.group_name} are, in the world: {list(self._ranks)}")
+            error.add_note(f"ranks of {self._name} are, in the world: {list(self._ranks)}")
 
     def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
-        name, needed = self.names.get(device, "none"), range(len(self._ranks)) if peers is None else peers
+        name, is_of_all = self.names.get(device, "none"), peers is None
+        needed = range(len(self._ranks)) if peers is None else peers
         self.memory.went_elsewhere(call.tensors)
         self._note(call, device, name, call.refusal)
         try:
             work = call.other()
         except RuntimeError as error:
-            raise self._witness.explain(error, needed) from error
-        return JoinedWork([]) if work is None else OtherWork(work, self._witness, needed, looks=name == "gloo")
+            self._witness.explain(error, needed)
+            raise
+        if work is None:
+            return JoinedWork([])
+        return OtherWork(work, self._witness, needed, looks=is_of_all and name == "gloo")
 
     def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
@@ -274,7 +347,7 @@ class Dispatcher:
             return f"{most} ranks on a node, Sidelane takes {MAX_NODE_RANKS}"
         if device not in self._orders:
             return f"Sidelane does not know {device}"
-        asked, config = self._asked()
+        asked, config = self.what_was_asked()
         if asked == SIDELANE:
             is_control = device == "cpu" and "cuda" in self.names
             return "tensors of the CPU, on a machine with GPUs (cpu:sidelane would take them)" if is_control else ""
@@ -283,27 +356,28 @@ class Dispatcher:
             "" if names.get(device) == SIDELANE else f"{device} tensors are for {names.get(device, 'others')}, as asked"
         )
 
-    def _no_memory(self, device: str) -> str:
+    def no_memory(self, device: str) -> str:
+        """Why there is no memory of Sidelane's on such a device, as far as one knows; "" for no reason."""
         return "several nodes" if self._nodes.spans else self.uses(device)
 
     def communicator(self, where: torch.device | str | None) -> Communicator:
         """See ``SidelaneGroup.communicator``."""
         has_gpus = torch.cuda.is_available()
         device = torch.device(where or ("cuda" if has_gpus and "cuda" in self.names else "cpu"))
-        why = self._no_memory(device.type)
+        why = self.no_memory(device.type)
         if device.type == "cuda" and not has_gpus:
             why = "this machine has no GPU"
         elif device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        made = None if why else self._for_memory(device)
+        made = None if why else self.for_memory(device)
         if made is None:
             why = why or self._refusals[device.type]
-            raise UnavailableError(f"communicator: none for {device.type} tensors of {self._group.group_name}: {why}")
+            raise UnavailableError(f"communicator: none for {device.type} tensors of {self._name}: {why}")
         return made
 
-    def _for_memory(self, device: torch.device) -> Communicator | None:
-        """Behind the calls that a thread makes: on all ranks alike."""
-        self.owner.require()
+    def for_memory(self, device: torch.device) -> Communicator | None:
+        """The communicator on a device, behind the calls that a thread makes: on all ranks alike. None for none."""
+        self.require()
         order = self._orders[device.type]
         make = functools.partial(self._communicator, device)
         found = order.alone(make) if isinstance(order, HostOrder) else make()
@@ -318,6 +392,8 @@ class Dispatcher:
     def _made(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         device = where.type
         made = self._communicators.get(device)
+        if made is None:
+            self.require()
         if made is None and not self._refusals[device]:
             config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
             if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -326,6 +402,13 @@ class Dispatcher:
                 made = self._communicators[device] = self._make_communicator(where, config)
             except UnavailableError as error:
                 self._refusals[device] = str(error)
+            except Exception as error:
+                self._explain(error)
+                raise
+            if self._ended and made is not None:  # meanwhile, by another thread
+                self._communicators.pop(device, None)
+                made.close()
+                self.require()
         return made
 
     def _make_communicator(self, device: torch.device, config: Config) -> Communicator | NodesCommunicator:
@@ -354,8 +437,7 @@ class Dispatcher:
 
     def ends(self) -> None:
         """The interpreter ends: the communicator does, and its peers hear of it."""
-        rank = self._group.rank()
-        self._leave(PeerError(f"rank {rank} ended without waiting for its asynchronous calls", (rank,)))
+        self._leave(PeerError(f"rank {self._rank} ended without waiting for its asynchronous calls", (self._rank,)))
 
     def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
         communicator = self._communicators.get("cpu")

@@ -94,9 +94,9 @@ class HostOrder:
         """Make a call of the other group: on CPUs it waits for nothing of this one."""
         return call()
 
-    def close(self) -> None:
-        """End the thread, when it has made the calls that it was given."""
-        self._thread.finish()
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread, when it has made the calls that it was given; without ``wait``, return before."""
+        self._thread.finish(wait=wait)
 
     def end(self, until: float) -> None:
         """At exit: let the thread make the calls that it was given, but not for long."""
@@ -178,7 +178,7 @@ class StreamOrder:
             work.wait()  # the stream does, not the host
         return work
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """Forget the stream; what is queued there goes on."""
         self._side = None
 

@@ -24,7 +24,8 @@ from sidelane.memory.stored import alike, not_understood, parsed
 
 Kind = dist.ProcessGroup.BackendType
 _DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
-_OF_PEERS = ("connection", "timed out", "timeout", "closed", "peer", "nccl", "remote")
+_LATE = ("timed out", "timeout")
+_OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
 _MOST_MET = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -153,17 +154,18 @@ class Witness:
         if len(ranks) > 1:
             self._store.set(str(rank), json.dumps(self._own))
 
-    def explain(self, error: RuntimeError, peers: Sequence[int] | None = None) -> RuntimeError:
-        """What to raise for an error of the other group: one that names the dead, or the same where all live."""
-        if not any(word in str(error).lower() for word in _OF_PEERS):
-            return error
-        until = time.monotonic() + _DYING_S
-        while not (dead := self.dead(range(len(self._ranks)) if peers is None else peers)):
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
+        """See :class:`sidelane.integrations.works.Watch`."""
+        text = str(error).lower()
+        if not any(word in text for word in _OF_PEERS):
+            return
+        until = time.monotonic() + (0.0 if any(word in text for word in _LATE) else _DYING_S)
+        while not (dead := self.dead(peers)):
             if time.monotonic() > until:
-                return error
+                return
             time.sleep(0.05)
         named = ", ".join(f"rank {rank} (rank {self._ranks[rank]} of the world) died" for rank in dead)
-        return PeerError(f"{named}: {error}", dead)
+        raise PeerError(f"{named}: {error}", dead) from error
 
     def dead(self, peers: Sequence[int]) -> list[int]:
         """Those of ``peers`` whose processes are gone."""

@@ -66,13 +66,12 @@ class SidelaneGroup(dist.ProcessGroup):
         self._other, self._owned = other(), owned
         witness.meet()
         self._name = self._description = "undefined"
-        self._asked: tuple[str, str] | None = None  # what torch was asked for, in the words of the caller, and in full
         self.bound_device_id = self._other.bound_device_id  # which registering a backend tells it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
         nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
-        self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout, self._what_was_asked)
+        self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout)
         ask_for_memory(self._other, self._dispatcher.memory)
         # In a forked copy, the end of a connection would be the end of it here, and threads are waited for for ever.
         forks.keeping(self)
@@ -97,14 +96,9 @@ class SidelaneGroup(dist.ProcessGroup):
         """What torch calls it."""
         return SIDELANE
 
-    def _what_was_asked(self) -> tuple[str, str]:
-        if self._asked is None:  # torch notes it after it has made the group
-            self._asked = str(c10d._world.pg_map[self][0]), c10d._world.pg_backend_config[self]
-        return self._asked
-
     def take_devices(self, asked: str, config: str | None = None) -> None:
         """Say for which devices the group is: what was asked for, and that in full, both as torch writes it."""
-        self._asked = asked, config or asked
+        self._dispatcher.asked = asked, config or asked
 
     def communicator(self, device: torch.device | str | None = None) -> Communicator:
         """What makes Sidelane's calls on a device's tensors (None: the current GPU's, else the CPU's). Collective.
@@ -120,8 +114,8 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         """Torch tells the name when the group is made."""
-        self._name = self._dispatcher.ledger.group = name
-        self._dispatcher.owner.what = f"process group {name}"
+        self._name = name
+        self._dispatcher.take_name(name)
         if self._owned:
             self._other._set_group_name(name)  # type: ignore[arg-type]
 
@@ -134,6 +128,10 @@ class SidelaneGroup(dist.ProcessGroup):
         self._description = description
         if self._owned:
             self._other._set_group_desc(description)
+
+    def check(self) -> None:
+        """Called while the ranks make a communicator: raise if the group has come to its end meanwhile."""
+        self._dispatcher.check()
 
     def get_group_store(self) -> dist.Store:
         """The store of these ranks alone."""
@@ -149,7 +147,7 @@ class SidelaneGroup(dist.ProcessGroup):
         device_types: list[torch.device] | None = None,
     ) -> SidelaneGroup | None:
         """A group of some of these ranks (numbers in this group); None on the others. See ``dist.split_group``."""
-        self._dispatcher.owner.require()
+        self._dispatcher.require()
         if self.rank() not in new_ranks:
             return None
         chosen = sorted(new_ranks)
@@ -158,7 +156,7 @@ class SidelaneGroup(dist.ProcessGroup):
         store = dist.PrefixStore(f"{name}/", self._store)
         arguments = (store, chosen.index(self.rank()), len(chosen), timeout or self._timeout)
         made = SidelaneGroup(*arguments, ranks, lambda: make_other(*arguments, name, ranks, None))
-        made.take_devices(*self._what_was_asked())
+        made.take_devices(*self._dispatcher.what_was_asked())
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self.group_desc}:split")
         return made
@@ -168,15 +166,17 @@ class SidelaneGroup(dist.ProcessGroup):
         if self._dispatcher.owner.is_copied:
             return
         self._dispatcher.finish()
-        self._dispatcher.close()
         if self._owned:
             self._other.shutdown()
 
     def abort(self) -> None:
-        """Let go of everything at once: calls under way fail, here and on the other ranks. Nothing in a forked copy."""
+        """Let go of everything at once: calls under way fail, here and on the other ranks, and so do later ones.
+
+        Nothing in a forked copy.
+        """
         if self._dispatcher.owner.is_copied:
             return
-        self._dispatcher.close()
+        self._dispatcher.abort()
         if self._owned:
             self._other.abort()
 
@@ -335,7 +335,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """``barrier``; on GPUs the host waits for it, as it does with NCCL."""
-        self._dispatcher.owner.require()
+        self._dispatcher.require()
         opts = _with_timeout(opts or dist.BarrierOptions(), timeout)
         device = torch.device("cpu")
         if opts.device is not None:
@@ -384,11 +384,11 @@ class SidelaneGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
         """``recv`` from whoever sends."""
         call = calls.make("recv", tensors, [], lambda: self._other.recv_anysource(tensors, tag), None, None)
-        return self._dispatcher.pass_on(call, [])
+        return self._dispatcher.pass_on(call, range(self.size()))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Gloo's."""
-        self._dispatcher.owner.require()
+        self._dispatcher.require()
         self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -397,7 +397,7 @@ class SidelaneGroup(dist.ProcessGroup):
             self._other._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        self._dispatcher.owner.require()
+        self._dispatcher.require()
         works = self._dispatcher.end_coalescing()
         if self._dispatcher.names.get(device.type) == "nccl":
             last = self._other._end_coalescing(device)

@@ -16,7 +16,7 @@ from sidelane import forks
 from sidelane.collectives.call_thread import CallFuture
 from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
-from sidelane.errors import PeerTimeoutError
+from sidelane.errors import PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
 
 _LOOK_S = 0.5
@@ -80,7 +80,7 @@ class HostWork(Work):
         if not done:
             text, ranks = self._late()
             raise PeerTimeoutError(f"{timed_out(limit, self.outputs)}{text}", ranks)
-        self._future.result()
+        self._raise()
         return True
 
     def is_completed(self) -> bool:
@@ -91,10 +91,15 @@ class HostWork(Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         def result() -> list[torch.Tensor]:
-            self._future.result()
+            self._raise()
             return list(self.outputs)
 
         return future_of(self._future, result)
+
+    def _raise(self) -> None:
+        error = self._future.exception()
+        if error is not None:
+            raise anew(error)
 
 
 class Watch(Protocol):
@@ -104,8 +109,8 @@ class Watch(Protocol):
         """Those of ``peers`` whose processes are gone."""
         ...
 
-    def explain(self, error: RuntimeError, peers: Sequence[int]) -> RuntimeError:
-        """What to raise for an error of the other group: one that names the dead, or the same where all live."""
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
+        """For an error of the other group, raise one that names the dead; return where all live."""
         ...
 
 
@@ -117,7 +122,9 @@ class OtherWork(dist.Work):
         work: what the other group returned.
         watch: knows the dead.
         peers: those that the call needs.
-        looks: while it waits, too. Gloo notices a death only where it talks to the dead rank itself.
+        looks: at the peers while it waits, too: Gloo notices a death only where it talks to the dead rank itself. For
+            calls only whose ``wait`` leaves them as they are when it gives up. That of a send or receive of Gloo ends
+            it, and every connection of the group with it; that of NCCL may abort its communicator.
     """
 
     def __init__(self, work: dist.Work, watch: Watch, peers: Sequence[int], *, looks: bool) -> None:
@@ -128,21 +135,29 @@ class OtherWork(dist.Work):
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._work.is_completed():
             raise forks.refusal("call under way", self._maker)
+        try:
+            return self._wait_looking(timeout) if self._looks else self._work.wait(timeout)
+        except SidelaneError:
+            raise
+        except RuntimeError as error:
+            self._watch.explain(error, self._peers)
+            raise
+
+    def _wait_looking(self, timeout: timedelta) -> bool:
         began, noticed = time.monotonic(), math.inf
         limit = timeout.total_seconds() if timeout > NO_TIMEOUT else math.inf
         while True:
             left = limit - (time.monotonic() - began)
-            slice_s = min(_LOOK_S, left) if self._looks else left
             try:
-                return self._work.wait(NO_TIMEOUT if slice_s == math.inf else timedelta(seconds=max(slice_s, 1e-3)))
+                return self._work.wait(timedelta(seconds=max(min(_LOOK_S, left), 1e-3)))
             except RuntimeError as error:
-                if not (self._looks and _GAVE_UP in str(error)) or time.monotonic() - began >= limit:
-                    raise self._watch.explain(error, self._peers) from error
+                if _GAVE_UP not in str(error) or time.monotonic() - began >= limit:
+                    raise
             give_up_if_it_ends()
             if self._watch.dead(self._peers):
                 noticed = min(noticed, time.monotonic())
                 if time.monotonic() - noticed > _PATIENCE_S:
-                    raise self._watch.explain(RuntimeError("connection closed: its process is gone"), self._peers)
+                    raise RuntimeError("connection closed: its process is gone")
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

@@ -86,7 +86,7 @@ class Exchange:
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.peers: Sequence[ProcessIdentity] = ()
         self.look: Callable[[], object] | None = None
-        self._timeout_s = timeout_s
+        self._timeout_s, self._check_group = timeout_s, getattr(group, "check", None)
         self._group = f"{group.group_name}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=6).hexdigest()}"
         self.store = store_of(group) if self.world_size > 1 else dist.HashStore()
         self._store: dist.Store | None = None
@@ -188,10 +188,13 @@ class Exchange:
             if len(found) == self.world_size and outcome == met(_by_rank(found)):
                 return _by_rank(found)
             self._forget(1)
-            if failure is not None and outcome == gave_up(failure, self.rank):
-                raise failure
-            if not outcome.met and self.rank not in outcome.ranks:
-                raise outcome.error(what) from failure
+            try:
+                if failure is not None and outcome == gave_up(failure, self.rank):
+                    raise failure
+                if not outcome.met and self.rank not in outcome.ranks:
+                    raise outcome.error(what) from failure
+            finally:
+                del failure  # which keeps this frame
             self._go_on()
 
     def _follow(self, what: str, item: Any) -> list[Post]:
@@ -199,9 +202,12 @@ class Exchange:
         outcome, failure = self._settle(what, item)
         if outcome.met:
             return _by_rank(self._read(what))
-        if failure is not None and outcome == gave_up(failure, self.rank):
-            raise failure
-        raise outcome.error(what) from failure
+        try:
+            if failure is not None and outcome == gave_up(failure, self.rank):
+                raise failure
+            raise outcome.error(what) from failure
+        finally:
+            del failure  # which keeps this frame
 
     def _settle(self, what: str, item: Any) -> tuple[Outcome, PeerError | None]:
         """Post, and wait for the others; what has become of the exchange, and what this rank has against it."""
@@ -238,13 +244,16 @@ class Exchange:
 
     def _raise_if_over(self, what: str, error: Exception) -> None:
         """Raise what the others do where they have given up a later exchange, in which this rank then failed."""
-        if self._store is not None and self._number > 1:
-            with contextlib.suppress(RuntimeError):  # then this rank's own error is the one to see
-                decided = self._decided()
-                if decided is not None and not decided.met:
-                    error = decided.error(what)
-            if isinstance(error, PeerError):
-                raise error
+        try:
+            if self._store is not None and self._number > 1:
+                with contextlib.suppress(RuntimeError):  # then this rank's own error is the one to see
+                    decided = self._decided()
+                    if decided is not None and not decided.met:
+                        error = decided.error(what)
+                if isinstance(error, PeerError):
+                    raise error
+        finally:
+            del error  # which keeps this frame
 
     def _go_past(self, what: str, *, missed: bool = True) -> None:
         """Leave behind what is decided; with ``missed``, also where this rank was missed."""
@@ -302,6 +311,8 @@ class Exchange:
     def _look_around(self, what: str, missing: Sequence[int]) -> None:
         if self.look is not None:
             self.look()
+        if self._check_group is not None:
+            self._check_group()
         if self._settling:
             with self._reaching_the_store(what):
                 decided = self._decided()

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Set
 
-from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
+from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, anew
 from sidelane.execute.cpu.commands import Action
 from sidelane.execute.monitor import PeerMonitor
 from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
@@ -85,7 +85,7 @@ class Invocation:
                     continue
             raise interruption
         if self._error is not None:
-            raise self._error
+            raise anew(self._error)
 
     def cancel(self, error: Exception | None = None) -> None:
         """Make all threads leave; with ``error``, if it has begun and is not over, fail here and tell the peers.
@@ -206,7 +206,7 @@ class Invocation:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             if self._error is None:
-                self._error = error
+                self._error = anew(error).with_traceback(None)
         self._is_stopping = True
 
     def _time_out(self, queue: Queue, index: int, waited_s: float) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,13 @@ class NodesCommunicator:
             return f"; all ranks of node {self._node} have come, and wait for those of other nodes", ()
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
 
+    def fail(self, error: PeerError) -> None:
+        """Tell the others, on this node and elsewhere, that this rank takes part in no call any more."""
+        with self._telling:
+            self._failure = self._failure or error
+        self._roll.tell(error.ranks, str(error))
+        self.lane.calls.fail(error)
+
     def close(self) -> None:
         """Let go of everything; calls under way fail, here and on the other ranks. Idempotent. Nothing in a copy."""
         if self.owner.is_copied:
@@ -270,9 +277,9 @@ class NodesCommunicator:
         """Who is at fault, as far as it is known: for far calls that wait (``works.Watch``)."""
         return self._roll.known()
 
-    def explain(self, error: RuntimeError, peers: Sequence[int]) -> PeerError:
-        """What a far call raises; the others of this node do not wait any longer."""
-        return self._settle(error)
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> NoReturn:
+        """Raise what a far call has failed with; the others of this node do not wait any longer."""
+        raise self._settle(error) from error
 
     def _settle(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
         self.near.close()
@@ -442,7 +449,7 @@ class _Call:
         try:
             work = self._ask(group, step, output, input)
         except RuntimeError as error:
-            raise self._whose.explain(error, ()) from error
+            self._whose.explain(error, ())
         looks = not self._whose._on_streams
         self.far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
