@@ -10,8 +10,10 @@ import dataclasses
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sidelane.program.batch import Definition
-from sidelane.program.collective import Buffer, Reduction, Span
+from sidelane.fields import an, at_least, one_of, settle, several, switch, text, whole
+from sidelane.program.batch import Batch, Definition
+from sidelane.program.collective import Buffer, Collective, Reduction, Span
+from sidelane.program.contract import Contract
 from sidelane.program.words import WORD_MASK, reached
 
 
@@ -22,6 +24,10 @@ class Flag:
     rank: int
     index: int
 
+    def __post_init__(self) -> None:
+        if not type(self.rank) is type(self.index) is int:
+            settle(self, rank=whole, index=whole)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
@@ -29,6 +35,10 @@ class Value:
 
     base: int
     per_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if not type(self.base) is type(self.per_epoch) is int:
+            settle(self, base=whole, per_epoch=whole)
 
     def at(self, epoch: int) -> int:
         """The number that the flag holds or is compared with in invocation ``epoch``."""
@@ -66,12 +76,21 @@ class Comparison(StrEnum):
         return word == value & WORD_MASK if self is Comparison.EQ else reached(word, value)
 
 
+_SPAN, _SPANS, _ONLY_SPANS = an(Span), several(an(Span), Span), frozenset({Span})
+_FLAG, _VALUE, _REDUCTION = an(Flag), an(Value), an(Reduction)
+_OP, _COMPARISON = one_of(SignalOp), one_of(Comparison)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copy:
     """Copy ``src`` to ``dst`` (same number of bytes, not overlapping)."""
 
     dst: Span
     src: Span
+
+    def __post_init__(self) -> None:
+        if not type(self.dst) is type(self.src) is Span:
+            settle(self, dst=_SPAN, src=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +100,9 @@ class Broadcast:
     dsts: tuple[Span, Span]
     src: Span
 
+    def __post_init__(self) -> None:
+        settle(self, dsts=_SPANS, src=_SPAN)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
@@ -88,6 +110,10 @@ class Swap:
 
     a: Span
     b: Span
+
+    def __post_init__(self) -> None:
+        if not type(self.a) is type(self.b) is Span:
+            settle(self, a=_SPAN, b=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,6 +127,11 @@ class Reduce:
     srcs: tuple[Span, ...]
     reduction: Reduction
 
+    def __post_init__(self) -> None:
+        plain = type(self.dst) is Span and type(self.reduction) is Reduction and type(self.srcs) is tuple
+        if not (plain and _ONLY_SPANS.issuperset(map(type, self.srcs))):
+            settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signal:
@@ -109,6 +140,10 @@ class Signal:
     flag: Flag
     value: Value
     op: SignalOp = SignalOp.SET
+
+    def __post_init__(self) -> None:
+        if not (type(self.flag) is Flag and type(self.value) is Value and type(self.op) is SignalOp):
+            settle(self, flag=_FLAG, value=_VALUE, op=_OP)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,6 +154,10 @@ class Wait:
     value: Value
     comparison: Comparison = Comparison.GE
 
+    def __post_init__(self) -> None:
+        if not (type(self.flag) is Flag and type(self.value) is Value and type(self.comparison) is Comparison):
+            settle(self, flag=_FLAG, value=_VALUE, comparison=_COMPARISON)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stamp:
@@ -126,10 +165,15 @@ class Stamp:
 
     slot: int
 
+    def __post_init__(self) -> None:
+        settle(self, slot=whole)
+
 
 Command = Copy | Broadcast | Swap | Reduce | Signal | Wait | Stamp
 Move = Copy | Broadcast | Swap
 MOVES = (Copy, Broadcast, Swap)
+_COMMAND_KINDS = frozenset({Copy, Broadcast, Swap, Reduce, Signal, Wait, Stamp})
+_COMMANDS = several(an(*_COMMAND_KINDS), *_COMMAND_KINDS)
 
 
 class EngineKind(StrEnum):
@@ -146,6 +190,9 @@ class EngineKind(StrEnum):
     CALLER = "caller"
 
 
+_ENGINE_KIND, _NUMBER = one_of(EngineKind), at_least(0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
     """Engine ``index`` of a kind."""
@@ -153,8 +200,14 @@ class Engine:
     kind: EngineKind
     index: int = 0
 
+    def __post_init__(self) -> None:
+        settle(self, kind=_ENGINE_KIND, index=_NUMBER)
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
+
+
+_ENGINE = an(Engine)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,6 +217,15 @@ class Queue:
     rank: int
     engine: Engine
     commands: tuple[Command, ...]
+
+    def __post_init__(self) -> None:
+        plain = type(self.rank) is int and type(self.engine) is Engine and type(self.commands) is tuple
+        if not (plain and _COMMAND_KINDS.issuperset(map(type, self.commands))):
+            settle(self, rank=whole, engine=_ENGINE, commands=_COMMANDS)
+
+
+_DEFINITION = an(Collective, Batch, Contract)
+_QUEUES, _SIZES = several(an(Queue), Queue), several(whole, int)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +250,10 @@ class Program:
     flag_count: int
     prelaunched: bool = False
     alone: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self, collective=_DEFINITION, variant=text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole)
+        settle(self, prelaunched=switch, alone=switch)
 
     @property
     def world_size(self) -> int:
