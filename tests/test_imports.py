@@ -28,7 +28,7 @@ LAYERS = (
     ("memory", "machine", "program"),
     ("native",),
     ("config", "forks"),
-    ("errors", "sizes"),
+    ("errors", "fields", "sizes"),
 )
 HEIGHT = {part: -number for number, layer in enumerate(LAYERS) for part in layer}
 

@@ -163,6 +163,9 @@ class Contract:
                 raise ValueError(f"Contract: a result and what it is made of differ in size (value={result})")
             if len(result.srcs) != 1 if result.reduction is None else not result.srcs:
                 raise ValueError(f"Contract: a result is a copy of one span, or a reduction of some (value={result})")
+            element = 1 if result.reduction is None else result.reduction.element_bytes
+            if any(size % element for span in (result.dst, *result.srcs) for size in (span.offset, span.nbytes)):
+                raise ValueError(f"Contract: a reduction combines whole elements of {element} bytes (value={result})")
             if result.dst.buffer in self.scratch + self.computed:
                 raise ValueError(
                     f"Contract: a result in scratch, or in what is computed (value={result.dst}, allowed=other buffers)"

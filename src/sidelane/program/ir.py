@@ -345,3 +345,5 @@ def describe(command: Command) -> str:
             return f"wait flag {flag.index} {comparison} {value}"
         case Stamp(slot):
             return f"stamp {slot}"
+        case _:
+            raise TypeError(f"describe: command (value={command!r}, allowed=what engines execute)")
