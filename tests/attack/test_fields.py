@@ -129,6 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "an uneven gather": (lambda: Collective("all_gather", 2, ((4, 2), (4, 4))), "each row of counts must be one size"),
     "two sums": (lambda: Collective("all_reduce", 2, ((4, 8), (8, 4)), reduction=SUM), "rows of counts must be"),
     "no reduction given": (lambda: Collective("all_reduce", 2, EVEN), r"reduction \(value=None, allowed=a Reduction"),
+    "no counts": (lambda: Collective("all_gather", 2, None), r"Collective: counts \(value=None, allowed=a tuple"),
     "no root given": (lambda: Collective("gather", 2, ((4, 0), (4, 0))), r"gather: root \(value=None, allowed=0..1"),
     "a root too many": (lambda: Collective("all_gather", 2, EVEN, root=0), r"root \(value=0, allowed=None"),
     "two roots": (lambda: Collective("scatter", 2, EVEN, root=0), "counts must be 0 but for those of the root"),

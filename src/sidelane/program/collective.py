@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
 
-from sidelane.fields import an, one_of, optional, settle, several, switch, text, whole
+from sidelane.fields import an, one_of, optional, put, settle, several, switch, text, whole
 
 MAX_WORLD_SIZE = 4096
 """Ranks that a description may have: simulated and verified ones, among several nodes."""
@@ -33,7 +33,7 @@ class Buffer(StrEnum):
     __hash__ = str.__hash__  # that of enumerations is Python, and buffers are looked up by the million
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Span:
     """Bytes ``[offset, offset + nbytes)`` of ``buffer`` on ``rank``: a ``Buffer``, or one that a contract names."""
 
@@ -42,10 +42,14 @@ class Span:
     offset: int
     nbytes: int
 
-    def __post_init__(self) -> None:
-        kind = type(self.buffer)
-        plain = kind is Buffer or (kind is str and self.buffer not in _BUFFERS)
-        if not (plain and type(self.rank) is type(self.offset) is type(self.nbytes) is int):
+    def __init__(self, rank: int, buffer: str, offset: int, nbytes: int) -> None:
+        put(self, "rank", rank)
+        put(self, "buffer", buffer)
+        put(self, "offset", offset)
+        put(self, "nbytes", nbytes)
+        kind = type(buffer)
+        plain = kind is Buffer or (kind is str and buffer not in _BUFFERS)
+        if not (plain and type(rank) is type(offset) is type(nbytes) is int):
             settle(self, rank=whole, buffer=_buffer, offset=whole, nbytes=whole)
 
     @property
@@ -116,7 +120,7 @@ class Reduction:
         return f"{self.op} {self.dtype}"
 
 
-_SIZES = several(whole, int)
+_SIZES, _INTS = several(whole, int), frozenset({int})
 _COUNTS = several(_SIZES)
 _KIND = one_of(Kind)
 _ROOT = optional(whole)
@@ -161,8 +165,11 @@ class Collective:
     copies_own: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, kind=_KIND, world_size=whole, counts=_COUNTS, in_place=switch, copies_own=switch)
-        settle(self, root=_ROOT, reduction=_REDUCTION)
+        settle(self, kind=_KIND, world_size=whole, in_place=switch, copies_own=switch, root=_ROOT, reduction=_REDUCTION)
+        rows = self.counts if type(self.counts) is tuple else ()
+        distinct = {id(row): row for row in rows}.values()  # of reductions there is one
+        if not (rows and all(type(row) is tuple and _INTS.issuperset(map(type, row)) for row in distinct)):
+            settle(self, counts=_COUNTS)
         if problem := self._problem():
             raise ValueError(f"{self.kind}: {problem}")
 
@@ -173,7 +180,7 @@ class Collective:
             return f"world_size (value={n}, allowed=1..{MAX_WORLD_SIZE})"
         if len(counts) != n or any(len(row) != n for row in counts):
             return f"counts must be square, a row for each rank (value={[*map(len, counts)]} columns, ranks={n})"
-        if any(min(row) < 0 for row in counts):
+        if min(map(min, counts)) < 0:
             return f"counts must not be negative (value={counts})"
         if self.in_place and kind in (Kind.SCATTER, Kind.GATHER):
             return "in_place (value=True, allowed=False)"

@@ -30,7 +30,9 @@ class Result:
     reduction: Reduction | None = None
 
     def __post_init__(self) -> None:
-        settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
+        plain = type(self.dst) is Span and type(self.srcs) is tuple and {Span}.issuperset(map(type, self.srcs))
+        if not (plain and (self.reduction is None or type(self.reduction) is Reduction)):
+            settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
 
 
 _SPAN, _SPANS, _REDUCTION = an(Span), several(an(Span), Span), optional(an(Reduction))
@@ -163,9 +165,12 @@ class Contract:
                 raise ValueError(f"Contract: a result and what it is made of differ in size (value={result})")
             if len(result.srcs) != 1 if result.reduction is None else not result.srcs:
                 raise ValueError(f"Contract: a result is a copy of one span, or a reduction of some (value={result})")
-            element = 1 if result.reduction is None else result.reduction.element_bytes
-            if any(size % element for span in (result.dst, *result.srcs) for size in (span.offset, span.nbytes)):
-                raise ValueError(f"Contract: a reduction combines whole elements of {element} bytes (value={result})")
+            if result.reduction is not None:
+                element, spans = result.reduction.element_bytes, (result.dst, *result.srcs)
+                if any(span.offset % element or span.nbytes % element for span in spans):
+                    raise ValueError(
+                        f"Contract: a reduction combines whole elements of {element} bytes (value={result})"
+                    )
             if result.dst.buffer in self.scratch + self.computed:
                 raise ValueError(
                     f"Contract: a result in scratch, or in what is computed (value={result.dst}, allowed=other buffers)"

@@ -10,22 +10,24 @@ import dataclasses
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sidelane.fields import an, at_least, one_of, settle, several, switch, text, whole
+from sidelane.fields import an, at_least, one_of, put, settle, several, switch, text, whole
 from sidelane.program.batch import Batch, Definition
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.contract import Contract
 from sidelane.program.words import WORD_MASK, reached
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Flag:
     """Word ``index`` in the flag memory of ``rank``. It starts at 0 and is 32 bits wide."""
 
     rank: int
     index: int
 
-    def __post_init__(self) -> None:
-        if not type(self.rank) is type(self.index) is int:
+    def __init__(self, rank: int, index: int) -> None:
+        put(self, "rank", rank)
+        put(self, "index", index)
+        if not type(rank) is type(index) is int:
             settle(self, rank=whole, index=whole)
 
 
@@ -81,15 +83,17 @@ _FLAG, _VALUE, _REDUCTION = an(Flag), an(Value), an(Reduction)
 _OP, _COMPARISON = one_of(SignalOp), one_of(Comparison)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Copy:
     """Copy ``src`` to ``dst`` (same number of bytes, not overlapping)."""
 
     dst: Span
     src: Span
 
-    def __post_init__(self) -> None:
-        if not type(self.dst) is type(self.src) is Span:
+    def __init__(self, dst: Span, src: Span) -> None:
+        put(self, "dst", dst)
+        put(self, "src", src)
+        if not type(dst) is type(src) is Span:
             settle(self, dst=_SPAN, src=_SPAN)
 
 
@@ -133,7 +137,7 @@ class Reduce:
             settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Signal:
     """Change ``flag`` once every earlier command of the queue has finished and its bytes can be seen by all ranks."""
 
@@ -141,12 +145,15 @@ class Signal:
     value: Value
     op: SignalOp = SignalOp.SET
 
-    def __post_init__(self) -> None:
-        if not (type(self.flag) is Flag and type(self.value) is Value and type(self.op) is SignalOp):
+    def __init__(self, flag: Flag, value: Value, op: SignalOp = SignalOp.SET) -> None:
+        put(self, "flag", flag)
+        put(self, "value", value)
+        put(self, "op", op)
+        if not (type(flag) is Flag and type(value) is Value and type(op) is SignalOp):
             settle(self, flag=_FLAG, value=_VALUE, op=_OP)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Wait:
     """Hold the queue until ``flag`` (in the memory of the queue's own rank) compares with ``value`` as asked."""
 
@@ -154,8 +161,11 @@ class Wait:
     value: Value
     comparison: Comparison = Comparison.GE
 
-    def __post_init__(self) -> None:
-        if not (type(self.flag) is Flag and type(self.value) is Value and type(self.comparison) is Comparison):
+    def __init__(self, flag: Flag, value: Value, comparison: Comparison = Comparison.GE) -> None:
+        put(self, "flag", flag)
+        put(self, "value", value)
+        put(self, "comparison", comparison)
+        if not (type(flag) is Flag and type(value) is Value and type(comparison) is Comparison):
             settle(self, flag=_FLAG, value=_VALUE, comparison=_COMPARISON)
 
 
@@ -201,7 +211,8 @@ class Engine:
     index: int = 0
 
     def __post_init__(self) -> None:
-        settle(self, kind=_ENGINE_KIND, index=_NUMBER)
+        if not (type(self.kind) is EngineKind and type(self.index) is int and self.index >= 0):
+            settle(self, kind=_ENGINE_KIND, index=_NUMBER)
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
