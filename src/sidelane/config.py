@@ -34,10 +34,10 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from sidelane.errors import SEE, Page, nearest, see
+from sidelane.fields import Rule, number, optional, several, switch, text, whole
 from sidelane.sizes import parse_bytes
 
 VARIABLES = (
@@ -96,34 +96,41 @@ class Config:
         unknown = [name for name in given if name not in cls.__slots__]
         if unknown:
             allowed, name = ", ".join(cls.__slots__), unknown[0]
-            text = f"Config: {name}: no such setting (value={given[name]!r}, allowed={allowed})"
-            raise see(TypeError(text + nearest(name, cls.__slots__)), Page.SETTINGS)
+            problem = f"Config: {name}: no such setting (value={given[name]!r}, allowed={allowed})"
+            raise see(TypeError(problem + nearest(name, cls.__slots__)), Page.SETTINGS)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, kinds, allowed in _KINDS:
+        for name, rule, allowed in _RULES:
             value = getattr(self, name)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                text = f"Config: {name} (value={value!r}, allowed={allowed})"
-                raise see(TypeError(text), Page.SETTINGS)
+            try:
+                object.__setattr__(self, name, rule(name, value))
+            except TypeError:
+                raise see(TypeError(f"Config: {name} (value={value!r}, allowed={allowed})"), Page.SETTINGS) from None
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
         if self.memory_bytes is not None and self.memory_bytes < 0:
             raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
-        if self.map_memory not in (None, False, True, LEARN):
+        if not (self.map_memory is None or isinstance(self.map_memory, bool) or self.map_memory == LEARN):
             raise _refused(f"Config: map_memory (value={self.map_memory!r}, allowed=True, False, {LEARN!r}, None)")
         if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
             raise _refused(f"Config: virtual_nodes (value={self.virtual_nodes}, allowed=0 and more, for each rank)")
 
 
-_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
-    ("timeout_s", (int, float), "a number of seconds"),
-    *((name, (bool,), "True, False") for name in ("debug", "verify", "native")),
-    ("profile", (str, os.PathLike, NoneType), f"a file, {BUILTIN!r}, None"),
-    ("memory_bytes", (int, NoneType), "a whole number of bytes, None"),
-    ("virtual_nodes", (tuple, list, NoneType), "the number of each rank's node, None"),
+def _file(name: str, value: Any) -> str:
+    """Keep the name of a file."""
+    return text(name, os.fspath(value))
+
+
+_RULES: tuple[tuple[str, Rule, str], ...] = (
+    ("timeout_s", number, "a number of seconds"),
+    *((name, switch, "True, False") for name in ("debug", "verify", "native")),
+    ("beside", text, ", ".join(BESIDE)),
+    ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
+    ("memory_bytes", optional(whole), "a whole number of bytes, None"),
+    ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),
 )
 """What settings are, where a wrong kind would not be noticed, or far away."""
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from contracts import under_contract
@@ -307,3 +308,30 @@ def contract_is_the_collectives(group: dist.ProcessGroup) -> None:
             run()
             comm.synchronize()
             assert output.view(n, 40)[:, 7].tolist() == [value + rank for rank in range(n)]
+
+
+def written_in_texts(group: dist.ProcessGroup) -> str:
+    """Some ranks write texts and numpy's numbers, others members and plain ones: they load the same average. Without
+    proofs, bytes that there are not are refused all the same, and all goes on.
+    """
+    with communicator(group, verify=False) as comm:
+        n, plain = comm.world_size, comm.rank % 2 == 0
+        reduction = Reduction(ReduceOp.AVG, "float32") if plain else Reduction("avg", np.str_("float32"))  # type: ignore[arg-type]
+        nbytes = 32 if plain else np.int64(32)
+        program = build(all_reduce([nbytes] * n, reduction), "b2b")  # type: ignore[list-item]
+        input, output = (comm.empty(8 * n, dtype=torch.float32) for _ in range(2))
+        far = Copy(Span(0, "output", 0, 8), Span(n, "input", 0, 8))
+        spoilt = dataclasses.replace(program, queues=[*program.queues, Queue(0, Engine("dma", 7), [far])])  # type: ignore[arg-type]
+        try:
+            comm.load(spoilt, {"input": input, "output": output})
+            text = "no error"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        run = comm.load(program, {"input": input, "output": output})
+        input.copy_(torch.arange(8 * n) * (comm.rank + 1))
+        run()
+        comm.synchronize()
+        total = input.cpu()
+        dist.all_reduce(total, group=group)  # Gloo has no average
+        assert torch.equal(output.cpu(), total / n)
+    return text

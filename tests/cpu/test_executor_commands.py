@@ -235,6 +235,8 @@ FOUR, SIX = place(Buffer.INPUT, 0, 4), place(Buffer.OUTPUT, 0, 6)
         (Reduce(SIX, (SIX, SIX), Reduction(ReduceOp.SUM, "float32")), r"not whole elements \(value=6 bytes"),
         (Reduce(SIX, (), Reduction(ReduceOp.SUM, "float32")), "nothing to reduce"),
         (Copy(place(Buffer.STAGING, 0, 4), FOUR), "no address for the staging of rank 0"),
+        (Copy(Span(-1, Buffer.OUTPUT, 0, 4), FOUR), r"no such rank \(value=-1, allowed=0..0\)"),
+        (Signal(Flag(1, 0), EPOCH), r"no such rank \(value=1, allowed=0..0\)"),
     ],
 )
 def test_load_refuses_what_it_cannot_run(command: Command, text: str) -> None:

@@ -118,6 +118,7 @@ def test_staging_in_plain_words_is_staging() -> None:
         (SIZES, [Result(TARGET, (Span(0, "cache", 0, 16),))], (), "differ in size"),
         (SIZES, [Result(TARGET, (SOURCE, SOURCE))], (), "a copy of one span"),
         (SIZES, [Result(TARGET, (), SUM)], (), "a copy of one span"),
+        (SIZES, [Result(Span(1, "inbox", 0, 6), (Span(0, "cache", 0, 6),), SUM)], (), "whole elements of 4 bytes"),
         (SIZES, [Result(TARGET, (SOURCE,)), Result(TARGET, (SOURCE,))], (), "two results"),
         (SIZES, [Result(TARGET, (SOURCE,))], ("inbox",), "in scratch"),
     ],

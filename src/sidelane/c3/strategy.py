@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Collection
 from enum import StrEnum
 
+from sidelane.fields import an, at_least, one_of, optional, settle, switch, text, whole
+
 LEAST_GAIN = 0.05
 """Ideal gain below which a percentage of it says nothing."""
 
@@ -76,12 +78,15 @@ class Means(StrEnum):
     THREADS = "threads"
 
 
+_UNITS, _MEANS = optional(at_least(1)), one_of(Means)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partition:
     """Compute units that the GEMM does without for its whole run.
 
     Attributes:
-        units: how many. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
+        units: how many, 1 or more. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
         memory_bound_only: a GEMM that is limited by its operations keeps all.
         means: how they are taken.
     """
@@ -91,8 +96,7 @@ class Partition:
     means: Means = Means.SPLIT
 
     def __post_init__(self) -> None:
-        if self.units is not None and self.units < 1:
-            raise ValueError(f"Partition: units (value={self.units}, allowed=1 or more, or None for a sweep)")
+        settle(self, units=_UNITS, memory_bound_only=switch, means=_MEANS)
 
     def taken(self, swept: int, memory_bound: bool) -> int:
         """Units taken from a GEMM.
@@ -107,6 +111,9 @@ class Partition:
         if self.memory_bound_only and not memory_bound:
             return 0
         return swept if self.units is None else self.units
+
+
+_ORDER, _MOVER, _PARTITION = one_of(Order), one_of(Mover), optional(an(Partition))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +142,8 @@ class Strategy:
     preference: int = 100
 
     def __post_init__(self) -> None:
+        settle(self, name=text, order=_ORDER, mover=_MOVER, recipe=text)
+        settle(self, priority=whole, partition=_PARTITION, preference=whole)
         if self.priority not in (0, 1):
             raise ValueError(f"Strategy: priority (value={self.priority}, allowed=0, 1)")
         if not self.concurrent and (self.priority or self.partition):

@@ -27,7 +27,7 @@ from sidelane.program.collective import Buffer
 from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs
 from sidelane.program.transform import freeze, lower
 from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
-from sidelane.program.verify import verify
+from sidelane.program.verify import check_structure, verify
 from sidelane.program.words import WORD_BYTES, WORD_MASK, as_int32
 
 _ALIGNMENT = 256
@@ -326,6 +326,8 @@ class Forms:
         """
         if proves:
             verify(program)
+        elif malformed := check_structure(program):  # of memory that there is not, say
+            raise ProgramError(f"load: refused {program.collective} {program.variant}", malformed)
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
             raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")

@@ -31,6 +31,7 @@ from sidelane.device.layout import (
     region_bytes,
 )
 from sidelane.errors import UnavailableError
+from sidelane.fields import several, whole
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.lasting import lasting
 from sidelane.program.kernel_call import KernelCall
@@ -274,8 +275,11 @@ def _key_of(
     return key
 
 
+_GRID = several(whole, int)
+
+
 def _checked(grid: Sequence[int]) -> tuple[int, ...]:
-    shape = tuple(int(length) for length in grid)
+    shape: tuple[int, ...] = _GRID("launch: grid", grid)
     if not 1 <= len(shape) <= 3 or any(not 1 <= length <= most for length, most in zip(shape, MOST_GRID, strict=False)):
         raise ValueError(f"launch: grid (value={tuple(grid)}, allowed=one to three numbers of programs, from 1)")
     return shape

@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 
-from sidelane.program.collective import Buffer, Collective, Span
+from sidelane.fields import an, settle, several, text, whole
+from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Collective, Span
 from sidelane.program.contract import Contract
+
+_PARTS = several(an(Collective), Collective)
 
 PIECE_ALIGNMENT = 256
 """Bytes to which pieces begin: a multiple of every element, so that reductions see whole ones."""
@@ -34,7 +37,8 @@ class Batch:
         parts: what to do. No part may write what another one reads or writes.
 
     Raises:
-        ValueError: a part has another world size.
+        TypeError: a field is not of its kind.
+        ValueError: no number of ranks, or a part has another world size.
     """
 
     name: str
@@ -42,6 +46,9 @@ class Batch:
     parts: tuple[Collective, ...]
 
     def __post_init__(self) -> None:
+        settle(self, name=text, world_size=whole, parts=_PARTS)
+        if not 1 <= self.world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"Batch: world_size (value={self.world_size}, allowed=1..{MAX_WORLD_SIZE})")
         for number, part in enumerate(self.parts):
             if part.world_size != self.world_size:
                 raise ValueError(f"Batch: ranks of part {number} (value={part.world_size}, allowed={self.world_size})")

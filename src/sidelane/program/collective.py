@@ -7,10 +7,11 @@ chunks into commands; ``verify`` checks the outcome against this file and nothin
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import accumulate
+
+from sidelane.fields import an, one_of, optional, put, settle, several, switch, text, whole
 
 MAX_WORLD_SIZE = 4096
 """Ranks that a description may have: simulated and verified ones, among several nodes."""
@@ -32,7 +33,7 @@ class Buffer(StrEnum):
     __hash__ = str.__hash__  # that of enumerations is Python, and buffers are looked up by the million
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Span:
     """Bytes ``[offset, offset + nbytes)`` of ``buffer`` on ``rank``: a ``Buffer``, or one that a contract names."""
 
@@ -41,12 +42,31 @@ class Span:
     offset: int
     nbytes: int
 
+    def __init__(self, rank: int, buffer: str, offset: int, nbytes: int) -> None:
+        put(self, "rank", rank)
+        put(self, "buffer", buffer)
+        put(self, "offset", offset)
+        put(self, "nbytes", nbytes)
+        kind = type(buffer)
+        plain = kind is Buffer or (kind is str and buffer not in _BUFFERS)
+        if not (plain and type(rank) is type(offset) is type(nbytes) is int):
+            settle(self, rank=whole, buffer=_buffer, offset=whole, nbytes=whole)
+
     @property
     def end(self) -> int:
         return self.offset + self.nbytes
 
     def __str__(self) -> str:
         return f"{self.buffer}@{self.rank}[{self.offset}:{self.end}]"
+
+
+_BUFFERS = {str(buffer): buffer for buffer in Buffer}
+
+
+def _buffer(name: str, value: object) -> str:
+    """Keep the name of a buffer; those that every rank has are members of the enumeration."""
+    plain = text(name, value)
+    return _BUFFERS.get(plain, plain)
 
 
 class Kind(StrEnum):
@@ -62,6 +82,7 @@ class Kind(StrEnum):
 
 
 REDUCING = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
 
 
 class ReduceOp(StrEnum):
@@ -72,6 +93,8 @@ class ReduceOp(StrEnum):
     MIN = "min"
     MAX = "max"
 
+
+_REDUCE_OP = one_of(ReduceOp)
 
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 INTEGERS = ("int32", "int64")
@@ -85,6 +108,7 @@ class Reduction:
     dtype: str
 
     def __post_init__(self) -> None:
+        settle(self, op=_REDUCE_OP, dtype=text)
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"Reduction: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
 
@@ -94,6 +118,13 @@ class Reduction:
 
     def __str__(self) -> str:
         return f"{self.op} {self.dtype}"
+
+
+_SIZES, _INTS = several(whole, int), frozenset({int})
+_COUNTS = several(_SIZES)
+_KIND = one_of(Kind)
+_ROOT = optional(whole)
+_REDUCTION = optional(an(Reduction))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +140,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of one size in one group. Make it with the functions below, which check their arguments.
+    """One collective of one size in one group. The functions below make it from sizes of shards.
 
     Attributes:
         kind: which collective.
@@ -120,6 +151,9 @@ class Collective:
         reduction: of reduce_scatter and all_reduce.
         copies_own: False: bytes of a rank's input that belong into its own output stay where they are, and their place
             in the output is left as it was. All_to_all only.
+
+    Raises:
+        TypeError, ValueError: a field is not of its kind, or the fields are no collective together.
     """
 
     kind: Kind
@@ -129,6 +163,52 @@ class Collective:
     root: int | None = None
     reduction: Reduction | None = None
     copies_own: bool = True
+
+    def __post_init__(self) -> None:
+        settle(self, kind=_KIND, world_size=whole, in_place=switch, copies_own=switch, root=_ROOT, reduction=_REDUCTION)
+        rows = self.counts if type(self.counts) is tuple else ()
+        distinct = {id(row): row for row in rows}.values()  # of reductions there is one
+        if not (rows and all(type(row) is tuple and _INTS.issuperset(map(type, row)) for row in distinct)):
+            settle(self, counts=_COUNTS)
+        if problem := self._problem():
+            raise ValueError(f"{self.kind}: {problem}")
+
+    def _problem(self) -> str:
+        """What is wrong with the fields together; empty if nothing is."""
+        kind, n, counts = self.kind, self.world_size, self.counts
+        if not 1 <= n <= MAX_WORLD_SIZE:
+            return f"world_size (value={n}, allowed=1..{MAX_WORLD_SIZE})"
+        if len(counts) != n or any(len(row) != n for row in counts):
+            return f"counts must be square, a row for each rank (value={[*map(len, counts)]} columns, ranks={n})"
+        if min(map(min, counts)) < 0:
+            return f"counts must not be negative (value={counts})"
+        if self.in_place and kind in (Kind.SCATTER, Kind.GATHER):
+            return "in_place (value=True, allowed=False)"
+        if not self.copies_own and (kind is not Kind.ALL_TO_ALL or self.in_place):
+            return "copies_own (value=False, allowed=True but for an all_to_all that is not in place)"
+        if (self.root is None) is (kind in ROOTED) or (self.root is not None and not 0 <= self.root < n):
+            return f"root (value={self.root}, allowed={f'0..{n - 1}' if kind in ROOTED else None})"
+        if (self.reduction is None) is (kind in REDUCING):
+            return f"reduction (value={self.reduction}, allowed={'a Reduction' if kind in REDUCING else None})"
+        if kind is Kind.ALL_TO_ALL:
+            fits = not self.in_place or all(counts[i][j] == counts[j][i] for i in range(n) for j in range(i))
+            return "" if fits else "in place needs counts[i][j] == counts[j][i] for all ranks"
+        if kind is Kind.ALL_GATHER:
+            return "" if all(row.count(row[0]) == n for row in counts) else "each row of counts must be one size"
+        if self.reduction is not None:
+            if any(row is not counts[0] and row != counts[0] for row in counts):
+                return "all rows of counts must be the same"
+            element = self.reduction.element_bytes
+            fits = not any(nbytes % element for nbytes in counts[0])
+            return "" if fits else f"shards must hold whole {self.reduction.dtype} elements (value={counts[0]} bytes)"
+        if kind is Kind.GATHER:
+            fits = not any(nbytes for row in counts for rank, nbytes in enumerate(row) if rank != self.root)
+            return "" if fits else "counts must be 0 but for those of the root"
+        if any(any(row) for rank, row in enumerate(counts) if rank != self.root):
+            return "counts must be 0 but for those of the root"
+        if kind is Kind.BROADCAST and len({*counts[self.root or 0]}) > 1:
+            return "the root must have one size for all ranks"
+        return ""
 
     def chunks(self) -> Iterator[Chunk]:
         """Every chunk with bytes in it, ordered by source, then destination.
@@ -233,16 +313,12 @@ def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False, copie
     [(0, 1, 0), (1, 0, 4)]
     """
     matrix = tuple(_sizes("all_to_all", row) for row in counts)
-    if any(len(row) != len(matrix) for row in matrix):
-        raise ValueError(f"all_to_all: counts must be square (value={[len(row) for row in matrix]} columns)")
-    if in_place and any(matrix[i][j] != matrix[j][i] for i in range(len(matrix)) for j in range(i)):
-        raise ValueError("all_to_all: in place needs counts[i][j] == counts[j][i] for all ranks")
     return Collective(Kind.ALL_TO_ALL, len(matrix), matrix, in_place, copies_own=copies_own or in_place)
 
 
 def broadcast(nbytes: int, world_size: int, root: int, *, in_place: bool = False) -> Collective:
     """Every rank receives ``nbytes`` of the root."""
-    return _rooted(Kind.BROADCAST, [nbytes] * world_size, root, in_place)
+    return _rooted(Kind.BROADCAST, [nbytes] * _ranks("broadcast", world_size), root, in_place)
 
 
 def scatter(shard_bytes: Sequence[int], root: int) -> Collective:
@@ -271,6 +347,7 @@ def split_evenly(total: int, world_size: int, granularity: int = 1) -> tuple[int
     >>> split_evenly(20, 3, granularity=4)
     (8, 8, 4)
     """
+    total, world_size, granularity = (whole("split_evenly", one) for one in (total, world_size, granularity))
     if total % granularity:
         raise ValueError(f"split_evenly: total must be a multiple of {granularity} (value={total})")
     quotient, rest = divmod(total // granularity, world_size)
@@ -282,24 +359,28 @@ def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(sizes[:-1], initial=0))
 
 
-def _sizes(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    values = tuple(int(size) for size in sizes)
-    if not 1 <= len(values) <= MAX_WORLD_SIZE:
-        raise ValueError(f"{name}: number of ranks (value={len(values)}, allowed=1..{MAX_WORLD_SIZE})")
+def _sizes(name: str, sizes: Iterable[int]) -> tuple[int, ...]:
+    values: tuple[int, ...] = _SIZES(f"{name}: sizes", sizes)
+    _ranks(name, len(values))
     if min(values) < 0:
         raise ValueError(f"{name}: sizes must not be negative (value={values})")
     return values
+
+
+def _ranks(name: str, world_size: int) -> int:
+    ranks = whole(f"{name}: number of ranks", world_size)
+    if not 1 <= ranks <= MAX_WORLD_SIZE:
+        raise ValueError(f"{name}: number of ranks (value={ranks}, allowed=1..{MAX_WORLD_SIZE})")
+    return ranks
 
 
 def _rooted(kind: Kind, shard_bytes: Sequence[int], root: int, in_place: bool) -> Collective:
     shards = _sizes(kind, shard_bytes)
     world_size = len(shards)
     try:
-        root = operator.index(root)
+        root = whole("root", root)
     except TypeError:
         raise TypeError(f"{kind}: root (value={root!r}, allowed=0..{world_size - 1})") from None
-    if not 0 <= root < world_size:
-        raise ValueError(f"{kind}: root (value={root}, allowed=0..{world_size - 1})")
     nothing = (0,) * world_size
     if kind is Kind.GATHER:
         counts = tuple(tuple(nbytes if dst == root else 0 for dst in range(world_size)) for nbytes in shards)
@@ -310,6 +391,4 @@ def _rooted(kind: Kind, shard_bytes: Sequence[int], root: int, in_place: bool) -
 
 def _reducing(kind: Kind, shard_bytes: Sequence[int], reduction: Reduction, in_place: bool) -> Collective:
     shards = _sizes(kind, shard_bytes)
-    if any(nbytes % reduction.element_bytes for nbytes in shards):
-        raise ValueError(f"{kind}: shards must hold whole {reduction.dtype} elements (value={shards} bytes)")
     return Collective(kind, len(shards), (shards,) * len(shards), in_place, reduction=reduction)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
+from sidelane.fields import an, optional, settle, several, text, whole
 from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Reduction, Span
 
 
@@ -28,10 +29,30 @@ class Result:
     srcs: tuple[Span, ...]
     reduction: Reduction | None = None
 
+    def __post_init__(self) -> None:
+        plain = type(self.dst) is Span and type(self.srcs) is tuple and {Span}.issuperset(map(type, self.srcs))
+        if not (plain and (self.reduction is None or type(self.reduction) is Reduction)):
+            settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
+
+
+_SPAN, _SPANS, _REDUCTION = an(Span), several(an(Span), Span), optional(an(Reduction))
+_NAMES, _SIZES = several(text, str), several(whole, int)
+_RESULTS = several(an(Result), Result)
+
+
+def _buffer(name: str, value: object) -> tuple[str, tuple[int, ...]]:
+    """Keep the name of a buffer and its bytes on each rank."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{name} (value={value!r}, allowed=a name, and bytes on each rank)")
+    return text(name, value[0]), _SIZES(f"{name}: bytes of {value[0]!r}", value[1])
+
+
+_BUFFERS = several(_buffer)
+
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """A movement of bytes between named buffers of the ranks. Make it with :meth:`of`, which checks its arguments.
+    """A movement of bytes between named buffers of the ranks; :meth:`of` makes it from a mapping.
 
     Attributes:
         name: for people.
@@ -43,6 +64,9 @@ class Contract:
             ``caller`` queue copies from them where the caller's own kernels write, in front of a trigger.
         used: buffers that stand for what callers make of what has come. They have no memory: a ``caller`` queue copies
             to them what the caller's own kernels read, behind an arrival.
+
+    Raises:
+        TypeError, ValueError: see :meth:`of`.
     """
 
     name: str
@@ -52,6 +76,12 @@ class Contract:
     scratch: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
     used: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        settle(self, name=text, world_size=whole, sizes=_BUFFERS, results=_RESULTS)
+        settle(self, scratch=_NAMES, computed=_NAMES, used=_NAMES)
+        self._check_buffers()
+        self._check_results()
 
     @staticmethod
     def of(
@@ -74,28 +104,18 @@ class Contract:
             used: names of buffers that stand for what callers make meanwhile of what has come.
 
         Raises:
+            TypeError: a name, a size or a result is something else.
             ValueError: no buffers, different numbers of ranks, negative sizes, or a result that does not lie in the
                 buffers, overlaps another one, or does not match what it is made of.
         """
-        sizes = tuple((buffer, tuple(int(size) for size in ranks)) for buffer, ranks in buffers.items())
-        counts = {len(ranks) for _, ranks in sizes}
-        if len(counts) != 1 or not 1 <= min(counts) <= MAX_WORLD_SIZE:
-            raise ValueError(f"Contract: ranks of the buffers (value={sorted(counts)}, allowed=one number for all)")
-        if any(size < 0 for _, ranks in sizes for size in ranks):
-            raise ValueError(f"Contract: sizes must not be negative (value={dict(sizes)})")
-        names = {buffer for buffer, _ in sizes}
-        if Buffer.STAGING in names or not all(names):
-            raise ValueError(f"Contract: names of buffers (value={sorted(names)}, allowed=any but '' and 'staging')")
-        kinds = {"scratch": set(scratch), "computed": set(computed), "used": set(used)}
-        for kind, some in kinds.items():
-            if some - names:
-                raise ValueError(f"Contract: {kind} (value={sorted(some - names)}, allowed={sorted(names)})")
-        for (one, some), (other, others) in itertools.combinations(kinds.items(), 2):
-            if both := some & others:
-                raise ValueError(f"Contract: buffers that are {one} and {other} (value={sorted(both)})")
-        made = Contract(*(name, counts.pop(), sizes, tuple(results)), *(tuple(sorted(some)) for some in kinds.values()))
-        made._check_results()
-        return made
+        if not isinstance(buffers, Mapping):
+            raise TypeError(f"Contract: buffers (value={buffers!r}, allowed=bytes on each rank, by name)")
+        sizes = _BUFFERS("Contract: buffers", tuple(buffers.items()))
+        world_size = len(sizes[0][1]) if sizes else 0
+        kinds = {"scratch": scratch, "computed": computed, "used": used}
+        lists = {kind: [*some] if isinstance(some, Set) else some for kind, some in kinds.items()}
+        named = {kind: tuple(sorted({*_NAMES(f"Contract: {kind}", some)})) for kind, some in lists.items()}
+        return Contract(name, world_size, sizes, _RESULTS("Contract: results", results), **named)
 
     def buffer_bytes(self, rank: int, buffer: str) -> int:
         """Size of a buffer; 0 where the rank has none of that name."""
@@ -116,6 +136,24 @@ class Contract:
     def _by_name(self) -> dict[str, tuple[int, ...]]:
         return dict(self.sizes)
 
+    def _check_buffers(self) -> None:
+        counts = {len(ranks) for _, ranks in self.sizes}
+        if counts != {self.world_size} or not 1 <= self.world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"Contract: ranks of the buffers (value={sorted(counts)}, allowed=one number for all)")
+        if any(size < 0 for _, ranks in self.sizes for size in ranks):
+            raise ValueError(f"Contract: sizes must not be negative (value={self._by_name})")
+        names = [buffer for buffer, _ in self.sizes]
+        if Buffer.STAGING in names or not all(names) or len({*names}) < len(names):
+            allowed = "each once, any but '' and 'staging'"
+            raise ValueError(f"Contract: names of buffers (value={sorted(names)}, allowed={allowed})")
+        kinds = {"scratch": {*self.scratch}, "computed": {*self.computed}, "used": {*self.used}}
+        for kind, some in kinds.items():
+            if some - {*names}:
+                raise ValueError(f"Contract: {kind} (value={sorted(some - {*names})}, allowed={sorted(names)})")
+        for (one, some), (other, others) in itertools.combinations(kinds.items(), 2):
+            if both := some & others:
+                raise ValueError(f"Contract: buffers that are {one} and {other} (value={sorted(both)})")
+
     def _check_results(self) -> None:
         ends: dict[tuple[int, str], list[tuple[int, int]]] = {}
         for result in self.results:
@@ -127,6 +165,12 @@ class Contract:
                 raise ValueError(f"Contract: a result and what it is made of differ in size (value={result})")
             if len(result.srcs) != 1 if result.reduction is None else not result.srcs:
                 raise ValueError(f"Contract: a result is a copy of one span, or a reduction of some (value={result})")
+            if result.reduction is not None:
+                element, spans = result.reduction.element_bytes, (result.dst, *result.srcs)
+                if any(span.offset % element or span.nbytes % element for span in spans):
+                    raise ValueError(
+                        f"Contract: a reduction combines whole elements of {element} bytes (value={result})"
+                    )
             if result.dst.buffer in self.scratch + self.computed:
                 raise ValueError(
                     f"Contract: a result in scratch, or in what is computed (value={result.dst}, allowed=other buffers)"

@@ -10,17 +10,25 @@ import dataclasses
 from collections.abc import Iterator
 from enum import StrEnum
 
-from sidelane.program.batch import Definition
-from sidelane.program.collective import Buffer, Reduction, Span
+from sidelane.fields import an, at_least, one_of, put, settle, several, switch, text, whole
+from sidelane.program.batch import Batch, Definition
+from sidelane.program.collective import Buffer, Collective, Reduction, Span
+from sidelane.program.contract import Contract
 from sidelane.program.words import WORD_MASK, reached
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Flag:
     """Word ``index`` in the flag memory of ``rank``. It starts at 0 and is 32 bits wide."""
 
     rank: int
     index: int
+
+    def __init__(self, rank: int, index: int) -> None:
+        put(self, "rank", rank)
+        put(self, "index", index)
+        if not type(rank) is type(index) is int:
+            settle(self, rank=whole, index=whole)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +37,10 @@ class Value:
 
     base: int
     per_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        if not type(self.base) is type(self.per_epoch) is int:
+            settle(self, base=whole, per_epoch=whole)
 
     def at(self, epoch: int) -> int:
         """The number that the flag holds or is compared with in invocation ``epoch``."""
@@ -66,12 +78,23 @@ class Comparison(StrEnum):
         return word == value & WORD_MASK if self is Comparison.EQ else reached(word, value)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+_SPAN, _SPANS, _ONLY_SPANS = an(Span), several(an(Span), Span), frozenset({Span})
+_FLAG, _VALUE, _REDUCTION = an(Flag), an(Value), an(Reduction)
+_OP, _COMPARISON = one_of(SignalOp), one_of(Comparison)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Copy:
     """Copy ``src`` to ``dst`` (same number of bytes, not overlapping)."""
 
     dst: Span
     src: Span
+
+    def __init__(self, dst: Span, src: Span) -> None:
+        put(self, "dst", dst)
+        put(self, "src", src)
+        if not type(dst) is type(src) is Span:
+            settle(self, dst=_SPAN, src=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +104,9 @@ class Broadcast:
     dsts: tuple[Span, Span]
     src: Span
 
+    def __post_init__(self) -> None:
+        settle(self, dsts=_SPANS, src=_SPAN)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Swap:
@@ -88,6 +114,10 @@ class Swap:
 
     a: Span
     b: Span
+
+    def __post_init__(self) -> None:
+        if not type(self.a) is type(self.b) is Span:
+            settle(self, a=_SPAN, b=_SPAN)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +131,13 @@ class Reduce:
     srcs: tuple[Span, ...]
     reduction: Reduction
 
+    def __post_init__(self) -> None:
+        plain = type(self.dst) is Span and type(self.reduction) is Reduction and type(self.srcs) is tuple
+        if not (plain and _ONLY_SPANS.issuperset(map(type, self.srcs))):
+            settle(self, dst=_SPAN, srcs=_SPANS, reduction=_REDUCTION)
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Signal:
     """Change ``flag`` once every earlier command of the queue has finished and its bytes can be seen by all ranks."""
 
@@ -110,14 +145,28 @@ class Signal:
     value: Value
     op: SignalOp = SignalOp.SET
 
+    def __init__(self, flag: Flag, value: Value, op: SignalOp = SignalOp.SET) -> None:
+        put(self, "flag", flag)
+        put(self, "value", value)
+        put(self, "op", op)
+        if not (type(flag) is Flag and type(value) is Value and type(op) is SignalOp):
+            settle(self, flag=_FLAG, value=_VALUE, op=_OP)
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Wait:
     """Hold the queue until ``flag`` (in the memory of the queue's own rank) compares with ``value`` as asked."""
 
     flag: Flag
     value: Value
     comparison: Comparison = Comparison.GE
+
+    def __init__(self, flag: Flag, value: Value, comparison: Comparison = Comparison.GE) -> None:
+        put(self, "flag", flag)
+        put(self, "value", value)
+        put(self, "comparison", comparison)
+        if not (type(flag) is Flag and type(value) is Value and type(comparison) is Comparison):
+            settle(self, flag=_FLAG, value=_VALUE, comparison=_COMPARISON)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,10 +175,15 @@ class Stamp:
 
     slot: int
 
+    def __post_init__(self) -> None:
+        settle(self, slot=whole)
+
 
 Command = Copy | Broadcast | Swap | Reduce | Signal | Wait | Stamp
 Move = Copy | Broadcast | Swap
 MOVES = (Copy, Broadcast, Swap)
+_COMMAND_KINDS = frozenset({Copy, Broadcast, Swap, Reduce, Signal, Wait, Stamp})
+_COMMANDS = several(an(*_COMMAND_KINDS), *_COMMAND_KINDS)
 
 
 class EngineKind(StrEnum):
@@ -146,6 +200,9 @@ class EngineKind(StrEnum):
     CALLER = "caller"
 
 
+_ENGINE_KIND, _NUMBER = one_of(EngineKind), at_least(0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Engine:
     """Engine ``index`` of a kind."""
@@ -153,8 +210,15 @@ class Engine:
     kind: EngineKind
     index: int = 0
 
+    def __post_init__(self) -> None:
+        if not (type(self.kind) is EngineKind and type(self.index) is int and self.index >= 0):
+            settle(self, kind=_ENGINE_KIND, index=_NUMBER)
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.index}"
+
+
+_ENGINE = an(Engine)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,6 +228,15 @@ class Queue:
     rank: int
     engine: Engine
     commands: tuple[Command, ...]
+
+    def __post_init__(self) -> None:
+        plain = type(self.rank) is int and type(self.engine) is Engine and type(self.commands) is tuple
+        if not (plain and _COMMAND_KINDS.issuperset(map(type, self.commands))):
+            settle(self, rank=whole, engine=_ENGINE, commands=_COMMANDS)
+
+
+_DEFINITION = an(Collective, Batch, Contract)
+_QUEUES, _SIZES = several(an(Queue), Queue), several(whole, int)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,6 +261,10 @@ class Program:
     flag_count: int
     prelaunched: bool = False
     alone: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self, collective=_DEFINITION, variant=text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole)
+        settle(self, prelaunched=switch, alone=switch)
 
     @property
     def world_size(self) -> int:
@@ -279,3 +356,5 @@ def describe(command: Command) -> str:
             return f"wait flag {flag.index} {comparison} {value}"
         case Stamp(slot):
             return f"stamp {slot}"
+        case _:
+            raise TypeError(f"describe: command (value={command!r}, allowed=what engines execute)")

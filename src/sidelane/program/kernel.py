@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+from sidelane.fields import an, at_least, one_of, settle, text
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
 from sidelane.program.pushed import chunks_of
 from sidelane.program.variant import Variant
@@ -63,6 +64,11 @@ class Protocol(StrEnum):
     SEND = "send"
 
 
+_COLLECTIVE = an(Collective)
+PROTOCOL, LAUNCHED = one_of(Protocol), at_least(1)
+"""Rules of fields: how the bytes travel, and thread blocks of a launch."""
+
+
 STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE, Protocol.SEND)
 """Protocols that need it."""
 
@@ -84,6 +90,9 @@ class KernelProgram:
     blocks: int
 
     prelaunched = False
+
+    def __post_init__(self) -> None:
+        settle(self, collective=_COLLECTIVE, variant=text, protocol=PROTOCOL, blocks=LAUNCHED)
 
     @property
     def world_size(self) -> int:
@@ -158,7 +167,7 @@ def kernel_program(
     pair = protocol is Protocol.DIRECT and n == 2 and is_two_shot(variant)
     worthwhile = MOST_BLOCKS if part >= LARGE_PART_BYTES or pair or protocol is Protocol.SEND else BLOCKS
     worthwhile = NARROW_BLOCKS if Variant.of(variant).narrow else worthwhile
-    return KernelProgram(collective, variant, protocol, blocks or worthwhile)
+    return KernelProgram(collective, variant, protocol, worthwhile if blocks is None else blocks)
 
 
 def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool, symmetric_output: bool) -> Protocol:

@@ -13,14 +13,17 @@ import dataclasses
 from functools import cached_property
 from itertools import accumulate
 
+from sidelane.fields import an, settle, text
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Kind, Reduction
 from sidelane.program.kernel import (
     ALIGNMENT,
     BLOCKS,
+    LAUNCHED,
     MOST_BLOCKS,
     MOST_PARCEL_BYTES,
     MOST_RANKS,
+    PROTOCOL,
     STAGING,
     KernelProgram,
     Protocol,
@@ -29,6 +32,8 @@ from sidelane.program.kernel import (
     part_bytes_of,
     unfit,
 )
+
+_BATCH = an(Batch)
 
 LARGE_LIST_BYTES = 2 << 20
 """Bytes from rank to rank from which on a kernel may have ``MOST_BLOCKS``: a block waits for rows of the table, too."""
@@ -51,6 +56,9 @@ class KernelListProgram:
     blocks: int
 
     prelaunched = False
+
+    def __post_init__(self) -> None:
+        settle(self, collective=_BATCH, variant=text, protocol=PROTOCOL, blocks=LAUNCHED)
 
     @property
     def world_size(self) -> int:

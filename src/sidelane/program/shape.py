@@ -6,7 +6,21 @@ import dataclasses
 import math
 
 from sidelane.config import BESIDE, COMPUTE, NOTHING
+from sidelane.fields import at_least, number, one_of, optional, settle, text
 from sidelane.program.collective import Collective, Kind
+
+_KIND, _COUNT, _BYTES = one_of(Kind), at_least(1), at_least(0)
+
+
+def _gemm_of(name: str, value: object) -> tuple[int, int, int, str]:
+    """Keep the sizes and the dtype of a GEMM."""
+    if not isinstance(value, tuple | list) or len(value) != 4:
+        raise TypeError(f"{name} (value={value!r}, allowed=(m, n, k, dtype))")
+    m, n, k = (_COUNT(name, size) for size in value[:3])
+    return m, n, k, text(name, value[3])
+
+
+_GEMM = optional(_gemm_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,6 +34,7 @@ class Computation:
         kernels_hidden: likewise where kernels do.
 
     Raises:
+        TypeError: a field is not of its kind.
         ValueError: a time that is none, or shares that are not.
     """
 
@@ -29,6 +44,7 @@ class Computation:
     kernels_hidden: float = 0.0
 
     def __post_init__(self) -> None:
+        settle(self, us=number, gemm=_GEMM, copies_hidden=number, kernels_hidden=number)
         if not (math.isfinite(self.us) and self.us > 0):
             raise ValueError(f"beside: us (value={self.us!r}, allowed=microseconds, more than 0)")
         if not (self.copies_hidden <= 1 and self.kernels_hidden <= 1):
@@ -97,6 +113,9 @@ class CallShape:
     uniform: bool = True
     computation: Computation | None = None
     copies_own: bool = True
+
+    def __post_init__(self) -> None:
+        settle(self, kind=_KIND, world_size=_COUNT, nbytes=_BYTES, tensors=_BYTES, dtype=text, beside=text)
 
     @staticmethod
     def of(collective: Collective, dtype: str, *, symmetric: bool, captured: bool, beside: Beside) -> CallShape:

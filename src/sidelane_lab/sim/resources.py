@@ -67,6 +67,8 @@ class Resources:
                     self._add(weights, self._memory(span.rank), 1.0)
                     self._add(weights, self._of(("reduction", rank), self._machine.dma.reduce_gbps), 1.0)
                 return Demand(float(dst.nbytes), weights, 0.0)
+            case _:
+                raise ValueError(f"simulate: command (value={command!r}, allowed=copy, broadcast, swap, reduce)")
         if engine.kind is not EngineKind.COMPUTE:
             written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
             inside = len({span.rank for span in spans(command)}) == 1

@@ -81,6 +81,7 @@ def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple
 
 def _compile(command: Command, queue: Queue, index: int, program: Program, addresses: Addresses) -> Action:
     for span in spans(command):
+        _check_rank(span.rank, program)
         size = program.buffer_bytes(span.rank, span.buffer)
         if not 0 <= span.offset <= span.end <= size:
             raise ValueError(f"span out of bounds (value={span}, allowed=0..{size})")
@@ -95,9 +96,9 @@ def _compile(command: Command, queue: Queue, index: int, program: Program, addre
             sources = [_address(src, addresses) for src in srcs]
             return _reduce(_address(dst, addresses), sources, _same_size(dst, *srcs), reduction)
         case Signal(flag, value, op):
-            if op is SignalOp.ADD:
+            if op is not SignalOp.SET:
                 # Python has no atomic add on memory that other processes write.
-                raise ValueError("cannot add to a flag atomically (value=add, allowed=set)")
+                raise ValueError(f"cannot add to a flag atomically (value={op}, allowed=set)")
             return _signal(_flag(flag, program, addresses), value)
         case Wait(flag, value, comparison):
             if flag.rank != queue.rank:
@@ -105,6 +106,13 @@ def _compile(command: Command, queue: Queue, index: int, program: Program, addre
             return _wait(_flag(flag, program, addresses), value, comparison, queue, index)
         case Stamp(slot):
             return lambda run: run.stamp(slot, time.perf_counter_ns())
+        case _:
+            raise ValueError("no such command (allowed=copy, broadcast, swap, reduce, signal, wait, stamp)")
+
+
+def _check_rank(rank: int, program: Program) -> None:
+    if not 0 <= rank < program.world_size:
+        raise ValueError(f"no such rank (value={rank}, allowed=0..{program.world_size - 1})")
 
 
 def _address(span: Span, addresses: Addresses) -> int:
@@ -124,6 +132,7 @@ def _same_size(*operands: Span) -> int:
 
 
 def _flag(flag: Flag, program: Program, addresses: Addresses) -> int:
+    _check_rank(flag.rank, program)
     if not 0 <= flag.index < program.flag_count:
         raise ValueError(f"no such flag (value={flag.index}, allowed=0..{program.flag_count - 1})")
     return addresses.flag(flag)
@@ -189,6 +198,7 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
         return lambda run: None
     count = nbytes // reduction.element_bytes
     accumulate = torch.float32 if dtype.is_floating_point else dtype
+    combine = _combining(reduction.op)
     with torch.inference_mode(False):  # which is the caller's, not that of the thread that writes to these
         target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
         scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
@@ -200,7 +210,7 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
             total = scratch[: part.stop - part.start]
             total.copy_(sources[0][part])
             for source in sources[1:]:
-                _combine(total, source[part], reduction.op)
+                combine(total, source[part])
             if reduction.op is ReduceOp.AVG:
                 rounding = None if dtype.is_floating_point else "trunc"
                 torch.div(total, len(sources), rounding_mode=rounding, out=total)
@@ -209,14 +219,17 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
     return step
 
 
-def _combine(total: torch.Tensor, operand: torch.Tensor, op: ReduceOp) -> None:
+def _combining(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """What puts an operand into a total; an average is divided behind the last."""
     match op:
         case ReduceOp.SUM | ReduceOp.AVG:
-            total.add_(operand)
+            return torch.Tensor.add_
         case ReduceOp.MIN:
-            torch.minimum(total, operand, out=total)
+            return lambda total, operand: torch.minimum(total, operand, out=total)
         case ReduceOp.MAX:
-            torch.maximum(total, operand, out=total)
+            return lambda total, operand: torch.maximum(total, operand, out=total)
+        case _:
+            raise ValueError(f"reduction (value={op!r}, allowed={', '.join(ReduceOp)})")
 
 
 def _view(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
+from sidelane.fields import an, one_of, several, text
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
 from sidelane.program.builders.beside import beside
 from sidelane.program.builders.flags import FlagPlan, Role
@@ -45,6 +46,8 @@ from sidelane.program.ir import (
     spans,
 )
 
+_BATCH, _TRANSPORTS = an(Batch), several(one_of(Transport), Transport)
+
 
 def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> Program:
     """Build the program of a batch.
@@ -55,8 +58,11 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
         transports: of each part, as in ``build``.
 
     Raises:
+        TypeError: an argument is something else.
         ValueError: the variant does not exist for a part, or cannot run with its transport.
     """
+    batch, variant = _BATCH("build_batch: batch", batch), text("build_batch: variant", variant)
+    transports = _TRANSPORTS("build_batch: transports", transports)
     built: dict[tuple[Collective, Transport], Program] = {}  # layers of a model have the same few shapes
     programs = []
     finish: Callable[[Program], Program] = beside

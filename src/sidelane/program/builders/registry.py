@@ -9,11 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from sidelane.fields import an, one_of, settle, several, text, whole
 from sidelane.program.builders.beside import beside
 from sidelane.program.builders.transport import Transport
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import CallShape
+
+_KIND, _TRANSPORT, _COLLECTIVE = one_of(Kind), one_of(Transport), an(Collective)
+_KINDS = several(_KIND)
 
 
 def no_objection(shape: CallShape) -> str:
@@ -51,6 +55,9 @@ class Algorithm:
     objection: Callable[[CallShape], str] = no_objection
     thumb: Callable[[CallShape], str] = no_objection
 
+    def __post_init__(self) -> None:
+        settle(self, name=text, kinds=_KINDS, preference=whole)
+
 
 _registered: dict[tuple[Kind, str], Algorithm] = {}
 
@@ -69,13 +76,14 @@ def register(algorithm: Algorithm) -> Algorithm:
 
 def algorithms(kind: Kind) -> tuple[Algorithm, ...]:
     """All for a collective, in order of preference between equals."""
+    kind = _KIND("algorithms: kind", kind)
     found = [algorithm for (of, _), algorithm in _registered.items() if of is kind]
     return tuple(sorted(found, key=lambda algorithm: (algorithm.preference, algorithm.name)))
 
 
 def find_algorithm(kind: Kind, name: str) -> Algorithm | None:
     """The one of that name for a collective; None if there is none."""
-    return _registered.get((kind, name))
+    return _registered.get((_KIND("find_algorithm: kind", kind), text("find_algorithm: name", name)))
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
@@ -117,9 +125,11 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
         transport: which buffers are symmetric. Reducing collectives begin with staging whatever is said here.
 
     Raises:
+        TypeError: an argument is something else.
         ValueError: the variant does not exist for this collective, or cannot run with this transport.
     """
-    algorithm = find_algorithm(collective.kind, variant)
+    collective, transport = _COLLECTIVE("build: collective", collective), _TRANSPORT("build: transport", transport)
+    algorithm = find_algorithm(collective.kind, text("build: variant", variant))
     if algorithm is None or algorithm.assemble is None:
         allowed = ", ".join(variants(collective.kind))
         raise ValueError(f"build: variant of {collective.kind} (value={variant!r}, allowed={allowed})")

@@ -32,6 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from sidelane.errors import ProgramError
+from sidelane.fields import an, several, whole
 from sidelane.program.ir import Program
 from sidelane.program.verify.counters import Counters
 from sidelane.program.verify.layout import Layout, lay_out
@@ -40,6 +41,8 @@ from sidelane.program.verify.progress import check_progress
 from sidelane.program.verify.provenance import check_provenance
 from sidelane.program.verify.structure import check_structure
 from sidelane.program.verify.values import check_values
+
+_PROGRAM, _PROGRAMS = an(Program), several(an(Program), Program)
 
 INVOCATIONS = 2
 """One on fresh flags, and one behind it (see above)."""
@@ -71,8 +74,10 @@ def verify(program: Program, *, invocations: int = INVOCATIONS) -> Verification:
 
     Raises:
         ProgramError: the program is wrong; the text names the ranks, the commands and the bytes.
+        TypeError: no program, or ``invocations`` is no whole number.
         ValueError: ``invocations`` is not positive.
     """
+    program, invocations = _PROGRAM("verify: program", program), whole("verify: invocations", invocations)
     if invocations < 1:
         raise ValueError(f"verify: invocations (value={invocations}, allowed=1 or more)")
     return _verify((program,), invocations)
@@ -87,14 +92,17 @@ def verify_sequence(programs: Sequence[Program], *, rounds: int = INVOCATIONS) -
 
     Raises:
         ProgramError: a program is wrong, or they disturb each other; the text names ranks, commands and bytes.
+        TypeError: one is no program, or ``rounds`` is no whole number.
         ValueError: no programs, programs of different world sizes, or ``rounds`` is not positive.
     """
-    if not programs or rounds < 1:
-        raise ValueError(f"verify_sequence: needs programs and rounds (value={len(programs)}, {rounds})")
-    if len({program.world_size for program in programs}) > 1:
-        sizes = [program.world_size for program in programs]
+    given: tuple[Program, ...] = _PROGRAMS("verify_sequence: programs", programs)
+    rounds = whole("verify_sequence: rounds", rounds)
+    if not given or rounds < 1:
+        raise ValueError(f"verify_sequence: needs programs and rounds (value={len(given)}, {rounds})")
+    if len({program.world_size for program in given}) > 1:
+        sizes = [program.world_size for program in given]
         raise ValueError(f"verify_sequence: programs of one communicator have one world size (value={sizes})")
-    return _verify(tuple(programs), rounds)
+    return _verify(given, rounds)
 
 
 def _verify(programs: tuple[Program, ...], rounds: int) -> Verification:

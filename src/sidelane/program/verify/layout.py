@@ -26,6 +26,9 @@ from sidelane.program.ir import Command, Comparison, Engine, EngineKind, Flag, P
 
 SIGNAL, ADD, WAIT, RUN = range(4)
 
+MAX_FLAGS = 1 << 40
+"""Flags of a rank that a program may have: flags are known by one number, in which those of a rank have this room."""
+
 ProofStep = tuple[int, int, int, int, int, int]
 """Kind; index of the (first) command in its queue; number of the flag, or of a run's *site* (a run of a program, in all
 invocations); base and change an epoch of the value; 1 for a wait for equality. A run has the index behind its last
@@ -172,7 +175,7 @@ def _steps(
             end_run(index)
             run = -1
         flag, value = command.flag, command.value
-        number = numbers.setdefault(flag.rank << 40 | flag.index, len(flags))
+        number = numbers.setdefault(flag.rank * MAX_FLAGS + flag.index, len(flags))
         if number == len(flags):
             flags.append(FlagUse(flag))
         use, where = flags[number], (plan, len(steps))

@@ -24,6 +24,7 @@ from sidelane.program.ir import (
     Wait,
     spans,
 )
+from sidelane.program.verify.layout import MAX_FLAGS
 from sidelane.program.verify.report import name_command
 
 
@@ -69,6 +70,8 @@ def _program(program: Program) -> Iterator[str]:
         yield f"staging_bytes has a negative size ({program.staging_bytes})"
     if program.flag_count < 0:
         yield f"flag_count is negative ({program.flag_count})"
+    elif program.flag_count > MAX_FLAGS:
+        yield f"flag_count is {program.flag_count} (allowed=..{MAX_FLAGS})"
     for queue in program.queues:
         if not 0 <= queue.rank < world_size:
             yield f"rank {queue.rank} {queue.engine}: a queue on a rank outside of 0..{world_size - 1}"
