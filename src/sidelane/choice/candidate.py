@@ -189,9 +189,13 @@ def takes_one_tensor(candidate: Candidate) -> bool:
     return variant.narrow or variant.pushes
 
 
-@functools.cache
 def _by_name(kind: Kind) -> dict[str, Candidate]:
-    found = {DMA: tuple(each.name for each in algorithms(kind)), SM: SM_VARIANTS.get(kind, ())}
+    return _by_name_of(kind, algorithms(kind))  # one more may have been registered
+
+
+@functools.cache
+def _by_name_of(kind: Kind, registered: tuple[Algorithm, ...]) -> dict[str, Candidate]:
+    found = {DMA: tuple(each.name for each in registered), SM: SM_VARIANTS.get(kind, ())}
     axes = [
         Candidate(implementation, variant, launch, signals)
         for implementation in IMPLEMENTATIONS
