@@ -138,7 +138,8 @@ def parse(text: str) -> Profile:
         content = json.loads(text, parse_constant=_no_number)
         if content["format"] != FORMAT:
             raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
-        curves = tuple(map(_curve_from_dict, content["curves"]))
+        rows = (row for row in content["curves"] if row.get("launch") != "graph")  # a variant that there was once
+        curves = tuple(map(_curve_from_dict, rows))
         key = Key.from_dict(content["key"])
         names = (_text(content, name) for name in ("machine", "date", "command"))
         machine, date, command = names

@@ -183,9 +183,9 @@ class Repeats:
         payload = self._calls.control.payload(signature)
         if repetition is None or payload is None:
             return
-        turn, standing, condition = repetition.turn, repetition.standing, None
+        turn, standing, condition = repetition.turn, None, None
         if again is not None:
-            assert (turn, standing) == (None, None), "programs of calls that go ahead are no graphs"
+            assert turn is None, "programs of calls that go ahead take no turns"
             turn, standing, condition = again.turn, again.standing, again.condition
         tensors = tuple(identity[:3] for identity in identities)
         # The number itself, not an equal one: it is compared by identity.
