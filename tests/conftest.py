@@ -94,7 +94,6 @@ LONG = (
     "interpreter/test_sm_kernels.py::test_reducing[float32-1]",
     "interpreter/test_sm_kernels.py::test_reducing[int32:int64-2]",
     "program/test_addresses.py::test_all_that_is_submitted_lies_where_it_may[1]",
-    "program/test_addresses.py::test_what_is_gone_is_noticed[allocations]",
     "program/test_addresses.py::test_what_is_gone_is_noticed[events]",
     "program/test_alternating.py::test_every_two_calls_take_turns[3]",
     "program/test_c3_judged.py::test_a_described_machine[h200x4]",

@@ -17,10 +17,10 @@ from homeless import leave_home
 
 from sidelane import cli
 from sidelane import config as settings
-from sidelane.choice import Candidate, Curve
+from sidelane.choice import Candidate
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
-from sidelane.choice.store import InForce, builtin, user_file, write
+from sidelane.choice.store import builtin, user_file, write
 from sidelane.cli import findings as info
 from sidelane.cli.launch import LaunchTarget
 from sidelane.program.collective import Kind
@@ -310,23 +310,6 @@ def test_the_example_in_the_docs_is_what_is_printed():
     assert [line for line in expected if line not in shown.output] == [], "choice.md: run its command again"
 
 
-def test_explain_says_what_a_cached_graph_takes():
-    table = builtin("h200x4")
-    assert table is not None
-    graph = Candidate("dma", "b2b", launch="graph")
-    curve = Curve(Kind.ALL_GATHER, 4, "bfloat16", False, False, graph, ((1 << 10, 1.0),))
-    options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 16, machine="h200x4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(explaining, "builtin_for", lambda key: InForce(dataclasses.replace(table, curves=(curve,)), "it"))
-        found = explain(options)
-    assert found.choice.candidate == graph
-    assert "1 graph launch, 2 calls" in found.summary and "3 peer copies, 1 local copy" in found.summary
-    assert found.submitted[0] == ("the caller's stream", ("launch the graph that the first such call made:",))
-    assert not any("in one call" in line for _, lines in found.submitted for line in lines), (
-        "batches are for plain calls"
-    )
-
-
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("machine", ["h200x4", "cpu", "mi300x8"])
@@ -397,6 +380,6 @@ def test_refusals(arguments: tuple[str, ...], said: str):
 
 def test_explain_says_what_a_dash_means():
     said = "-: not measured, and taken only where nothing was"
-    some = run("explain", "all_gather", "16M", "--machine", "h200x4").output
+    some = run("explain", "all_reduce", "16M", "--machine", "h200x4").output
     assert said in some and " - " in some
     assert said not in run("explain", "all_reduce", "1.2G", "--machine", "cpu").output

@@ -188,13 +188,13 @@ def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
     assert defaults.sizes == phases_study.default_sizes("cpu")
     result = run(
         *("phases", "--operation", "copy", "--operation", "all_to_all", "--min-bytes", "4K", "--max-bytes", "1M"),
-        *("--factor", "16", "--variants", "b2b,b2b+graph", "--launch", "eager", "--calls", "5", "--warmup", "2"),
+        *("--factor", "16", "--variants", "b2b,pcpy", "--launch", "eager", "--calls", "5", "--warmup", "2"),
         *("--predict", "mi300x8", "--ranks", "2", "--device", "cpu", "--json", str(tmp_path / "x.json")),
     )
     assert result.exit_code == 0, result.output
     options = asked.options
     assert (options.operations, options.sizes) == (("copy", "all_to_all"), (4096, 65536, MB))
-    assert (options.variants, options.launches, options.predict) == (("b2b", "b2b+graph"), ("eager",), "mi300x8")
+    assert (options.variants, options.launches, options.predict) == (("b2b", "pcpy"), ("eager",), "mi300x8")
     assert (options.calls, options.warmup, options.ranks, options.json) == (5, 2, 2, tmp_path / "x.json")
 
 
@@ -251,7 +251,7 @@ def test_predictions(asked: SimpleNamespace) -> None:
             "power --machine mi300x8 --collective broadcast",
             "allowed=all_gather, all_to_all, reduce_scatter",
         ),
-        ("phases --device cpu --variants alternating+prelaunch", "alternating, alternating+graph, alternating+opening"),
+        ("phases --device cpu --variants alternating+prelaunch", "alternating, alternating+opening"),
         ("phases --device cpu --variants alternating+opening", "in graphs only"),
         ("phases --device cpu --variants circle", "circle"),
         ("power --seconds 0.1", "seconds"),

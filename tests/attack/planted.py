@@ -54,7 +54,7 @@ def _early(program: Program) -> tuple[Program, ...]:
 
 def _late_resets() -> tuple[Program, ...]:
     """The flags of an opening are reset at its end."""
-    opening = alternation(all_gather([8] * 3), frozen=True, opened=True, slot_bytes=64).opening
+    opening = alternation(all_gather([8] * 3), frozen=True, slot_bytes=64).opening
     assert opening is not None
     for q, queue in enumerate(opening.queues):
         if queue.engine.kind is EngineKind.DMA:
@@ -65,12 +65,12 @@ def _late_resets() -> tuple[Program, ...]:
 
 
 def _one_turn_twice() -> tuple[Program, ...]:
-    return (alternation(all_gather([8] * 3), frozen=False, opened=False, slot_bytes=64).turns[0],)
+    return (alternation(all_gather([8] * 3), frozen=False, slot_bytes=64).turns[0],)
 
 
 def _epochs_of_barrier() -> tuple[Program, ...]:
     """A wait for exactly this epoch, which a fast peer overwrites with the next one."""
-    program = alternation(all_gather([8] * 2), frozen=False, opened=False, slot_bytes=64).turns
+    program = alternation(all_gather([8] * 2), frozen=False, slot_bytes=64).turns
     equal = [_equal(p) for p in program]
     return equal[0], reflagged(equal[1], lambda f: Flag(f.rank, f.index % 2), 8)
 

@@ -55,15 +55,15 @@ def _eager(rng: random.Random, ranks: int) -> Program:
     return program(rng, ranks, rng.choice(("plain", "plain", "stamped", "prelaunched")))
 
 
-def _alternation(rng: random.Random, ranks: int, *, frozen: bool, opened: bool) -> Alternation:
+def _alternation(rng: random.Random, ranks: int, *, frozen: bool) -> Alternation:
     largest = SLOT_BYTES // ranks
     given = collective(rng, rng.choice(MOVING), ranks, rng.choice((min(9, largest), largest)))
-    return alternation(given, frozen=frozen, opened=opened, slot_bytes=SLOT_BYTES)
+    return alternation(given, frozen=frozen, slot_bytes=SLOT_BYTES)
 
 
 def _turns(rng: random.Random, ranks: int, calls: int, *, frozen: bool) -> tuple[Program, ...]:
     """Calls in turns 0, 1, 0, 1 ..., each of another collective, or two of the same."""
-    made = [_alternation(rng, ranks, frozen=frozen, opened=False) for _ in range(calls)]
+    made = [_alternation(rng, ranks, frozen=frozen) for _ in range(calls)]
     if rng.random() < 0.3:
         made = made[:1] * calls
     return tuple(each.turns[number % 2] for number, each in enumerate(made))
@@ -74,7 +74,7 @@ def _graph(rng: random.Random, ranks: int) -> tuple[Program, ...]:
     calls: list[Program] = []
     for _ in range(rng.choice((1, 1, 2))):
         for number in range(rng.choice((1, 2, 3))):
-            made = _alternation(rng, ranks, frozen=True, opened=True)
+            made = _alternation(rng, ranks, frozen=True)
             opening = made.opening
             assert opening is not None
             calls.append(made.turns[number % 2] if number else opening)

@@ -74,7 +74,6 @@ class FakeDriver:
         self.fail_next: str | None = None
         self.second_contexts = 0
         self.allocated: dict[int, FakeHostWords] = {}
-        self.frees = 0  # how often all memory was freed and given out again, everywhere where it was
         self.caller = LEGACY  # the caller's current stream
         self.device_is_current = True
         self.is_copy = False  # this process is a forked one
@@ -287,7 +286,7 @@ class FakeDriver:
             return self._pending[stream] == 0
 
     def _number_allocation(self, number: Any, question: int, address: int | None) -> int:
-        number[0] = 1 + self.frees
+        number[0] = 1
         return 0 if question == 7 and address else 1
 
     # --- for tests ----------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def lists(group: dist.ProcessGroup, kinds: Sequence[Kind], seed: int, count: int
                 symmetric.check(special)
             choice = comm.last_choice()
             assert choice is not None
-            ran.add(choice.candidate.name)
+            ran.add(choice.candidate.variant)
     return ran
 
 

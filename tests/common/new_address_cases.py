@@ -148,7 +148,7 @@ def storm(group: dist.ProcessGroup, seed: int, steps: int, native: bool) -> dict
             symmetric, in_place = draw.random() < 0.2, draw.random() < 0.3
             variants = ["b2b", "pcpy"]
             if kind in ("all_gather", "all_to_all"):
-                variants += ["striped", "alternating", "alternating+graph", "b2b+graph"]
+                variants += ["striped", "alternating"]
             one_call(memory, kind, draw.choice(variants), size, step, symmetric, in_place)
             if step == steps // 2:
                 memory.new(1)

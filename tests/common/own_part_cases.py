@@ -19,7 +19,7 @@ from sidelane.program.builders import build
 from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import Kind, all_to_all
 
-VARIANTS = ("auto", "b2b", "pcpy", "striped", "alternating", "b2b+prelaunch", "b2b+graph", "alternating+graph")
+VARIANTS = ("auto", "b2b", "pcpy", "striped", "alternating", "b2b+prelaunch")
 
 
 class Exchange:
@@ -61,7 +61,7 @@ def equal_parts(
     """Every variant, symmetric and ordinary, each three times, so that what is remembered runs too; and in place."""
     checked = 0
     with communicator(group, map_memory=map_memory) as comm:
-        names = {candidate.name for candidate in everything(Kind.ALL_TO_ALL, comm.abilities)} | {
+        names = {candidate.variant for candidate in everything(Kind.ALL_TO_ALL, comm.abilities)} | {
             "auto",
             "b2b+prelaunch",
         }

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, Config, Work
-from sidelane.choice.candidate import everything
 from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
 
@@ -326,9 +325,7 @@ def alternating(group: dist.ProcessGroup, seed: int, calls: int) -> None:
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         mine = random.Random(seed + 1 + rank)
-        graph = "alternating+graph"  # where there are graphs
-        names = {candidate.name for candidate in everything(Kind.ALL_GATHER, comm.abilities)}
-        variants = ["b2b", "auto", *["alternating"] * 4, *[graph] * (2 if graph in names else 0)]
+        variants = ["b2b", "auto", *["alternating"] * 4]
         heap = comm.empty(n * 5000, dtype=torch.uint8)
         pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for call in range(calls):

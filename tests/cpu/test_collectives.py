@@ -15,7 +15,7 @@ from expected import MOVING_DTYPES, REDUCING_DTYPES
 from ranks import RankPool
 
 from sidelane.choice import Choice
-from sidelane.choice.candidate import GRAPH, find
+from sidelane.choice.candidate import find
 from sidelane.collectives.plan import Agreement
 from sidelane.program.collective import Kind
 
@@ -107,7 +107,7 @@ def staging_of_captures(group: dist.ProcessGroup) -> None:
 
         preparer._planner.choice = choice  # type: ignore[method-assign]
         backend = comm._backend
-        backend.abilities = dataclasses.replace(backend.abilities, launches=(*backend.abilities.launches, GRAPH))  # type: ignore[misc]
+        backend.abilities = dataclasses.replace(backend.abilities, captures=True)  # type: ignore[misc]
         comm.all_to_all(tensor, tensor)
         preparer.prepare(Agreement.of(request, "auto", frozen=True), request)  # raises where staging would have to grow
 
@@ -128,7 +128,7 @@ def without_staging_in_a_capture(group: dist.ProcessGroup) -> tuple[str, str]:
             prepared = comm.lane.preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
             comm.all_to_all(tensor, tensor, variant="b2b")
             again = comm.lane.preparer.prepare(Agreement.of(request, "auto", frozen=True), request)
-        return prepared.choice.candidate.name, again.choice.candidate.name
+        return prepared.choice.candidate.variant, again.choice.candidate.variant
 
 
 def test_a_capture_does_without_staging_that_is_not_there(pool: RankPool) -> None:

@@ -62,7 +62,7 @@ RESULTS = Results(
 
 
 def test_curves_are_what_candidates_took() -> None:
-    found = {(curve.candidate.name, curve.captured): curve.times for curve in curves_of(ROWS, 4)}
+    found = {(curve.candidate.variant, curve.captured): curve.times for curve in curves_of(ROWS, 4)}
     assert found == {
         ("b2b", False): ((1024, 10.0), (4096, 20.0)),
         ("b2b", True): ((1024, 5.0),),
@@ -126,7 +126,7 @@ def test_tuning_from_end_to_end(tmp_path: Path) -> None:
     assert profile == read(path)
     assert profile is not None
     assert profile.key == key_here("cpu")
-    found = {(curve.kind, curve.in_place, curve.candidate.name) for curve in profile.curves}
+    found = {(curve.kind, curve.in_place, curve.candidate.variant) for curve in profile.curves}
     gathers = itertools.product([Kind.ALL_GATHER], (False, True), ("pcpy", "b2b", "striped", "bcst", "alternating"))
     reduces = itertools.product([Kind.ALL_REDUCE], (False, True), ("pcpy", "b2b"))
     assert found == {*gathers, *reduces}

@@ -11,8 +11,8 @@ from sidelane import Communicator, Config
 from sidelane.choice.candidate import SM
 from sidelane_lab.baselines.baselines_cuda import kernels_of
 
-Seen = dict[str, tuple[list[str], int, int, int]]
-"""By label: names of kernels that the profiler saw; kernels, peer copies and graph launches that the proof counts."""
+Seen = dict[str, tuple[list[str], int, int]]
+"""By label: names of kernels that the profiler saw; kernels and peer copies that the proof counts."""
 
 
 def profiled(context: Context, numel: int) -> Seen:
@@ -35,14 +35,12 @@ def profiled(context: Context, numel: int) -> Seen:
             submitted = comm.last_submitted()
             assert submitted is not None
             counts = submitted.counts
-            seen[label] = (names, counts.kernels, counts.peer_copies, counts.graph_launches)
+            seen[label] = (names, counts.kernels, counts.peer_copies)
 
         look("all_gather", lambda: comm.all_gather(whole, shard, variant="b2b"))
         look("all_gather in place", lambda: comm.all_gather(whole, part, variant="b2b"))
         look("all_gather beside compute", lambda: comm.all_gather(whole, shard, beside="compute"))
-        look("all_gather as a graph", lambda: comm.all_gather(whole, part, variant="b2b+graph"))
         look("all_gather in turn", lambda: comm.all_gather(whole, part, variant="alternating"))
-        look("all_gather in turn as a graph", lambda: comm.all_gather(whole, part, variant="alternating+graph"))
         look("all_to_all", lambda: comm.all_to_all(other, source, variant="b2b"))
         look("all_to_all beside compute", lambda: comm.all_to_all(other, source, beside="compute"))
         look("all_reduce", lambda: comm.all_reduce(source, variant="b2b"))
@@ -58,5 +56,5 @@ def profiled(context: Context, numel: int) -> Seen:
             graph.replay()
             torch.cuda.synchronize()
             counts, names = captured.counts, kernels_of(graph.replay)
-            seen[f"all_gather {variant} in a caller's graph"] = (names, counts.kernels, counts.peer_copies, 0)
+            seen[f"all_gather {variant} in a caller's graph"] = (names, counts.kernels, counts.peer_copies)
     return seen

@@ -324,7 +324,7 @@ def graphs_in_turn(context: Context, seed: int, steps: int) -> list[str]:
                     names = contents[number]
                 else:
                     names = (draw.choice(list(outputs)),)
-                    call(names[0], draw.choice(("alternating", "alternating", "alternating+graph", "b2b")))
+                    call(names[0], draw.choice(("alternating", "alternating", "b2b")))
                 pending += [(f"{step}: {name}", outputs[name].clone(), expected[name]) for name in names]
             for text, found, right in pending:
                 assert same_bytes(found, right), text

@@ -78,7 +78,8 @@ class Party:
     def load(self, program: Program, buffers: dict[tuple[int, Buffer], int], *, frozen: bool = False) -> CudaProgram:
         assert program.flag_count <= FLAGS
         offset = 4 * FLAGS if frozen else 0
-        return self.executor.load(program, Addresses(buffers, tuple(base + offset for base in self.flags.addresses)))
+        addresses = Addresses(buffers, tuple(base + offset for base in self.flags.addresses))
+        return self.executor.load(program, addresses, captured=frozen)
 
     def next_epoch(self) -> int:
         self.epoch += 1

@@ -48,7 +48,7 @@ def by_kernels(context: Context, seed: int) -> int:
         with Communicator(device=device, config=Config(timeout_s=30)) as comm, torch.cuda.stream(torch.cuda.Stream()):
             rng = random.Random(seed)
             for kind, sizes, symmetric in itertools.product(KERNELS, (SMALL, SMALL + LARGE), (None, True)):
-                variants = [v.name for v in everything(kind) if v.implementation == SM and not takes_one_tensor(v)]
+                variants = [v.variant for v in everything(kind) if v.implementation == SM and not takes_one_tensor(v)]
                 case = Case(comm, kind, rng, rng.randint(2, 6), symmetric, sizes, alike=True)
                 for variant, again in itertools.product(variants, range(3)):
                     case.fill(again)

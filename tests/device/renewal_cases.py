@@ -20,7 +20,6 @@ from sidelane_lab.soak.turns import Turns
 
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),
-    ("all_gather", "b2b+graph", 4096, torch.float32),
     ("all_gather", "striped", 1 << 16, torch.int32),
     ("all_gather", "alternating", 321, torch.int64),
     ("all_gather", "one_shot", 1000, torch.float32),

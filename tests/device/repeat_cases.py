@@ -68,7 +68,6 @@ class Repeated:
 
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),
-    ("all_gather", "b2b+graph", 77_777, torch.float32),
     ("all_gather", "striped", 1 << 20, torch.int32),
     ("all_gather", "alternating", 321, torch.int64),
     ("all_gather", "one_shot", 1, torch.float32),

@@ -11,7 +11,7 @@ def test_copy_engine_collectives_launch_no_kernel(fresh_pool: type[Pool], numel:
     # Ranks of their own: profiling disturbs what a process does later.
     results = fresh_pool().run("choice_cases.profiled", numel, timeout_s=150)
     for seen in results:
-        for label, (names, kernels, peer_copies, graph_launches) in seen.items():
+        for label, (names, kernels, peer_copies) in seen.items():
             if label in ("all_reduce", "all_gather one_shot"):
                 # What launches kernels is seen to: the profiler works, and the proof is not a constant.
                 assert names, label
@@ -21,5 +21,3 @@ def test_copy_engine_collectives_launch_no_kernel(fresh_pool: type[Pool], numel:
             assert kernels == 0, label
             halves = 2 if "beside compute" in label and peer_copies >= len(results) else 1  # auto may stripe them
             assert peer_copies == halves * (len(results) - 1), label
-            if not label.endswith("beside compute"):  # that is for auto to choose
-                assert graph_launches == label.endswith("as a graph"), label

@@ -131,7 +131,9 @@ class Loaded:
         assert program.flag_count <= FLAGS
         flags = tuple(flags.ctypes.data + offset for flags in world.flags)
         addresses = Addresses(buffers, flags, spread=staging_distance is not None)
-        self.ranks: list[CudaProgram] = [executor.load(program, addresses) for executor in world.executors]
+        self.ranks: list[CudaProgram] = [
+            executor.load(program, addresses, captured=frozen) for executor in world.executors
+        ]
 
     def fill(self, seed: int) -> list[np.ndarray]:
         """Random inputs and poisoned outputs; the expected output of each rank."""

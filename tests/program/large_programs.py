@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
 
 from sidelane.program.batch import Batch
-from sidelane.program.builders import Transport, build, build_batch
-from sidelane.program.collective import Buffer, ReduceOp, Reduction, Span, all_gather, all_reduce, all_to_all
+from sidelane.program.builders import Transport, build, build_batch, registry
+from sidelane.program.collective import (
+    Buffer,
+    Collective,
+    ReduceOp,
+    Reduction,
+    Span,
+    all_gather,
+    all_reduce,
+    all_to_all,
+)
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane.program.verify import verify
 
 SUM = Reduction(ReduceOp.SUM, "bfloat16")
 
 
-def ring(world_size: int, nbytes: int = 64) -> Program:
-    """In place; every rank passes on to the next one what it has got from the one before, a shard at a time.
+def _example() -> Callable[[Collective, Transport], Program]:
+    """Take the ring of ``examples/own_algorithm.py``, which registers itself, without leaving it registered."""
+    with mock.patch.dict(registry._registered):
+        builder: Callable[[Collective, Transport], Program] = runpy.run_path(str(EXAMPLE))["ring"]
+    return builder
 
-    Flag s of a rank says that it has the shard of step s; flag n-1, that the next rank may be written to.
-    """
-    n = world_size
-    queues = []
-    for rank in range(n):
-        behind, before = (rank + 1) % n, (rank - 1) % n
-        commands: list[Command] = [Signal(Flag(before, n - 1), EPOCH), Wait(Flag(rank, n - 1), EPOCH)]
-        for step in range(n - 1):
-            if step:
-                commands.append(Wait(Flag(rank, step - 1), EPOCH))
-            offset = (rank - step) % n * nbytes
-            commands.append(
-                Copy(Span(behind, Buffer.OUTPUT, offset, nbytes), Span(rank, Buffer.OUTPUT, offset, nbytes))
-            )
-            commands.append(Signal(Flag(behind, step), EPOCH))
-        commands.append(Wait(Flag(rank, n - 2), EPOCH))
-        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-    return Program(all_gather((nbytes,) * n, in_place=True), "ring", tuple(queues), (0,) * n, n)
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_algorithm.py"
+example_ring = _example()
+
+
+def ring(world_size: int, nbytes: int = 64) -> Program:
+    """In place; every rank passes on to the next one what it has got from the one before, a shard at a time."""
+    return example_ring(all_gather((nbytes,) * world_size, in_place=True), Transport.PUSH)
 
 
 def hierarchical(nodes: int, ranks_a_node: int, nbytes: int = 64) -> Program:
     """In place; ranks of equal number on their nodes form rings, and give to the others of their node what comes.
 
-    Flag s of a rank: the ring's, as above, of ``nodes`` steps. From ``nodes`` on: entries, then exits, of the node.
+    Flag s of a rank says that it has what came in step s; flag ``nodes - 1``, that the next node may be written to.
+    From ``nodes`` on: entries, then exits, of the node.
     """
     m, n = ranks_a_node, nodes * ranks_a_node
     queues = []

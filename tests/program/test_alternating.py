@@ -64,16 +64,11 @@ def placed(made: Alternation, flag_set: int, slots: int) -> list[Program]:
 
 
 def eager(collective: Collective) -> list[Program]:
-    return placed(alternation(collective, frozen=False, opened=False, slot_bytes=SLOT), 0, 0)
-
-
-def cached(collective: Collective) -> list[Program]:
-    """Eager calls that are launched as a graph share the slots of the others, and turns with them."""
-    return placed(alternation(collective, frozen=True, opened=False, slot_bytes=SLOT), 1, 0)
+    return placed(alternation(collective, frozen=False, slot_bytes=SLOT), 0, 0)
 
 
 def captured(collective: Collective) -> list[Program]:
-    return placed(alternation(collective, frozen=True, opened=True, slot_bytes=SLOT), 2, 1)
+    return placed(alternation(collective, frozen=True, slot_bytes=SLOT), 1, 1)
 
 
 def collectives(n: int) -> list[Collective]:
@@ -237,8 +232,8 @@ def test_what_cannot_take_turns_is_refused():
 @pytest.mark.parametrize("n", [1, *RANKS])
 def test_every_alternation_is_accepted(n: int):
     for collective in collectives(n):
-        for frozen, opened in ((False, False), (True, False), (True, True)):
-            made = alternation(collective, frozen=frozen, opened=opened, slot_bytes=SLOT)
+        for frozen in (False, True):
+            made = alternation(collective, frozen=frozen, slot_bytes=SLOT)
             assert all(has_epochs(program) is not frozen for program in made.turns if program.queues and n > 1)
             made.verify()
 
@@ -250,22 +245,21 @@ def test_every_two_calls_take_turns(n: int):
     assert len(pairs) > 60
     for first, second in pairs if n < 4 else pairs[::3]:
         verify_sequence((eager(first)[0], eager(second)[1]))
-        verify_sequence((cached(first)[0], cached(second)[1]), rounds=2)
 
 
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_calls_in_turn(n: int, seed: int):
-    """Different kinds and sizes, as single calls and as cached graphs."""
+    """Different kinds and sizes."""
     draw = random.Random(seed)
     pool = collectives(n)
-    calls = [draw.choice((eager, cached))(draw.choice(pool))[call % 2] for call in range(8)]
+    calls = [eager(draw.choice(pool))[call % 2] for call in range(8)]
     verify_sequence(calls, rounds=2)
 
 
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("form", [eager, cached, captured])
+@pytest.mark.parametrize("form", [eager, captured])
 def test_one_turn_twice_is_refused(n: int, turn: int, form):
     first, second = form(all_gather([8] * n))[turn], form(all_to_all([[4] * n] * n, in_place=True))[turn]
     for sequence in ((first,), (first, second), (first, form(all_gather([8] * n))[1 - turn], second)):
@@ -317,7 +311,7 @@ def test_a_signal_before_the_copy_is_refused():
 
 def test_frozen_turns_need_flags_of_their_own():
     """Slots that alternate do not help a flag that is signalled again before it was reset."""
-    even, odd = alternation(all_gather([8] * 3), frozen=True, opened=False, slot_bytes=SLOT).turns
+    even, odd = alternation(all_gather([8] * 3), frozen=True, slot_bytes=SLOT).turns
     same_flags = with_flags_behind(odd, -3)
     verify_sequence((even, odd))
     with pytest.raises(ProgramError, match="lost signal"):
@@ -331,7 +325,7 @@ def test_other_programs_may_come_between(n: int):
     frozen = [with_flags_behind(freeze(program), 100) for program in others]
     for number, (other, frozen_other) in enumerate(zip(others, frozen, strict=True)):
         a, b = pool[number % len(pool)], pool[(number + 5) % len(pool)]
-        verify_sequence((eager(a)[0], other, cached(b)[1], frozen_other), rounds=2)
+        verify_sequence((eager(a)[0], other, eager(b)[1], frozen_other), rounds=2)
         verify_sequence((other, eager(a)[0], eager(b)[1]), rounds=2)
         if n < 5:  # queues that do not hang behind the caller
             verify_sequence((eager(a)[0], prelaunch(other), eager(b)[1]), rounds=2)
@@ -371,7 +365,7 @@ def test_graphs_and_eager_calls_need_slots_of_their_own():
     """A replay between two eager calls that used the same slots would take a turn that it knows nothing of."""
     collective = all_gather([8] * 3)
     even, odd = eager(collective)
-    made = alternation(collective, frozen=True, opened=True, slot_bytes=SLOT)
+    made = alternation(collective, frozen=True, slot_bytes=SLOT)
     apart, shared = captured(collective)[2], placed(made, 2, 0)[2]
     verify_sequence((even, odd, even, apart, odd))
     verify_sequence((even, odd, apart))

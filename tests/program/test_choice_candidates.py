@@ -6,7 +6,7 @@ import pytest
 from choices import ALTERNATING, B2B, BCST, ONE_SHOT, PCPY, calls_of_all_kinds, curve, gather, profile
 
 from sidelane.choice import Abilities, Candidate, candidates, choose, objection
-from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, LAUNCHES, SIGNALS, SM, everything, find
+from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
 from sidelane.config import COMPUTE
 from sidelane.program import collective as define
 from sidelane.program.builders.alternating import SLOT_BYTES
@@ -20,14 +20,9 @@ PUSHED = Candidate(SM, "two_shot_push")
 @pytest.mark.parametrize("kind", Kind)
 def test_names_are_unique_and_lead_back(kind: Kind):
     found = everything(kind)
-    assert len({candidate.name for candidate in found}) == len(found)
-    assert all(find(kind, candidate.name) == candidate for candidate in found)
+    assert len({candidate.variant for candidate in found}) == len(found)
+    assert all(find(kind, candidate.variant) == candidate for candidate in found)
     assert find(kind, "no such") is None
-
-
-def test_plain_names_mean_the_first_launch_and_the_first_signals():
-    assert Candidate(DMA, "b2b", LAUNCHES[0], SIGNALS[0]).name == "b2b"
-    assert Candidate(DMA, "b2b", "another", "third").name == "b2b+another+third"
 
 
 def test_copy_engines_without_a_kernel_run_every_call():
@@ -72,14 +67,10 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
     assert ONE_SHOT in candidates(gather())
     assert ONE_SHOT not in candidates(gather(beside=COMPUTE))
     reduction = CallShape(Kind.ALL_REDUCE, 4, 4096, beside=COMPUTE)
-    assert [found.name for found in candidates(reduction) if found.implementation == SM] == [
+    assert [found.variant for found in candidates(reduction) if found.implementation == SM] == [
         "one_shot_narrow",
         "two_shot_narrow",
     ]
-    by_kernel = Candidate(DMA, "b2b", signals="kernel")
-    abilities = Abilities(signals=("memops", "kernel"))
-    assert "compute units" in objection(gather(beside=COMPUTE), by_kernel, abilities)
-    assert not objection(gather(), by_kernel, abilities)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +80,11 @@ def test_beside_compute_only_reductions_launch_kernels_and_on_few_units():
         (CallShape(Kind.ALL_TO_ALL, 4, 4096, symmetric=False), Candidate(DMA, "swap"), "ordinary memory"),
         (CallShape(Kind.ALL_TO_ALL, 4, 4096, even=False), Candidate(DMA, "swap"), "equal counts"),
         (CallShape(Kind.ALL_TO_ALL, 4, 4096, even=False), ONE_SHOT, "equal counts"),
-        (gather(captured=True), Candidate(DMA, "b2b", launch="graph"), "graph already"),
         (CallShape(Kind.ALL_GATHER, 16, 4096), ONE_SHOT, "ranks at most"),
         (gather(4 * SLOT_BYTES + 4), ALTERNATING, "slot"),
         (gather(SLOT_BYTES + 1, even=False), ALTERNATING, "slot"),
         (CallShape(Kind.ALL_TO_ALL, 4, SLOT_BYTES + 1), ALTERNATING, "slot"),
         (gather(beside=COMPUTE), ALTERNATING, "may wait"),
-        (gather(captured=True), Candidate(DMA, "alternating", launch="graph"), "graph already"),
         (gather(listed=True), ALTERNATING, "one tensor"),
         (CallShape(Kind.ALL_REDUCE, 4, 4096, listed=True), PUSHED, "one tensor"),
         (CallShape(Kind.ALL_REDUCE, 4, 4096, symmetric=False), PUSHED, "in ordinary memory it is two_shot"),

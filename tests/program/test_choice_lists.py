@@ -13,22 +13,18 @@ from sidelane.program.shape import CallShape
 
 
 @pytest.mark.parametrize("given", [None, CROSSING], ids=["nothing measured", "measured"])
-def test_lists_are_one_kernel_or_have_one_engine_and_small_ones_are_graphs(given: Profile | None):
+def test_lists_are_one_kernel_or_have_one_engine(given: Profile | None):
     def choice(nbytes: int, abilities: Abilities = EVERYTHING, **others: object) -> Candidate:
         return choose(given, gather(nbytes, listed=True, **others), abilities).candidate
 
-    graph = Candidate(DMA, "b2b", launch="graph")
-    engines = Abilities(launches=EVERYTHING.launches)
-    for nbytes, launched in ((1024, graph), ((32 << 20) - 1, graph), (32 << 20, B2B), (256 << 20, B2B), (4 << 30, B2B)):
-        assert choice(nbytes, beside=COMPUTE, in_place=True) == B2B, "its copies are one call"
-        kernel = nbytes < 256 << 20
-        assert choice(nbytes) == (ONE_SHOT if kernel else launched)
-        in_a_graph = ONE_SHOT if nbytes < 512 << 20 else B2B
-        assert choice(nbytes, captured=True) == in_a_graph, "it is part of a graph already"
-        assert choice(nbytes, symmetric=False) == (ONE_SHOT if nbytes < 64 << 20 else launched), "it is staged"
+    engines = Abilities(captures=True)
+    for nbytes in (1024, 32 << 20, 256 << 20, 4 << 30):
+        assert choice(nbytes) == (ONE_SHOT if nbytes < 256 << 20 else B2B)
+        assert choice(nbytes, captured=True) == (ONE_SHOT if nbytes < 512 << 20 else B2B)
+        assert choice(nbytes, symmetric=False) == (ONE_SHOT if nbytes < 64 << 20 else B2B), "it is staged"
         for reason in ({"beside": COMPUTE}, {"mixed": True}, {"even": False}, {"uniform": False}):
-            assert choice(nbytes, **reason) == launched
-        assert choice(nbytes, engines) == launched
+            assert choice(nbytes, **reason) == B2B
+        assert choice(nbytes, engines) == B2B
         assert choice(nbytes, Abilities()) in (B2B, PCPY), "where there are no graphs, by the times of single tensors"
     assert "a list of tensors" in choose(given, gather(1024, listed=True)).reason
 
@@ -83,7 +79,7 @@ def test_broadcasts_by_a_kernel(listed: bool, symmetric: bool, most: int):
 def test_broadcasts_by_copy_engines_are_relayed(ranks: int, nbytes: int, others: dict[str, object], variant: str):
     call = CallShape(Kind.BROADCAST, ranks, nbytes, in_place=True, beside=COMPUTE, **others)
     found = choose(None, call).candidate
-    assert (found.implementation, found.name) == (DMA, variant)
+    assert (found.implementation, found.variant) == (DMA, variant)
 
 
 def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():
@@ -91,7 +87,7 @@ def test_lists_to_reduce_everywhere_are_in_one_shot_or_two_by_size():
         calls = (
             CallShape(Kind.ALL_REDUCE, ranks, nbytes, listed=True, **others) for nbytes in (1, 512 << 10, 513 << 10)
         )
-        return [choose(None, call).candidate.name for call in calls]
+        return [choose(None, call).candidate.variant for call in calls]
 
     assert variants(4) == variants(2) == variants(4, symmetric=False) == ["one_shot", "one_shot", "two_shot"]
     assert variants(2, symmetric=False) == ["one_shot"] * 3

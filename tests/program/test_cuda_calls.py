@@ -334,9 +334,9 @@ def test_routes() -> None:
     assert [choose_route(handle, False, False) for handle in (0, 1, 2)] == [Route.INTERNAL] * 3
     assert choose_route(0x55550000, False, False) is Route.DIRECT
     assert choose_route(0x55550000, True, True) is Route.CAPTURE
-    assert choose_route(0x55550000, False, True) is Route.LAUNCH
-    assert choose_route(0, False, True) is Route.INTERNAL_LAUNCH
-    with pytest.raises(ValueError, match="cannot be captured"):
+    with pytest.raises(ValueError, match=r"value=a capture, allowed=eager calls"):
         choose_route(0x55550000, True, False)
+    with pytest.raises(ValueError, match=r"value=an eager call, allowed=a graph"):
+        choose_route(0x55550000, False, True)
     program = build(all_gather(2), "b2b")
     assert has_epochs(program) and not has_epochs(freeze(program))

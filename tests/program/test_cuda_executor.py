@@ -118,33 +118,35 @@ def test_captured_turns_move_the_right_bytes_as_rows_where_slots_lie_evenly(
         assert not any(flags[FLAGS:].any() for flags in world.flags)
 
 
-@pytest.mark.parametrize("channels", [None, 1])
-def test_frozen_programs_are_one_launch_outside_of_captures(channels: int | None) -> None:
-    with world_of(3, channels=channels) as world:
-        for program in programs(3):
-            loaded = world.load(freeze(program), frozen=True)
-            for repeat in range(4):
-                expected = loaded.fill(repeat)
-                streams = [Stream(0)] * 3 if repeat == 3 else None
-                for driver in world.drivers:
-                    driver.submitted.clear()
-                loaded.start(streams)
-                world.synchronize()
-                for driver in world.drivers:
-                    driver.synchronize()
-                loaded.check(expected)
-                if repeat:  # the first records
-                    assert [kind for kind, _ in world.drivers[0].submitted].count("graph") == 1
-            assert not any(flags[FLAGS:].any() for flags in world.flags)
+def test_a_program_without_flags_runs_eagerly_and_in_graphs() -> None:
+    """That of a single rank: no epoch tells it from one that was made for a graph."""
+    program = build(define.all_gather([4000]), "b2b")
+    with world_of(1) as world:
+        eager, captured = world.load(program), world.load(program, frozen=True)
+        driver, graphs = world.drivers[0], []
+        driver.begin_capture()
+        captured.start()
+        graphs.append(driver.end_capture())
+        for repeat in range(3):
+            expected = eager.fill(repeat)
+            (pending,) = eager.start([Stream(0)] if repeat == 2 else None)
+            pending.wait()
+            eager.check(expected)
+            expected = captured.fill(repeat + 10)
+            driver.replay(graphs[0])
+            driver.synchronize()
+            captured.check(expected)
 
 
 def test_a_capture_needs_a_frozen_program() -> None:
     with world_of(2) as world:
         loaded = world.load(build(define.all_gather([4, 4]), "b2b"))
         world.drivers[0].begin_capture()
-        with pytest.raises(ValueError, match=r"transform\.freeze"):
+        with pytest.raises(ValueError, match="loaded for eager calls"):
             loaded.ranks[0].start(1, world.streams[0])
         assert world.drivers[0].end_capture() == []
+        with pytest.raises(ValueError, match=r"transform\.freeze"):
+            world.load(loaded.program, frozen=True)
         world.executors[0].check()
 
 

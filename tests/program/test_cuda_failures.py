@@ -16,18 +16,6 @@ from sidelane.program.builders import build
 from sidelane.program.transform import freeze
 
 
-def test_a_launch_without_its_peer_names_the_invocation_and_drains() -> None:
-    with world_of(2, timeout_s=0.3) as world:
-        loaded = world.load(freeze(build(define.all_gather([8] * 2), "b2b")), frozen=True)
-        loaded.start()
-        world.synchronize()
-        (pending,) = loaded.start(ranks=[0])
-        with pytest.raises(PeerTimeoutError, match=r"invocation 2: rank 0 waited .*rank 1") as caught:
-            pending.wait()
-        assert caught.value.ranks == (1,)
-        world.drivers[0].synchronize()
-
-
 @pytest.mark.parametrize("channels", [None, 1])
 def test_a_peer_that_does_not_come_is_named_and_the_streams_drain(channels: int | None) -> None:
     """With one channel neither reads nor writes of other streams pass the stuck one: only a second context does."""

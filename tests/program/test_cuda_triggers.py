@@ -38,8 +38,11 @@ class Sliced:
         }
         buffers = {place: array.ctypes.data for place, array in self.memory.items()}
         flags = tuple(flags.ctypes.data for flags in world.flags)
-        runs = without_callers(program) if has_epochs(program) else program
-        self.ranks: list[CudaProgram] = [executor.load(runs, Addresses(buffers, flags)) for executor in world.executors]
+        captured, addresses = not has_epochs(program), Addresses(buffers, flags)
+        runs = program if captured else without_callers(program)
+        self.ranks: list[CudaProgram] = [
+            executor.load(runs, addresses, captured=captured) for executor in world.executors
+        ]
         self.aside = [driver.create_stream() for driver in world.drivers]
         self.triggers = [
             [
@@ -196,7 +199,8 @@ def test_what_has_arrived_is_read_while_the_rest_travels(seed: int, captured: bo
         memory = {(rank, "rows"): np.zeros(ranks * rows * 8, np.uint8) for rank in range(ranks)}
         flags = tuple(flags.ctypes.data for flags in world.flags)
         buffers = {place: array.ctypes.data for place, array in memory.items()}
-        loaded = [executor.load(runs, Addresses(buffers, flags)) for executor in world.executors]
+        addresses = Addresses(buffers, flags)
+        loaded = [executor.load(runs, addresses, captured=captured) for executor in world.executors]
         asides = [driver.create_stream() for driver in world.drivers]
         call, graphs = [0], []
         found: list[list[object]] = [[] for _ in range(ranks)]

@@ -158,7 +158,7 @@ def test_a_failure_behind_the_agreement_ends_the_communicator(rank: Rank, monkey
     for _ in range(2):
         gather(rank, *next(tensors))
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("no more memory")
 
     monkeypatch.setattr(CudaExecutor, "load", fail)

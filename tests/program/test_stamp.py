@@ -162,7 +162,7 @@ def test_copies_to_peers_in_front_of_a_wait_are_no_staging() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_stamped_turns_are_proven_in_turn(frozen: bool, in_place: bool) -> None:
-    made = alternation(gather(3, in_place=in_place), frozen=frozen, opened=frozen)
+    made = alternation(gather(3, in_place=in_place), frozen=frozen)
     opening = None if made.opening is None else stamp(made.opening)
     even, odd = map(stamp, made.turns)
     Alternation((even, odd), opening).verify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from large_programs import hierarchical, ring
+from large_programs import example_ring, hierarchical, ring
 from refusals import refused
 
 from sidelane.program.builders import Transport, build
@@ -21,6 +21,16 @@ def test_pairs_grow_with_the_commands(make: object) -> None:
     """Four times the ranks are sixteen times the commands of an all-gather, and sixteen times the pairs."""
     small, large = verify(make(8)), verify(make(32))
     assert large.pairs < 2 * small.pairs * large.commands / small.commands
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["out", "in"])
+def test_an_algorithm_of_ones_own_is_right_for_all_shards(in_place: bool) -> None:
+    """``examples/own_algorithm.py``: in each step every rank writes one shard, to the next rank only."""
+    for shards in ([16], [0, 0], [0, 8], [8, 0, 16], [8 * (rank % 3) for rank in range(16)]):
+        program = example_ring(all_gather(shards, in_place=in_place), Transport.PUSH)
+        assert verify(program).commands == sum(len(queue.commands) for queue in program.queues)
+        sent = [(c.src.rank, c.dst.rank) for q in program.queues for c in q.commands if isinstance(c, Copy)]
+        assert {(there - here) % len(shards) for here, there in sent} <= {0, 1}
 
 
 @pytest.mark.parametrize("variant", ["b2b", "pcpy"])

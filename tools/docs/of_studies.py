@@ -38,7 +38,6 @@ def one_handshake() -> Cells:
         ("the first of a graph (`+opening`)", "alternating+opening", GRAPH),
         ("`b2b` eager", "b2b", EAGER),
         ("`alternating` eager", "alternating", EAGER),
-        ("`alternating+graph`", "alternating+graph", EAGER),
     ):
         where: Where = {"operation": GATHER, "variant": variant, "source": "measured", **launch}
         control, copy, slot, sync = (
@@ -73,7 +72,6 @@ def host(machine: str) -> Cells:
     calls: dict[str, Where] = {
         "`auto` (`one_shot`)": {**AUTO, "symmetric": True},
         "`b2b`": {"implementation": "dma", "variant": "b2b", "operation": GATHER, "symmetric": True},
-        "`b2b+graph`": {"implementation": "dma", "variant": "b2b+graph", "operation": GATHER, "symmetric": True},
         "`trigger()`": {"operation": "trigger", "symmetric": True},
         "`trigger_from_host()`": {"operation": "trigger_from_host", "symmetric": True},
         "NCCL": {"implementation": "nccl", "variant": ""},

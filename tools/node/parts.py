@@ -243,7 +243,7 @@ def studies() -> Iterator[Part]:
         small=on_cpus("host --bytes 1K --variants b2b --calls 2 --batches 2"),
     )
     tiny_phases = "--operation copy --max-bytes 1K --calls 1 --warmup 1"
-    turns = "alternating,alternating+graph,alternating+opening --max-bytes 4M"
+    turns = "alternating,alternating+opening --max-bytes 4M"
     for number, variants in enumerate(("b2b", turns), 1):
         yield Part(
             name=f"phases-{number}",

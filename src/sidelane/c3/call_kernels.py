@@ -39,7 +39,7 @@ def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, 
         ValueError: no kernel of that kind runs the collective here.
     """
     narrow = strategy.mover is Mover.LIBRARY_CTAS
-    found = [one.name for one in everything(kind, comm.abilities) if one.implementation == SM]
+    found = [one.variant for one in everything(kind, comm.abilities) if one.implementation == SM]
     found = [name for name in found if Variant.of(name).narrow is narrow and not Variant.of(name).pushes]
     if not found:
         what = f"kernel of few thread blocks for {kind}" if narrow else f"kernel for {kind}"
@@ -49,7 +49,7 @@ def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, 
     call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
     if comm.world_size > 1 and not narrow:
         table = choose(comm.profile.profile, call, comm.abilities).table
-        ranked = [candidate.name for candidate, _ in table if candidate.name in found]
+        ranked = [candidate.variant for candidate, _ in table if candidate.variant in found]
         return (ranked or found)[0]
     return found[-1]  # of an all_reduce that in two shots
 

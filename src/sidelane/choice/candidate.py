@@ -1,15 +1,14 @@
 """Every way in which a call could run.
 
-Algorithms for copy engines say themselves what they are legal for (``program.builders``). A value is added to another
-axis by adding it to its tuple (``SM_VARIANTS``, ``LAUNCHES``, ``SIGNALS``) and, where it is not legal for every call, a
-line to :func:`objection`. Backends say what their machine has of it (``Abilities``).
+Algorithms for copy engines say themselves what they are legal for (``program.builders``). A kernel is added to
+``SM_VARIANTS`` and, where it is not legal for every call, as a line to :func:`objection`. Backends say what their
+machine has of it (``Abilities``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 from sidelane.config import COMPUTE
 from sidelane.program.builders import Algorithm, algorithms, find_algorithm
@@ -32,36 +31,28 @@ SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
     Kind.ALL_REDUCE: ("one_shot", "two_shot", "two_shot_push", "one_shot_narrow", "two_shot_narrow"),
 }
 
-CALLS, GRAPH = "calls", "graph"
-LAUNCHES = (CALLS, GRAPH)
-"""How an eager call reaches the device: as single driver calls, or as one cached graph. The first value is what a plain
-variant name means."""
-
-SIGNALS = ("memops",)
-"""What signals and waits are made of: stream memory operations. The first value is what a plain name means."""
-
 FIRST = "b2b"
 """One engine a rank: where peers share a copy engine, as on the machines measured so far, the variant to try first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a machine has; the same on every rank of a group. By default what every machine has."""
+    """What a machine has; the same on every rank of a group. By default what every machine has.
+
+    Attributes:
+        implementations: of ``IMPLEMENTATIONS``.
+        captures: callers can capture calls into graphs.
+    """
 
     implementations: tuple[str, ...] = (DMA,)
-    launches: tuple[str, ...] = LAUNCHES[:1]
-    signals: tuple[str, ...] = SIGNALS[:1]
+    captures: bool = False
 
     def include(self, candidate: Candidate) -> bool:
         """True if the candidate exists on the machine."""
-        return (
-            candidate.implementation in self.implementations
-            and candidate.launch in self.launches
-            and candidate.signals in self.signals
-        )
+        return candidate.implementation in self.implementations
 
 
-EVERYTHING = Abilities(IMPLEMENTATIONS, LAUNCHES, SIGNALS)
+EVERYTHING = Abilities(IMPLEMENTATIONS, captures=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,30 +61,16 @@ class Candidate:
 
     Attributes:
         implementation: ``dma`` or ``sm``.
-        variant: algorithm within it, as ``Communicator`` takes it.
-        launch: how an eager call reaches the device, one of ``LAUNCHES``.
-        signals: what its signals are made of, one of ``SIGNALS``.
+        variant: algorithm within it, unique among all of a collective: what selects it as ``variant=`` of a call.
     """
 
     implementation: str
     variant: str
-    launch: str = LAUNCHES[0]
-    signals: str = SIGNALS[0]
-
-    @property
-    def name(self) -> str:
-        """What selects it as ``variant=`` of a call: ``b2b``, or with what is not the default, ``b2b+graph``.
-
-        >>> Candidate("dma", "b2b", launch="graph").name
-        'b2b+graph'
-        """
-        others = ((self.launch, LAUNCHES), (self.signals, SIGNALS))
-        return "+".join([self.variant, *(value for value, allowed in others if value != allowed[0])])
 
     @property
     def launches_kernels(self) -> bool:
-        """It takes compute units to move or to signal (not counting what the sum of a reduction takes)."""
-        return self.implementation == SM or self.signals != SIGNALS[0]
+        """It takes compute units to move the bytes (not counting what the sum of a reduction takes)."""
+        return self.implementation == SM
 
     @property
     def takes_turns(self) -> bool:
@@ -105,11 +82,11 @@ class Candidate:
         return find_algorithm(kind, self.variant) if self.implementation == DMA else None
 
     def __str__(self) -> str:
-        return f"{self.implementation} {self.name}"
+        return f"{self.implementation} {self.variant}"
 
 
 def find(kind: Kind, name: str) -> Candidate | None:
-    """The candidate of ``kind`` with that :attr:`Candidate.name`; None if there is none."""
+    """The candidate of ``kind`` that is that variant; None if there is none."""
     return _by_name(kind).get(name)
 
 
@@ -147,8 +124,6 @@ def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVER
         return "takes compute units from what runs beside it"
     if call.beside != COMPUTE and narrow:
         return "leaves compute units to nobody: nothing runs beside it"
-    if call.captured and candidate.launch == GRAPH:
-        return "the call is part of a graph already"
     if call.listed and takes_one_tensor(candidate):
         return "takes one tensor a call"
     algorithm = candidate.algorithm(call.kind)
@@ -189,15 +164,12 @@ def takes_one_tensor(candidate: Candidate) -> bool:
     return variant.narrow or variant.pushes
 
 
-@functools.cache
 def _by_name(kind: Kind) -> dict[str, Candidate]:
-    found = {DMA: tuple(each.name for each in algorithms(kind)), SM: SM_VARIANTS.get(kind, ())}
-    axes = [
-        Candidate(implementation, variant, launch, signals)
-        for implementation in IMPLEMENTATIONS
-        for variant in found[implementation]
-        for launch, signals in itertools.product(
-            LAUNCHES if implementation == DMA else LAUNCHES[:1], SIGNALS if implementation == DMA else SIGNALS[:1]
-        )
-    ]
-    return {candidate.name: candidate for candidate in axes}
+    return _by_name_of(kind, algorithms(kind))  # one more may have been registered
+
+
+@functools.cache
+def _by_name_of(kind: Kind, registered: tuple[Algorithm, ...]) -> dict[str, Candidate]:
+    found = [Candidate(DMA, algorithm.name) for algorithm in registered]
+    found += [Candidate(SM, variant) for variant in SM_VARIANTS.get(kind, ())]
+    return {candidate.variant: candidate for candidate in found}

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from sidelane.choice.candidate import (
-    CALLS,
     DMA,
     EVERYTHING,
     FIRST,
-    GRAPH,
     SM,
     Abilities,
     Candidate,
@@ -41,11 +39,6 @@ ordinary tensors cost otherwise is much the same for all candidates."""
 
 
 MB = 1 << 20
-LISTED_GRAPH_BYTES = 32 * MB
-"""Below this an eager list of copy engines is launched as one graph where its copies are several calls of the host: not
-an all_gather or a broadcast in place, whose copies are one call anyway. On two H200s, with eight tensors from 64 KB to
-256 MB, that takes 1.02 times as long as their best, plain calls 1.20 (``results/h200x2/lists.json``)."""
-
 LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float, float]] = MappingProxyType(
     {
         Kind.ALL_GATHER: (64 * MB, 256 * MB, 512 * MB),
@@ -98,7 +91,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if call.world_size == 1:
         alone = next(found for found in legal if found.implementation == DMA)
         return Choice(alone, "a single rank has nothing to send", tuple((found, None) for found in legal))
-    if call.listed and GRAPH in abilities.launches:
+    if call.listed and abilities.captures:
         return _of_list(call, legal)
     curves = () if profile is None else profile.comparable(call)
     measured_us = {curve.candidate: curve.at(call.nbytes) + _staging_us(call, curve.candidate) for curve in curves}
@@ -135,7 +128,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
 
 def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) -> bool:
     """True if the choice goes by times, of copy engines and of kernels where both are legal."""
-    if profile is None or (call.listed and GRAPH in abilities.launches):
+    if profile is None or (call.listed and abilities.captures):
         return False
     known = {curve.candidate.implementation for curve in profile.comparable(call)}
     return known >= {found.implementation for found in candidates(call, abilities)}
@@ -161,10 +154,7 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     if kernel is not None and call.nbytes < most:
         pick, how = kernel, "one kernel for all" + (f" below {int(most) >> 20} MiB" if most < math.inf else "")
     else:
-        one_call = call.in_place and call.kind in (Kind.ALL_GATHER, Kind.BROADCAST) and not call.mixed
-        launch = GRAPH if not call.captured and not one_call and call.nbytes < LISTED_GRAPH_BYTES else CALLS
-        pick = next(found for found in legal if found.variant == FIRST and found.launch == launch)
-        how = "one copy engine a rank" + (f", as one graph below {LISTED_GRAPH_BYTES >> 20} MiB" * (launch == GRAPH))
+        pick, how = next(found for found in legal if found.variant == FIRST), "one copy engine a rank"
     others = tuple((found, None) for found in legal if found is not pick)
     return Choice(pick, f"a list of tensors: {how}", ((pick, None), *others))
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.choice.candidate import DMA, LAUNCHES, SIGNALS, SM
+from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import HostPath
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
@@ -59,7 +59,7 @@ class CudaBackend:
         self.ordinary = ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
         self.device = device
         kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
-        self.abilities = Abilities((DMA, SM) if kernels else (DMA,), LAUNCHES, SIGNALS)
+        self.abilities = Abilities((DMA, SM) if kernels else (DMA,), captures=True)
         self._async_stream: torch.cuda.Stream | None = None
         self._allocating: set[int] = set()  # handles of streams
         self._last: int | None = None  # handle of the stream of the last call

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from sidelane.choice import Candidate, Choice
-from sidelane.choice.candidate import DMA, GRAPH
+from sidelane.choice.candidate import DMA
 from sidelane.collectives.backend import Marked
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
@@ -280,10 +280,10 @@ class BoundProgram:
             raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
 
     def _prepare(self, program: Program, region: int) -> Prepared:
-        loaded = self._calls.backend.executor.load(program, self._addresses[region])
+        captured = region == _CAPTURED
+        loaded = self._calls.backend.executor.load(program, self._addresses[region], captured=captured)
         choice = Choice(Candidate(DMA, self.program.variant), "a program of the caller's own", ())
-        signature = self._signature + ", captured" * (region == _CAPTURED)
-        return Prepared(loaded, signature, region == _CAPTURED, choice)
+        return Prepared(loaded, self._signature + ", captured" * captured, captured, choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,8 +372,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
 
     def check() -> tuple[tuple[NamedBuffers, Forms], str]:
         found = NamedBuffers.check(program, buffers, arguments)
-        captures = GRAPH in backend.abilities.launches
-        moves = backend.executor.capabilities.moves
+        moves, captures = backend.executor.capabilities.moves, backend.abilities.captures
         forms = Forms.of(program, arguments.rank, moves, proves=calls.config.verify, captures=captures)
         return (found, forms), f"load {found.signature}"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
-from sidelane.choice.candidate import EVERYTHING, GRAPH, SM, everything, find, takes_one_tensor
+from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.heap import MAPPED
 from sidelane.collectives.listed import ListAgreement, Part
@@ -254,16 +254,15 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
             "symmetric_output": agreement.output_place is not None,
         }
         return kernel_program(agreement.collective, candidate.variant, **places)
-    frozen = agreement.frozen or candidate.launch == GRAPH
     if candidate.takes_turns:
         assert isinstance(agreement, Agreement), "check_variant and choose let no list take turns"
         if prelaunched:
             raise ValueError(
-                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.name!r}: what "
+                f"{agreement.name}: variant (value={agreement.variant!r}, allowed={candidate.variant!r}: what "
                 "takes turns is not known ahead of its call)"
             )
-        return alternation(agreement.collective, frozen=frozen, opened=agreement.frozen)
-    if prelaunched and frozen:
+        return alternation(agreement.collective, frozen=agreement.frozen)
+    if prelaunched and agreement.frozen:
         raise ValueError(
             f"{agreement.name}: variant (value={agreement.variant!r}, allowed in a graph=without "
             f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
@@ -272,7 +271,7 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
     program = dataclasses.replace(program, alone=agreement.beside == NOTHING)
     if prelaunched:
         program = prelaunch(program)
-    return freeze(program) if frozen else program
+    return freeze(program) if agreement.frozen else program
 
 
 def _build(agreement: AnyAgreement, variant: str) -> Program:
@@ -288,12 +287,12 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
     Raises:
         ValueError: with the allowed names.
     """
-    names = [found.name for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
+    names = [found.variant for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
     if not isinstance(variant, str):
         raise TypeError(f"{kind}: variant (value={variant!r}, allowed={', '.join((AUTO, *names))})")
     if variant != AUTO and Variant.of(variant).called not in names:
         allowed = ", ".join((AUTO, *names))
-        elsewhere, here = ({found.name for found in everything(kind, which)} for which in (EVERYTHING, abilities))
+        elsewhere, here = ({found.variant for found in everything(kind, which)} for which in (EVERYTHING, abilities))
         if variant in elsewhere - here:
             allowed += f" on this machine; {variant} is for others, see docs/internals/protocols.md and sidelane info"
         what = "variant for lists" if listed else "variant"

@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from sidelane.choice import Abilities, Candidate, Choice
-from sidelane.choice.candidate import CALLS, DMA, everything
+from sidelane.choice.candidate import DMA, everything
 from sidelane.collectives.arguments import Request, check_tensors
 from sidelane.collectives.backend import Held
 from sidelane.collectives.call_path import CallPath
@@ -287,11 +287,7 @@ def prepare_prelaunched(
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:
     """Variants, of these candidates, that a handle can be made of."""
-    return tuple(
-        found.variant
-        for found in candidates
-        if found.implementation == DMA and found.launch == CALLS and not found.takes_turns
-    )
+    return tuple(found.variant for found in candidates if found.implementation == DMA and not found.takes_turns)
 
 
 def _check_variant(name: str, kind: Kind, variant: str, abilities: Abilities) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from sidelane.choice import Choice
-from sidelane.choice.candidate import GRAPH, SM
+from sidelane.choice.candidate import SM
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turns
 from sidelane.collectives.arguments import Request
@@ -29,15 +29,17 @@ from sidelane.program.batch import Batch
 from sidelane.program.builders import Alternation
 from sidelane.program.builders.flags import CONFIRMATIONS
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import Program, has_epochs
+from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.once import Once
 from sidelane.program.words import as_int32
 
 FLAGS = 4096
-"""Flags in each of three regions: programs with epochs, captured ones that reset their flags, and cached graphs. Behind
-them are three such regions of ``TURN_FLAGS``, for programs that take turns."""
+"""Flags in each of two regions: programs with epochs, and captured ones, which reset their flags. Behind them are two
+such regions of ``TURN_FLAGS``, for programs that take turns."""
+
+REGIONS = 2
 
 MOST_RECENT = 4096
 """Calls remembered by the addresses of their tensors; the oldest goes first. Programs are kept for good."""
@@ -88,7 +90,7 @@ class Preparer:
         self._heap = heap
         self._backend = backend
         self._planner = planner
-        self._flags = backend.memory.allocate(3 * (FLAGS + TURN_FLAGS) * 4)
+        self._flags = backend.memory.allocate(REGIONS * (FLAGS + TURN_FLAGS) * 4)
         self._staging = Staging(backend)
         # Of their own: a kernel writes to its staging as soon as it runs, and ends when all peers have read it.
         # Programs keep their peers off in other ways.
@@ -99,7 +101,7 @@ class Preparer:
         # Of their own, and twice: replays of a graph know nothing of the turns of the calls between them.
         self._slots = Staging(backend, spread=True)
         self._turns = Turns(backend.capture_of)
-        if GRAPH in backend.abilities.launches and len(self._flags.addresses) > 1:
+        if backend.abilities.captures and len(self._flags.addresses) > 1:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._captures_have_room: set[AnyAgreement] = set()
@@ -232,7 +234,7 @@ class Preparer:
             return self._planner.program_that_fits(agreement, self._has_staging)
         program, choice = self._planner.program(agreement), self._planner.choice(agreement)
         repeats = agreement.variant == AUTO and agreement.call.even  # uneven calls seldom do: no use in planning twice
-        if repeats and GRAPH in self._backend.abilities.launches:
+        if repeats and self._backend.abilities.captures:
             self._reserve_for_captures(agreement)
         return program, choice
 
@@ -251,10 +253,12 @@ class Preparer:
         if isinstance(program, KernelProgram | KernelListProgram):
             return self._backend.load_kernel(program, addresses, frozen)
         if isinstance(program, Alternation):
-            return AlternatingProgram(
-                *(program, lambda turn: executor.load(turn, addresses), self._turns), captured=frozen, late=again
-            )
-        return executor.load(program, addresses)
+
+            def load(turn: Program) -> Runnable:
+                return executor.load(turn, addresses, captured=frozen)
+
+            return AlternatingProgram(program, load, self._turns, captured=frozen, late=again)
+        return executor.load(program, addresses, captured=frozen)
 
     def _has_staging(self, plan: Plan) -> bool:
         if isinstance(plan, KernelProgram | KernelListProgram):
@@ -297,7 +301,7 @@ class Preparer:
         words = self._flags.tensor.view(torch.int32)
         value = as_int32(call)
         words[:FLAGS] = value
-        words[3 * FLAGS : 3 * FLAGS + TURN_FLAGS] = value
+        words[REGIONS * FLAGS : REGIONS * FLAGS + TURN_FLAGS] = value
         for program in self.own_programs:
             program.renew(call)
         self._backend.renew(call)
@@ -352,13 +356,13 @@ class Preparer:
         program = alternation.turns[0]
         if program.world_size > 1:
             self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)
-        offset = 4 * (3 * FLAGS + _region(program, captured) * TURN_FLAGS)
+        offset = 4 * (REGIONS * FLAGS + captured * TURN_FLAGS)
         flags = tuple(base + offset for base in self._flags.addresses)
         buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
         return Addresses(buffers, flags, spread=self._slots.is_spread)
 
     def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
-        offset = 4 * FLAGS * _region(program, captured)
+        offset = 4 * FLAGS * captured
         assert program.flag_count <= CONFIRMATIONS <= FLAGS
         flags = tuple(base + offset for base in self._flags.addresses)
         if isinstance(request, Request):
@@ -394,8 +398,3 @@ class Preparer:
 
 def _on_all_ranks(staging: Staging, offset: int = 0) -> dict[tuple[int, str], int]:
     return {(rank, Buffer.STAGING): base + offset for rank, base in enumerate(staging.addresses)}
-
-
-def _region(program: Program, captured: bool) -> int:
-    # A caller may replay a graph on one stream while a cached graph runs on another: they must not share flags.
-    return 0 if has_epochs(program) else 1 if captured else 2

@@ -192,7 +192,7 @@ class Repeats:
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
             *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(repetition.standing, prepared, None, None if lesson is None else lesson.lesson),
+            *(None, prepared, None, None if lesson is None else lesson.lesson),
         )
         if lesson is not None and lesson.turn is not None:
             holds = lesson.holds()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 
 from sidelane.execute.submitted import Ledger
-from sidelane.memory.ordinary import Standing
 from sidelane.native import Note
 from sidelane.program.ir import Flag, Move, Program
 from sidelane.program.kernel_call import KernelCall
@@ -172,7 +171,6 @@ class Repetition:
         failed: called with the index of a step and its error (what it returned or raised): raises.
         turn: (object, attribute, what it is when it is the turn of this, what it is next); None where every call does
             the same.
-        standing: the allocations that the steps take for granted; None if there are none.
         followers: of :meth:`Runnable.movable`; nobody else uses its steps.
     """
 
@@ -181,7 +179,6 @@ class Repetition:
     notes: tuple[Note, ...]
     failed: Callable[[int, Any], NoReturn]
     turn: tuple[object, str, object, object] | None = None
-    standing: Standing | None = None
     followers: tuple[Follower, ...] = ()
 
 
@@ -231,8 +228,13 @@ class Executor(Protocol):
         """What was submitted so far."""
         ...
 
-    def load(self, program: Program, addresses: Addresses) -> LoadedProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
         """Bind this rank's part of ``program``.
+
+        Args:
+            program: what to run.
+            addresses: where.
+            captured: it is for a graph of the caller's, and has no epochs (``transform.freeze``); else for eager calls.
 
         Raises:
             ValueError: the program has commands or buffers that this executor cannot run; the text names them.

@@ -215,7 +215,7 @@ class Dispatcher:
             raise
         choice = again.communicator.last_choice()
         assert choice is not None
-        name = choice.candidate.name
+        name = choice.candidate.variant
         row = again.rows.get(name)
         if row is None:
             row = again.rows[name] = (key[0], calls.name_of(key[2]), key[3].type, SIDELANE, name)
@@ -305,7 +305,7 @@ class Dispatcher:
             return
         choice = communicator.last_choice()
         assert choice is not None
-        self._note(call, device, SIDELANE, choice.candidate.name, choice.reason)
+        self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
         if call.key is not None:
             self._again[call.key] = Again.of(communicator, call.name, call.options)
 

@@ -1,4 +1,4 @@
-"""What the name of a variant says, such as ``b2b``, ``two_shot_narrow``, ``b2b+graph`` or ``pcpy+prelaunch``."""
+"""What the name of a variant says, such as ``b2b``, ``two_shot_narrow`` or ``pcpy+prelaunch``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 PRELAUNCH = "+prelaunch"
-GRAPH = "+graph"
 NARROW = "_narrow"
 PUSH = "_push"
 
@@ -19,14 +18,12 @@ class Variant:
         algorithm: how the bytes go: ``b2b``, ``one_shot``. No suffix is part of it.
         narrow: the kernel leaves nine tenths of the SMs to others.
         pushes: the kernel stores shards with the ranks that add them up, where others let these fetch them.
-        graph: an eager call is launched as one cached graph.
         prelaunched: everything is submitted behind a trigger, ahead of the call.
     """
 
     algorithm: str
     narrow: bool = False
     pushes: bool = False
-    graph: bool = False
     prelaunched: bool = False
 
     @staticmethod
@@ -35,21 +32,19 @@ class Variant:
         """Take a name apart. Suffixes are in the order of ``name``; a name that has none is its algorithm.
 
         >>> Variant.of("two_shot_narrow")
-        Variant(algorithm='two_shot', narrow=True, pushes=False, graph=False, prelaunched=False)
-        >>> Variant.of("b2b+graph").algorithm, Variant.of("b2b+graph").graph
-        ('b2b', True)
+        Variant(algorithm='two_shot', narrow=True, pushes=False, prelaunched=False)
         """
         rest, found = name, []
-        for suffix in (PRELAUNCH, GRAPH, PUSH, NARROW):
+        for suffix in (PRELAUNCH, PUSH, NARROW):
             found.append(rest.endswith(suffix))
             rest = rest.removesuffix(suffix)
-        prelaunched, graph, pushes, narrow = found
-        return Variant(rest, narrow, pushes, graph, prelaunched)
+        prelaunched, pushes, narrow = found
+        return Variant(rest, narrow, pushes, prelaunched)
 
     @property
     def name(self) -> str:
         """What :meth:`of` takes apart."""
-        suffixes = ((NARROW, self.narrow), (PUSH, self.pushes), (GRAPH, self.graph), (PRELAUNCH, self.prelaunched))
+        suffixes = ((NARROW, self.narrow), (PUSH, self.pushes), (PRELAUNCH, self.prelaunched))
         return self.algorithm + "".join(suffix for suffix, there in suffixes if there)
 
     @property

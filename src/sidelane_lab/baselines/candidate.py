@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from sidelane.choice.candidate import DMA, GRAPH, SM, find
+from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
 from sidelane.program.variant import Variant
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
@@ -335,7 +335,7 @@ def candidates_of(
         for in_place in (False, True)
         for variant in _kept(_variants(implementation, kind, in_place, listed), only)
         for launch in implementation.launches
-        if (not launches or launch in launches) and not (launch == "graph" and _only_eager(kind, variant))
+        if (not launches or launch in launches) and not (launch == "graph" and Variant.of(variant).prelaunched)
     ]
 
 
@@ -343,12 +343,6 @@ def _variants(implementation: Implementation, kind: Kind, in_place: bool, listed
     if not listed:
         return implementation.variants(kind, in_place)
     return implementation.list_variants(kind, in_place) if isinstance(implementation, TakesLists) else ()
-
-
-def _only_eager(kind: Kind, variant: str) -> bool:
-    """True for what differs from another variant only in how an eager call is launched."""
-    found = find(kind, variant)
-    return Variant.of(variant).prelaunched or (found is not None and found.launch == GRAPH)
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:

@@ -52,8 +52,8 @@ def is_separate(variant: str) -> bool:
 def in_one_call(variant: str) -> str:
     """The variant that each call of ``separately(variant)`` is.
 
-    >>> in_one_call("separate"), in_one_call("window+separate"), in_one_call("b2b+graph")
-    ('', 'window', 'b2b+graph')
+    >>> in_one_call("separate"), in_one_call("window+separate"), in_one_call("b2b")
+    ('', 'window', 'b2b')
     """
     return variant.rpartition("+")[0] if is_separate(variant) else variant
 

@@ -145,7 +145,7 @@ class Auto(Kernels):
         """What the last call was run as."""
         choice = self._dma.communicator.last_choice()
         assert choice is not None, "a call comes first"
-        return choice.candidate.name
+        return choice.candidate.variant
 
 
 class OwnPartLeft(Kernels):
@@ -223,4 +223,4 @@ def _names(kind: Kind, in_place: bool, communicator: Communicator, implementatio
     if kind is Kind.BROADCAST and not in_place:
         return ()
     found = applicable(kind, communicator.world_size, communicator.abilities)
-    return tuple(candidate.name for candidate in found if candidate.implementation == implementation)
+    return tuple(candidate.variant for candidate in found if candidate.implementation == implementation)

@@ -144,7 +144,7 @@ def collective(
     heading=MEASURE,
     examples=(
         ("sidelane phases --operation copy", "where a single transfer spends its time"),
-        ("sidelane phases --operation all_gather --variants b2b,b2b+graph", "two variants of a collective"),
+        ("sidelane phases --operation all_gather --variants b2b,pcpy", "two variants of a collective"),
         ("sidelane phases --machine h200x4 --max-bytes 1M", "predicted, for four H200s"),
     ),
 )
@@ -162,7 +162,7 @@ def collective(
     metavar="NAME,...",
     callback=names,
     default="b2b",
-    help="pcpy, bcst, swap, b2b, striped, b2b+graph, b2b+prelaunch, ..., alternating, alternating+graph, and in graphs "
+    help="pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ..., alternating, and in graphs "
     "alternating+opening, the first call of one.",
 )
 @what(
@@ -395,7 +395,7 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     "--variants",
     metavar="NAME,...",
     callback=names,
-    default="one_shot,b2b,b2b+graph,alternating,striped",
+    default="one_shot,b2b,alternating,striped",
     help="Of Sidelane's, that are measured.",
 )
 @how("--calls", type=click.IntRange(min=1), default=40, help="Calls in a batch.")

@@ -12,7 +12,7 @@ import torch
 
 from sidelane import config as settings
 from sidelane.choice import Abilities, Candidate, Choice, Curve, Profile, candidates, choose, objection
-from sidelane.choice.candidate import EVERYTHING, GRAPH, everything
+from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.choice.hidden import hidden_shares
 from sidelane.choice.key import CPU, Key, key_here
 from sidelane.choice.store import InForce, builtin, builtin_for, builtin_names, in_force, read
@@ -199,7 +199,7 @@ def explain(options: ExplainOptions) -> Explanation:
     if isinstance(program, KernelProgram | KernelListProgram):
         submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
     elif has_driver:
-        submitted, summary = call_lines(program, RANK, agreement.frozen, choice.candidate.launch == GRAPH)
+        submitted, summary = call_lines(program, RANK, agreement.frozen)
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
@@ -239,13 +239,13 @@ def show(found: Explanation, console: rich.console.Console) -> None:
 
 
 def _named(candidate: Candidate) -> dict[str, str]:
-    return {"implementation": candidate.implementation, "variant": candidate.name}
+    return {"implementation": candidate.implementation, "variant": candidate.variant}
 
 
 def _table(found: Explanation) -> Table:
     lines = [
         Line(
-            (candidate.implementation, candidate.name, "-" if us is None else f"{us:.4g}"),
+            (candidate.implementation, candidate.variant, "-" if us is None else f"{us:.4g}"),
             best=candidate == found.choice.candidate,
         )
         for candidate, us in found.choice.table

@@ -47,30 +47,25 @@ def launch_lines(program: AnyKernelProgram) -> tuple[str, ...]:
     )
 
 
-def call_lines(
-    program: Program, rank: int, captured: bool, cached: bool
-) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
+def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
     """What the CUDA executor of a rank asks the driver for, by stream, and the same in numbers.
 
     Args:
         program: of the call.
         rank: whose.
         captured: into a graph.
-        cached: what it keeps as a graph, and launches.
     """
     from sidelane.execute.cuda.calls import Route
     from sidelane.execute.cuda.count import counts_of
     from sidelane.execute.cuda.describe import describe_call
     from sidelane.execute.cuda.plan import plan_calls
 
-    plan = plan_calls(program, rank, captured=captured or cached)
+    plan = plan_calls(program, rank, captured=captured)
     streams = tuple(
         (
-            f"stream {number} in the graph" if cached else f"stream {number}" if number else CALLERS,
+            f"stream {number}" if number else CALLERS,
             tuple(map(describe_call, plan.calls(number))),
         )
         for number in range(plan.streams)
     )
-    if cached:
-        streams = (("the caller's stream", ("launch the graph that the first such call made:",)), *streams)
-    return streams, str(counts_of(plan, Route.LAUNCH if cached else Route.CAPTURE if captured else Route.DIRECT))
+    return streams, str(counts_of(plan, Route.CAPTURE if captured else Route.DIRECT))

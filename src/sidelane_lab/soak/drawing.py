@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.choice.candidate import CALLS, DMA, candidates
+from sidelane.choice.candidate import candidates
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.config import COMPUTE, NOTHING
@@ -89,7 +89,7 @@ class Drawing:
         """One for a graph, whose tensors stay where they are."""
         draw = self._draw
         part = self._part(draw.choice(tuple(Kind)))
-        names = [found.name for found in candidates(self._asked([part], captured=True), self._abilities())]
+        names = [found.variant for found in candidates(self._asked([part], captured=True), self._abilities())]
         return Call(next(self._numbers), Form.ONE, (part,), draw.choice([AUTO, *names]))
 
     def held(self) -> Call:
@@ -222,12 +222,8 @@ class Drawing:
             return draw.choice(("b2b", "pcpy", "b2b" + PRELAUNCH, "pcpy" + PRELAUNCH)), None
         beside = COMPUTE if draw.random() < 0.2 else NOTHING
         found = candidates(self._asked(parts, beside=beside, form=form), self._abilities()) if parts else ()
-        names = [each.name for each in found]
-        names += [
-            each.name + PRELAUNCH
-            for each in found
-            if each.implementation == DMA and each.launch == CALLS and not each.takes_turns
-        ]
+        names = [each.variant for each in found]
+        names += [name + PRELAUNCH for name in prelaunchable(found)]
         return (draw.choice(names), beside) if names else (AUTO, None)
 
     def _asked(

@@ -68,10 +68,11 @@ class CpuExecutor:
     def capabilities(self) -> Capabilities:
         return Capabilities(frozenset({Copy, Broadcast, Swap}), "cpu")
 
-    def load(self, program: Program, addresses: Addresses) -> CpuProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> CpuProgram:
         """Bind this rank's queues of ``program`` (see :class:`sidelane.execute.base.Executor`).
 
-        ``addresses`` are used as they are: the caller keeps the memory alive and mapped while invocations run.
+        Nothing is ever captured here. ``addresses`` are used as they are: the caller keeps the memory alive and mapped
+        while invocations run.
         """
         self.check_open("load")
         if len(addresses.flags) != program.world_size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sidelane.execute.base import Addresses, Places
@@ -247,15 +247,6 @@ class BoundPlan:
         self._driver, self._resolve = frame.driver, resolve
         self._by_caller: dict[int, list[Bound]] = {}
 
-    def own_spans(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of this rank's inputs and outputs that are copied: the rest is the communicator's memory."""
-        for call in self.plan.calls():
-            if isinstance(call, Copying):
-                for copy in copies_of(call):
-                    for end in (copy.dst, copy.src):
-                        if isinstance(end, Operand) and self._is_callers(end):
-                            yield self._resolve(end), copy.nbytes
-
     def steps(self, caller: int) -> list[Bound]:
         """The calls with ``caller`` as stream 0, bound when the stream is first seen."""
         bound = self._by_caller.get(caller)
@@ -275,9 +266,6 @@ class BoundPlan:
             else:
                 bound.append(self._bind_call(*step))
         return bound
-
-    def _is_callers(self, operand: Operand) -> bool:
-        return operand.rank == self._resolve.rank and operand.buffer != Buffer.STAGING
 
     def _without_uneven_rows(self, call: MemcpyRows) -> tuple[Memcpy | MemcpyRows, ...]:
         """A call as it is, or its copies where its rows are not at equal distances in one mapping."""

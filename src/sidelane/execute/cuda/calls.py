@@ -218,35 +218,27 @@ class Plan:
 
 
 class Route(StrEnum):
-    """How an invocation reaches its streams: on the caller's, by way of an internal one, or into a graph.
-
-    Frozen programs outside of captures are a cached graph, launched on the caller's stream or on the internal one.
-    """
+    """How an invocation reaches its streams: on the caller's, by way of an internal one, or into a graph."""
 
     DIRECT = "direct"
     INTERNAL = "internal"
-    LAUNCH = "launch"
-    INTERNAL_LAUNCH = "internal launch"
     CAPTURE = "capture"
 
 
-def choose_route(handle: int, capturing: bool, frozen: bool) -> Route:
+def choose_route(handle: int, capturing: bool, captured: bool) -> Route:
     """Decide where and how an invocation on the stream ``handle`` runs.
 
     Args:
         handle: of the caller's stream.
         capturing: it is being captured.
-        frozen: the program holds no epochs.
+        captured: the program was loaded for a graph.
 
     Raises:
-        ValueError: the stream is being captured and the program holds epochs, which a graph would repeat.
+        ValueError: it was, and the stream is not being captured; or the other way round.
     """
-    if not capturing:
-        if handle in DEFAULT_STREAMS:
-            return Route.INTERNAL_LAUNCH if frozen else Route.INTERNAL
-        return Route.LAUNCH if frozen else Route.DIRECT
-    if not frozen:
-        raise ValueError(
-            "start: a program with epochs cannot be captured into a graph (allowed=programs made by transform.freeze)"
-        )
-    return Route.CAPTURE
+    if capturing != captured:
+        asked, given = ("eager calls", "a capture") if capturing else ("a graph", "an eager call")
+        raise ValueError(f"start: a program that was loaded for {asked} (value={given}, allowed={asked})")
+    if captured:
+        return Route.CAPTURE
+    return Route.INTERNAL if handle in DEFAULT_STREAMS else Route.DIRECT

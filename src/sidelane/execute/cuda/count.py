@@ -24,15 +24,12 @@ from sidelane.execute.submitted import Counts
 DETOUR = Counts(events=4, calls=4)
 """What an internal stream adds: it forks from the caller's by an event and joins it by another."""
 
-GRAPH = Counts(writes=1, graph_launches=1, calls=2)
-"""What the launch of a cached graph adds to what is in the graph: the epoch is written behind it."""
-
 
 def counts_of(plan: Plan, route: Route = Route.DIRECT) -> Counts:
     """Count the calls of one invocation.
 
     Args:
-        plan: what is submitted, ahead of the call and by it, or what the graph holds that is launched.
+        plan: what is submitted, ahead of the call and by it.
         route: how it reaches its streams.
     """
     found: Counter[str] = Counter()
@@ -57,11 +54,5 @@ def counts_of(plan: Plan, route: Route = Route.DIRECT) -> Counts:
                 found["events"] += 1
             case _:
                 assert_never(call)
-    if route in (Route.LAUNCH, Route.INTERNAL_LAUNCH):
-        del found["calls"]  # they made the graph, once
-        counts = Counts(**found) + GRAPH
-    else:
-        counts = Counts(**found)
-    if route in (Route.INTERNAL, Route.INTERNAL_LAUNCH):
-        counts += DETOUR
-    return counts
+    counts = Counts(**found)
+    return counts + DETOUR if route is Route.INTERNAL else counts

@@ -15,7 +15,7 @@ from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.loaded import CudaProgram
 from sidelane.execute.cuda.site import CudaSite
-from sidelane.program.ir import Copy, Program
+from sidelane.program.ir import Copy, Program, has_epochs
 from sidelane.program.kernel_list import AnyKernelProgram
 
 
@@ -41,20 +41,25 @@ class CudaExecutor(CudaSite):
     def capabilities(self) -> Capabilities:
         return Capabilities(frozenset({Copy}), "cuda")
 
-    def load(self, program: Program, addresses: Addresses) -> LoadedProgram:
+    def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
         """Bind this rank's queues of ``program`` (see :class:`sidelane.execute.base.Executor`).
 
         Works while a stream is being captured. ``addresses`` are used as they are: the caller keeps the memory.
         """
         self.check_open("load")
-        known: CudaProgram | None = self.programs.find(program, addresses)
+        known: CudaProgram | None = None if captured else self.programs.find(program, addresses)
         if known is not None:
             return known.at(addresses)
         if len(addresses.flags) != program.world_size:
             counts = f"value={len(addresses.flags)}, allowed={program.world_size}"
             raise ValueError(f"CudaExecutor.load: number of flag memories ({counts})")
+        if captured and has_epochs(program):
+            raise ValueError(
+                f"CudaExecutor.load: a program with epochs cannot be captured into a graph (value={program.variant!r}, "
+                "allowed=programs made by transform.freeze)"
+            )
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
-            loaded = CudaProgram(self, program, addresses)
+            loaded = CudaProgram(self, program, addresses, captured=captured)
         if loaded.moves:
             self.programs.keep(loaded)
         return loaded

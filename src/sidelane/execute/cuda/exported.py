@@ -7,6 +7,7 @@ memory that it was. Memory that is freed while peers have it mapped stays until 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ import torch
 
 from sidelane import forks
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.spans import PREFIX, OpenedSpan, Span, open_span, span_of
 from sidelane.execute.cuda.virtual import VirtualMemory
@@ -66,9 +66,17 @@ class ExportedMemory:
         self._driver.attach_thread()
 
     def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
-        found = Allocations(self._driver, [(each.start, each.nbytes) for each in allocations]).standing
+        driver, ask = self._driver, self._driver.allocation_question()
+        places = {place for each in allocations for place in driver.allocations_in(each.start, each.nbytes)}
+        numbers = []
+        for address, question in sorted(places):
+            number = ctypes.c_uint64()
+            failed = ask(ctypes.byref(number), question, ctypes.c_void_p(address))
+            numbers.append((address, question, 0 if failed else number.value))
         # Numbers are never given twice: those of memory that is there afterwards are its own.
-        return None if any(map(self.is_gone, allocations)) else found
+        if not numbers or any(map(self.is_gone, allocations)):
+            return None
+        return ctypes.cast(ask, ctypes.c_void_p).value or 0, tuple(numbers)
 
     def map(self, handle: str, name: str) -> OpenedAllocation | OpenedSpan:
         with _opening:

@@ -29,12 +29,11 @@ from sidelane.device import (
 )
 from sidelane.device.launch import Launch, Site
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.follow import FAR, followers
 from sidelane.execute.cuda.kernel_list import arrange_list
 from sidelane.execute.cuda.loaded import find_place
 from sidelane.execute.cuda.native import Bound, steps_of
-from sidelane.execute.cuda.site import CudaSite
+from sidelane.execute.cuda.site import CudaSite, ExecutableGraph
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.execute.submitted import Counts, Entry, Submitted
 from sidelane.native import Effect

@@ -9,17 +9,15 @@ import torch
 
 from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.allocations import Allocations
 from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
-from sidelane.execute.cuda.cached import CachedGraph
-from sidelane.execute.cuda.calls import HostWord, LaunchReduce, RecordStamp, Route, choose_route
+from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.follow import followers
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import Subject, Watch
 from sidelane.execute.submitted import Entry, Submitted
-from sidelane.program.ir import Program, has_epochs
+from sidelane.program.ir import Program
 
 _MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams of each priority
 
@@ -32,14 +30,12 @@ class Way(NamedTuple):
         calls: to the driver, in order.
         entry: where they are counted.
         words: what ``set_epoch`` does (see :class:`sidelane.execute.base.Repetition`); None where it does more.
-        graph: that ``calls`` launch; None if they launch none.
     """
 
     set_epoch: Callable[[int], Any]
     calls: tuple[Bound, ...]
     entry: Entry
     words: Moving | None
-    graph: CachedGraph | None
 
 
 class CudaProgram:
@@ -51,29 +47,28 @@ class CudaProgram:
         is_triggered: callers fire triggers of it while it is under way (``CudaTrigger``).
     """
 
-    def __init__(self, executor: CudaSite, program: Program, addresses: Addresses) -> None:
+    def __init__(self, executor: CudaSite, program: Program, addresses: Addresses, *, captured: bool = False) -> None:
         self.program = program
         self.addresses = addresses
         self._executor = executor
         self.is_triggered = False
-        self._frozen = not has_epochs(program)
+        self._captured = captured
         self._armed: int | None = None
         self._events: list[int] = []
         self._stamps: dict[int, int] = {}
-        self._graph: CachedGraph | None = None
         self._ways: dict[Place, Way] = {}
         self._entries: dict[Route, Entry] = {}
         self._like: CudaProgram | None = None  # whose events these are
-        busy = executor.watch.next_busy_number() if self._frozen else 0
-        self._bound = self._bind(busy)
-        self._subject = (program, addresses, busy)
+        self._busy = executor.watch.next_busy_number() if captured else 0
+        self._bound = self._bind()
+        self._subject = (program, addresses)
         executor.rescue.register(program, executor.rank, addresses)
         forks.finalize(self, destroy_events, executor.driver, self._events)
 
     @property
     def moves(self) -> bool:
         """True if :meth:`at` works: nothing of it is of one invocation alone, or of its addresses besides copies."""
-        return not (self._frozen or self._bound.ahead or self._stamps)
+        return not (self._captured or self._bound.ahead or self._stamps)
 
     def at(self, addresses: Addresses) -> CudaProgram:
         """The same program, at other addresses of its buffers (``alike``). Asks the driver for nothing.
@@ -82,9 +77,15 @@ class CudaProgram:
         driver copies when it takes them.
         """
         moved = CudaProgram.__new__(CudaProgram)
-        moved.program, moved.addresses, moved._executor, moved._frozen = self.program, addresses, self._executor, False
-        moved.is_triggered, moved._armed, moved._events, moved._stamps = False, None, self._events, {}
-        moved._graph, moved._ways = None, {}
+        moved.program, moved.addresses, moved._executor = self.program, addresses, self._executor
+        moved._captured, moved.is_triggered, moved._armed, moved._events, moved._stamps = (
+            False,
+            False,
+            None,
+            self._events,
+            {},
+        )
+        moved._busy, moved._ways = 0, {}
         moved._entries, moved._like = self._entries, self
         moved._bound = self._bound.at(addresses)
         moved._subject = self._subject  # whoever watches reads flags, which are where they were
@@ -106,7 +107,7 @@ class CudaProgram:
         """
         executor = self._executor
         executor.check_usable("arm")
-        if not self.program.prelaunched or self._frozen:
+        if not self.program.prelaunched or self._captured:
             raise ValueError(f"arm: not a prelaunched program with epochs (value={self.program.variant!r})")
         with executor.lock, executor.driver.current():
             try:
@@ -124,7 +125,7 @@ class CudaProgram:
         On a stream that is being captured the invocation becomes part of the graph. Returns at once.
 
         Raises:
-            ValueError: no stream, an epoch below 1, or a capture of a program that holds epochs.
+            ValueError: no stream, an epoch below 1, or a capture of a program that was not loaded for one.
             As :meth:`run`.
         """
         place = find_place(self._executor, epoch, stream)
@@ -135,7 +136,7 @@ class CudaProgram:
         """Submit this rank's queues (see :class:`sidelane.execute.base.Runnable`). Every eager call comes here.
 
         Raises:
-            ValueError: a capture of a program that holds epochs; nothing was submitted.
+            ValueError: a capture of a program that was not loaded for one; nothing was submitted.
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
             DriverError: the driver refused a call. The executor is of no use any more.
         """
@@ -156,16 +157,14 @@ class CudaProgram:
             return None
         executor = self._executor
         notes = (*executor.watch.issue_notes(self._subject), *executor.ledger.notes(way.entry))
-        standing = None if way.graph is None else way.graph.standing
-        failing = executor.failing(way.calls, self.program)
-        return Repetition(steps_of(way.calls), way.words, notes, failing, standing=standing)
+        return Repetition(steps_of(way.calls), way.words, notes, executor.failing(way.calls, self.program))
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
         """See :class:`sidelane.execute.base.Runnable`."""
         way = self._ways.get(place)
-        if way is None or way.words is None or way.graph is not None:
+        if way is None or way.words is None:
             return None
-        route, handle, internal = choose_route(*place, self._frozen), place[0], self._executor.internal
+        route, handle, internal = choose_route(*place, self._captured), place[0], self._executor.internal
 
         def bind(addresses: Addresses) -> Sequence[Bound]:
             bound = self._bound.at(addresses)
@@ -225,7 +224,7 @@ class CudaProgram:
         executor = self._executor
         try:
             way = self._ways.get(place)
-            if way is None or (way.graph is not None and not way.graph.stands()):
+            if way is None:
                 way = self._find_way(place)
             way.set_epoch(epoch)
             executor.driver.submit(way.calls)
@@ -235,7 +234,7 @@ class CudaProgram:
             executor.watch.fail_submission(f"{self.program.collective} {self.program.variant}", error)
             raise
         if place[1]:
-            executor.watch.recorded(self._subject[2])
+            executor.watch.recorded(self._busy)
             executor.ledger.count(way.entry)
         elif not self._bound.plan.is_held:
             self._note(epoch, way.entry)
@@ -249,19 +248,15 @@ class CudaProgram:
     def _find_way(self, place: Place) -> Way:
         """Work out what invocations from ``place`` submit; remembered, since most calls repeat."""
         handle, capturing = place
-        route = choose_route(handle, capturing, self._frozen)
+        route = choose_route(handle, capturing, self._captured)
         executor, bound = self._executor, self._bound
         calls: Sequence[Bound]
         words: Moving | None = None
-        graph: CachedGraph | None = None
         if route is Route.CAPTURE:
             set_epoch, calls = _no_epoch, bound.steps(handle)
         else:
-            stream = handle if route in (Route.DIRECT, Route.LAUNCH) else executor.internal
-            if self._frozen:
-                graph = self._cached_graph()
-                set_epoch, calls, words = graph.set_epoch, graph.steps(stream), graph.words
-            elif bound.ahead:
+            stream = handle if route is Route.DIRECT else executor.internal
+            if bound.ahead:
                 set_epoch, calls = self._arm_and_start, bound.steps(stream)
             else:
                 set_epoch, calls, words = bound.set_epoch, bound.steps(stream), bound.words
@@ -269,16 +264,8 @@ class CudaProgram:
                 calls = self._by_way_of_internal(calls, handle)
         if len(self._ways) >= _MOST_PLACES:
             self._ways.clear()
-        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route), words, graph)
+        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route), words)
         return way
-
-    def _cached_graph(self) -> CachedGraph:
-        if self._graph is None or not self._graph.stands():
-            executor = self._executor
-            calls, finished = self._bound.steps(executor.internal), executor.words[HostWord.FINISHED]
-            allocations = Allocations(executor.driver, self._bound.own_spans())
-            self._graph = CachedGraph(executor.driver, calls, executor.internal, finished, allocations)
-        return self._graph
 
     def _by_way_of_internal(self, inner: Sequence[Bound], handle: int) -> Sequence[Bound]:
         executor, driver = self._executor, self._executor.driver
@@ -318,9 +305,9 @@ class CudaProgram:
         if is_held:  # what is armed is under watch: a peer that dies is noticed at once
             self._note(epoch, self._entry(Route.DIRECT))
 
-    def _bind(self, busy: int) -> BoundPlan:
-        executor, driver, captured = self._executor, self._executor.driver, self._frozen
-        plan = executor.plans.of(self.program)
+    def _bind(self) -> BoundPlan:
+        executor, driver, captured = self._executor, self._executor.driver, self._captured
+        plan = executor.plans.of(self.program, captured)
         if plan.cells > CELLS:
             raise ValueError(f"load: signals to peers in one program (value={plan.cells}, allowed=..{CELLS})")
         count = plan.streams - 1
@@ -347,12 +334,12 @@ class CudaProgram:
             events=events,
             stamps=self._stamps,
             captured=captured,
-            busy=busy,
+            busy=self._busy,
             reduce_blocks=executor.reduce_blocks,
         )
         bound = BoundPlan(frame, resolve)
         if captured:
-            executor.watch.captured(Subject(0, self.program, self.addresses, busy, captured=True))
+            executor.watch.captured(Subject(0, self.program, self.addresses, captured=True))
         return bound
 
     def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:

@@ -9,7 +9,7 @@ from sidelane.execute.cuda.count import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.submitted import Counts
-from sidelane.program.ir import Program, has_epochs
+from sidelane.program.ir import Program
 from sidelane.program.once import Once
 
 
@@ -22,25 +22,30 @@ class Plans:
         rank: whose queues.
         features: of the driver.
 
-    Attributes:
-        of: the plan of a program; that of a graph where it has no epochs. Raises ValueError where the program has
-            commands that the driver does not.
     """
 
     def __init__(self, rank: int, features: DriverFeatures) -> None:
         self._rank, self._features = rank, features
-        self.of: Once[Program, Plan] = Once(self._plan)
+        self._plans = {captured: Once(functools.partial(self._plan, captured)) for captured in (False, True)}
         self._counts = {route: Once(functools.partial(counts_of, route=route)) for route in Route}
+
+    def of(self, program: Program, captured: bool = False) -> Plan:
+        """The plan of a program, for a graph or not.
+
+        Raises:
+            ValueError: the program has commands that the driver does not.
+        """
+        return self._plans[captured](program)
 
     def counts(self, plan: Plan, route: Route) -> Counts:
         """What an invocation submits that takes a route."""
         return self._counts[route](plan)
 
-    def _plan(self, program: Program) -> Plan:
+    def _plan(self, captured: bool, program: Program) -> Plan:
         return plan_calls(
             program,
             self._rank,
             peer_writes=bool(self._features.peer_writes),
             copy_batches=self._features.copy_batches,
-            captured=not has_epochs(program),
+            captured=captured,
         )

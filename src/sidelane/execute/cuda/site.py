@@ -14,7 +14,6 @@ import torch
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.cuda.alike import Alike
-from sidelane.execute.cuda.cached import ExecutableGraph
 from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import Bound
@@ -268,3 +267,22 @@ class CudaSite:
                     _stuck.append(self)  # streams may still write to its memory
                     return
                 time.sleep(1e-3)
+
+
+class ExecutableGraph:
+    """Calls of the driver as one graph. It goes with its last reference, and what runs of it still ends.
+
+    Args:
+        driver: of the device.
+        calls: what to record, bound to ``stream``.
+        stream: an idle one of the executor's.
+    """
+
+    def __init__(self, driver: Driver, calls: Iterable[Bound], stream: int) -> None:
+        self._driver = driver
+        self._graph = driver.make_graph(calls, stream)
+        forks.finalize(self, driver.destroy_graph, self._graph)
+
+    def bind(self, stream: int) -> Bound:
+        """Its launch on ``stream``, any one that is not captured; the call keeps the graph."""
+        return self._driver.bind_graph(self._graph, stream, owner=self)

@@ -41,16 +41,11 @@ _LONGEST_SLEEP_S = 1e-3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Subject:
-    """An invocation under watch.
-
-    ``captured``: by a caller, who may replay it at any time; its epoch says nothing. ``busy``: what the host word
-    ``BUSY`` holds while it runs, for one that is a graph; 0 for others, whose begin the word ``STARTED`` tells.
-    """
+    """An invocation under watch. ``captured``: by a caller, who may replay it at any time; its epoch says nothing."""
 
     epoch: int
     program: Program
     addresses: Addresses
-    busy: int = 0
     captured: bool = False
 
     def __str__(self) -> str:
@@ -84,7 +79,7 @@ class Watch:
         self._driver, self._rank, self._words, self._monitor, self._rescue = driver, rank, words, monitor, rescue
         self._timeout_s = timeout_s
         self._completed = 0  # last epoch that had finished when the failure came
-        self._running: collections.deque[tuple[int, tuple[Program, Addresses, int]]] = collections.deque()
+        self._running: collections.deque[tuple[int, tuple[Program, Addresses]]] = collections.deque()
         self._first: Subject | None = None
         self._captured: list[Subject] = []
         self._captured_memory, self._last_busy = CapturedMemory(), 0  # of what was recorded last
@@ -112,8 +107,8 @@ class Watch:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * _READ_S + 5)
 
-    def issued(self, epoch: int, subject: tuple[Program, Addresses, int]) -> None:
-        """An invocation has been submitted, of this program at these addresses; then ``busy`` of :class:`Subject`."""
+    def issued(self, epoch: int, subject: tuple[Program, Addresses]) -> None:
+        """An invocation has been submitted, of this program at these addresses."""
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
@@ -123,7 +118,7 @@ class Watch:
             self._last_busy = 0
         self._last_kernel = (epoch, (program, captured))
 
-    def issue_notes(self, subject: tuple[Program, Addresses, int]) -> tuple[Note, ...]:
+    def issue_notes(self, subject: tuple[Program, Addresses]) -> tuple[Note, ...]:
         """What :meth:`issued` does."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
@@ -140,7 +135,7 @@ class Watch:
         self._captured.append(subject)
 
     def recorded(self, busy: int) -> None:
-        """A program became part of a graph; ``busy`` of :class:`Subject`."""
+        """A program became part of a graph, in which it writes ``busy`` (:meth:`next_busy_number`)."""
         self._last_busy = busy
 
     def guard(self, what: str, is_gone: Callable[[], bool]) -> None:
@@ -297,8 +292,6 @@ class Watch:
         return self._first
 
     def _started(self, front: Subject) -> bool:
-        if front.busy:
-            return int(self._words.array[BUSY]) == front.busy
         return reached(int(self._words.array[STARTED]), front.epoch)
 
     def _replayed(self) -> Subject | None:

@@ -90,20 +90,19 @@ class Alternation:
         return verify_sequence((even, odd, first, first, odd, even, first), rounds=1)
 
 
-def alternation(collective: Collective, *, frozen: bool, opened: bool, slot_bytes: int = SLOT_BYTES) -> Alternation:
+def alternation(collective: Collective, *, frozen: bool, slot_bytes: int = SLOT_BYTES) -> Alternation:
     """Build the programs of a call.
 
     Args:
         collective: one that only moves bytes.
-        frozen: without epochs.
-        opened: with an ``opening``, for calls in a caller's graph.
+        frozen: for calls in a caller's graph: without epochs, and with an ``opening``.
         slot_bytes: size of a slot.
 
     Raises:
         ValueError: a reduction, or more bytes than a slot holds.
     """
     even, odd = (alternating(collective, turn, slot_bytes=slot_bytes, frozen=frozen) for turn in range(TURNS))
-    first = alternating(collective, 0, slot_bytes=slot_bytes, opening=True, frozen=frozen) if opened else None
+    first = alternating(collective, 0, slot_bytes=slot_bytes, opening=True, frozen=True) if frozen else None
     return Alternation((even, odd), first)
 
 

@@ -32,8 +32,8 @@ class Role(StrEnum):
 
 CONFIRMATIONS = 496
 """The first of 16 flags by which owners confirm where their bytes lie (``confirmed``). They are signalled before the
-reader has been heard of, so that they are nothing else in any program. A ring of 16 ranks has 481 flags; of more than
-512 a GPU could not say which one is missing (``execute/cuda/release.py``)."""
+reader has been heard of, so that they are nothing else in any program. The ring of ``examples/own_algorithm.py`` has
+481 flags among 16 ranks; of more than 512 a GPU could not say which one is missing (``execute/cuda/release.py``)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

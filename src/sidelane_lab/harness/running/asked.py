@@ -109,7 +109,7 @@ def check_asked(
     own = [name for name in here if name in implementations] or here
     found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
     found = [one for one in found if not (listed and takes_one_tensor(one))]
-    known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.name for one in found)]
+    known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.variant for one in found)]
     ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(everything(kind, abilities)))
     unknown = [name for name in variants if name not in known and Variant.of(name).called not in ahead]
     if unknown:

@@ -13,7 +13,6 @@ from sidelane.choice.candidate import DMA
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
-from sidelane.program.variant import Variant
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Implementation, Prepared, candidates_of
 from sidelane_lab.baselines.listed import prepare
@@ -37,9 +36,6 @@ milliseconds it may be half as fast. With nine rounds the same kernel took 12.8 
 ``auto`` (``results/h200x4/collectives.json``, 7876871: 8 KB)."""
 
 PROFILED_BYTES = 16 << 20
-CACHED = ("b2b+graph", f"{ALTERNATING}+graph")
-"""Variants that are measured as cached graphs too, without being asked for."""
-
 PRELAUNCHED = ("b2b+prelaunch",)
 PRELAUNCHED_BYTES = 1 << 20
 """Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
@@ -248,8 +244,6 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
     small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
-    if not options.variants:  # cached graphs differ from plain calls in one way only, so one of them tells enough
-        found = [c for c in found if not Variant.of(c.variant).graph or c.variant in CACHED]
     if case.input_bytes > SLOT_BYTES:
         found = [c for c in found if not c.variant.startswith(ALTERNATING)]
     if implementation.name == DMA and small and not options.variants:

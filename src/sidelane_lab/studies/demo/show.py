@@ -166,7 +166,7 @@ def choices_of() -> list[Chosen]:
             )
             choice = explain(options).choice
             taken = choice.candidate
-            chosen.append(Chosen(nbytes, beside, taken.implementation, taken.name, choice.table[0][1]))
+            chosen.append(Chosen(nbytes, beside, taken.implementation, taken.variant, choice.table[0][1]))
     return chosen
 
 

@@ -55,7 +55,7 @@ class HostOptions(StudyOptions):
     """
 
     sizes: tuple[int, ...] = (1 << 10, 64 << 10)
-    variants: tuple[str, ...] = ("one_shot", "b2b", "b2b+graph", "alternating", "striped")
+    variants: tuple[str, ...] = ("one_shot", "b2b", "alternating", "striped")
     calls: int = 40
     warmup: int = 5
     repeats: int = 50
@@ -205,7 +205,7 @@ class _Study:
             choice, submitted = way.communicator.last_choice(), way.communicator.last_submitted()
             assert choice is not None
             assert submitted is not None
-            variant = choice.candidate.name
+            variant = choice.candidate.variant
             driver_calls = submitted.counts.calls if way.open is None and not self._on_cpu else None
         usable = samples if problem is None else None
         slowest = None if usable is None else max(usable, key=statistics.median)

@@ -117,7 +117,7 @@ class Own:
         """What the last call was run as, and why."""
         choice = self.communicator.last_choice()
         assert choice is not None, "a call comes first"
-        return choice.candidate.name, choice.reason
+        return choice.candidate.variant, choice.reason
 
     def close(self) -> None:
         self._buffers = None

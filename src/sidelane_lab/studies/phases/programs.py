@@ -17,17 +17,15 @@ from sidelane.program.builders import ALTERNATING, Alternation, Transport, alter
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
-from sidelane.program.variant import GRAPH as GRAPH_SUFFIX
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane_lab.harness.results.rows.flat import LAUNCHES
 from sidelane_lab.model.published import bare
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
-SUFFIXES = (PRELAUNCH, GRAPH_SUFFIX)
 OPENING = f"{ALTERNATING}+opening"
 """The first call of a graph whose calls take turns: the one that has an entry handshake as well."""
 
-TURNING = (ALTERNATING, ALTERNATING + GRAPH_SUFFIX, OPENING)
+TURNING = (ALTERNATING, OPENING)
 EAGER, GRAPH = LAUNCHES
 COPY, COPIES = "copy", "copies"
 TRANSFERS = (COPY, COPIES)
@@ -62,8 +60,8 @@ class Operation:
     Attributes:
         name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:
             out of place unless the name says otherwise.
-        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a trigger, with
-            ``+graph`` without epochs, which the CUDA executor launches as one graph of its own; and ``OPENING``.
+        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a
+            trigger; and ``OPENING``.
         nbytes: of each copy of a transfer; gathered bytes of an all_gather, the local buffer of an all_to_all.
     """
 
@@ -87,10 +85,10 @@ class Operation:
 
     @property
     def launches(self) -> tuple[str, ...]:
-        """How it is called. In a graph of the caller's, what has a suffix is the same as without."""
+        """How it is called. In a graph of the caller's, what is prelaunched is the same as what is not."""
         if self.variant == OPENING:
             return (GRAPH,)
-        return (EAGER,) if self.variant.endswith(SUFFIXES) else (EAGER, GRAPH)
+        return (EAGER,) if self.prelaunched else (EAGER, GRAPH)
 
     def __str__(self) -> str:
         return f"{self.name} {self.variant}"
@@ -99,7 +97,7 @@ class Operation:
         """Why there is no program of this size; empty if there is one."""
         if self.variant in TURNING:
             try:
-                alternation(self._collective(ranks), frozen=False, opened=False)
+                alternation(self._collective(ranks), frozen=False)
             except ValueError as refused:
                 return str(refused)
         return ""
@@ -123,17 +121,17 @@ class Operation:
             ranks: in the group.
             stamped: with stamps around the copies.
             native: the move commands that the executor has.
-            frozen: for a graph, whatever the variant says.
+            frozen: for a graph.
 
         Raises:
             ValueError: no such variant of this collective, a size that it does not have, or fewer than two ranks.
         """
         if ranks < 2:
             raise ValueError(f"{self.name}: ranks (value={ranks}, allowed=2 and more)")
-        frozen = frozen or Variant.of(self.variant).graph
         if self.variant in TURNING and self.name not in TRANSFERS:
-            opened = self.variant == OPENING
-            made = alternation(self._collective(ranks), frozen=frozen or opened, opened=opened)
+            made = alternation(self._collective(ranks), frozen=frozen or self.variant == OPENING)
+            if self.variant != OPENING:
+                made = dataclasses.replace(made, opening=None)
             return _stamped(made) if stamped else made
         program = build(self._collective(ranks), base_of(self.variant), Transport.PUSH)
         if self.name in TRANSFERS:
@@ -181,7 +179,7 @@ def base_of(variant: str) -> str:
 def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list[Operation]:
     """Every operation in every wanted variant that it has.
 
-    The one copy of a transfer is the same on whatever engine, and transfers have no flags that could be frozen.
+    The one copy of a transfer is the same on whatever engine.
 
     Raises:
         ValueError: an operation that does not exist, or a variant that none of the operations has.
@@ -193,8 +191,6 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
         allowed = _variants(name)
         kept = [variant for variant in wanted if variant in allowed]
         used.update(kept)
-        if name in TRANSFERS:
-            kept = [variant.removesuffix(GRAPH_SUFFIX) for variant in kept]
         if name == COPY:
             kept = ["b2b" + variant.removeprefix(base_of(variant)) for variant in kept]
         found += [Operation(name, variant, nbytes) for variant in dict.fromkeys(kept)]
@@ -202,7 +198,7 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
     if unknown:
         plain = sorted({variant for name in names for variant in variants(KIND_OF[name])})
         turning = "" if set(names) <= set(TRANSFERS) else f"; {', '.join(TURNING)}"
-        allowed_names = f"{', '.join(plain)}, each also with {' or '.join(SUFFIXES)}{turning}"
+        allowed_names = f"{', '.join(plain)}, each also with {PRELAUNCH}{turning}"
         raise ValueError(f"variants: (value={', '.join(unknown)}, allowed={allowed_names})")
     return found
 
@@ -210,4 +206,4 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
 def _variants(name: str) -> tuple[str, ...]:
     plain = variants(KIND_OF[name])
     turning = () if name in TRANSFERS else TURNING
-    return (*plain, *turning, *(variant + suffix for variant in plain for suffix in SUFFIXES))
+    return (*plain, *turning, *(variant + PRELAUNCH for variant in plain))

@@ -25,7 +25,7 @@ from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
 from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
-from sidelane.program.ir import Program, has_epochs
+from sidelane.program.ir import Program
 from sidelane.program.transform.stamp import slots_of
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.studies.phases.split import Sample
@@ -98,29 +98,31 @@ class Rig:
         """Load a program, or those that take turns, and capture each for ``graph``; None if this rank has no part."""
         if isinstance(plan, Alternation):
             programs = plan.turns if plan.opening is None else (plan.opening,)
-            calls = [self._call(self.load(program, slots=True), launch) for program in programs]
+            calls = [self._call(self.load(program, launch, slots=True), launch) for program in programs]
             return InTurn(self._turns, calls)
-        return self._call(self.load(plan), launch) if plan.queues_of(self.rank.rank) else None
+        return self._call(self.load(plan, launch), launch) if plan.queues_of(self.rank.rank) else None
 
     def _call(self, loaded: Any, launch: str) -> Call:
         if self.rank.device.type == "cpu":
             return CpuCall(loaded)
         return GraphCall(self, loaded) if launch == "graph" else EagerCall(self, loaded)
 
-    def load(self, program: Program, *, slots: bool = False) -> Any:
+    def load(self, program: Program, launch: str, *, slots: bool = False) -> Any:
         """The program bound to this rig's memory. ``slots``: it is one of those that take turns."""
+        frozen = launch == "graph"
         buffers = {
             (rank, buffer): address
             for buffer, block in self._blocks.items()
             for rank, address in enumerate(block.addresses)
         }
-        offset = 0 if has_epochs(program) else FLAGS
+        offset = FLAGS * frozen
         if slots:
             buffers.update({(rank, Buffer.STAGING): at for rank, at in enumerate(self._slots.addresses)})
-            offset = 2 * FLAGS + (0 if has_epochs(program) else TURN_FLAGS)
+            offset = 2 * FLAGS + TURN_FLAGS * frozen
         assert program.flag_count <= (TURN_FLAGS if slots else FLAGS)
         flags = tuple(base + 4 * offset for base in self._flags.addresses)
-        return self.executor.load(program, Addresses(buffers, flags, spread=slots and self._slots.is_spread))
+        addresses = Addresses(buffers, flags, spread=slots and self._slots.is_spread)
+        return self.executor.load(program, addresses, captured=frozen)
 
     def close(self) -> None:
         """Release everything. Not after a failure."""

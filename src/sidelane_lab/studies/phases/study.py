@@ -48,7 +48,7 @@ class PhasesOptions(StudyOptions):
     Attributes:
         operations: names (``phases_programs.OPERATIONS``).
         sizes: bytes (see ``Operation``); empty takes ``default_sizes``.
-        variants: of the programs (see ``Operation``); those with ``+prelaunch`` and ``+graph`` run eagerly only, and
+        variants: of the programs (see ``Operation``); those with ``+prelaunch`` run eagerly only, and
             ``phases_programs.OPENING`` in graphs only.
         launches: ``eager``, ``graph``; empty takes both where both exist.
         calls: measured calls of each; from 64 MiB up at most 9.

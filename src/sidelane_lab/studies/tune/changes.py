@@ -42,8 +42,7 @@ def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> T
 
 def abilities_of(candidates: Sequence[Candidate]) -> Abilities:
     """What a machine has that ran these."""
-    axes = zip(*((found.implementation, found.launch, found.signals) for found in candidates), strict=True)
-    return Abilities(*(tuple(dict.fromkeys(values)) for values in axes))
+    return Abilities(tuple(dict.fromkeys(found.implementation for found in candidates)), captures=True)
 
 
 def _calls(curve: Curve) -> Sequence[CallShape]:

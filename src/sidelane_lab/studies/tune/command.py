@@ -95,7 +95,7 @@ def main(options: TuneOptions) -> Profile | None:
         repeats=3 if options.quick else options.repeats,
         warmup=1 if options.quick else options.warmup,
         # By their names, so that nothing is measured that is no candidate.
-        variants=options.variants or tuple({found.name: None for kind in Kind for found in everything(kind)}),
+        variants=options.variants or tuple({found.variant: None for kind in Kind for found in everything(kind)}),
     )
     progress = None if options.quiet else progress_console()
     key = key_here(place.device_type, place.world_size)
