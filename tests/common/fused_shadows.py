@@ -246,7 +246,7 @@ def rms_norm(comm: Communicator) -> Iterator[Launched]:
         handle._kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
         fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False),
-        placed(comm, "cells", handle._cells),
+        placed(comm, "cells", handle._came),
         fused_rms_norm.loaded_flags(comm.world_size, rows, words),
     )
 
@@ -261,7 +261,7 @@ def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
         handle._kernel,
         {
             (comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes),
-            **placed(comm, str(Buffer.STAGING), handle._staging),
+            **placed(comm, str(Buffer.STAGING), handle._came),
         },
         fused_rms_norm.pushed(comm.world_size, handle._programs, rows, 4 * words),
     )

@@ -75,7 +75,7 @@ PARTS = (
             ("sidelane.ops.split_gemm", ("split_gemm_all_to_all",)),
             ("sidelane.ops.gemm_reduce", ("split_gemm_reduce_scatter", "split_gemm_all_reduce")),
             ("sidelane.ops.gather_gemm", ("split_all_gather_gemm",)),
-            ("sidelane.ops.split_dispatch_gemm", ("split_all_to_all_gemm",)),
+            ("sidelane.ops.split_gemm", ("split_all_to_all_gemm",)),
             ("sidelane.ops.gemv", ("gemv_all_reduce", "GemvAllReduce")),
             ("sidelane.ops.rms_norm", ("all_reduce_rms_norm", "AllReduceRmsNorm")),
             ("sidelane.ops.modules", ("EmbeddingBagAllToAll", "ExpertCombine", "ExpertDispatch", "RowParallelLinear")),

@@ -16,8 +16,7 @@ from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
-from sidelane.ops.split_dispatch_gemm import split_all_to_all_gemm
-from sidelane.ops.split_gemm import split_gemm_all_to_all
+from sidelane.ops.split_gemm import split_all_to_all_gemm, split_gemm_all_to_all
 from sidelane.ops.timeline import Timeline
 
 __all__ = [

@@ -61,19 +61,25 @@ from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.expert_products import Groups, one_by_one
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, is_captured, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import (
+    KernelHandle,
+    check_dtype,
+    is_captured,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
-from sidelane.ops.split_dispatch_gemm import NAME as SPLIT_NAME
-from sidelane.ops.split_dispatch_gemm import handle_of as split_handle_of
-from sidelane.ops.split_dispatch_gemm import split_all_to_all_gemm
+from sidelane.ops.split_gemm import SplitAllToAllGemm, handle_of, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 
 NAME = "all_to_all_gemm"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 
-class AllToAllGemm:
+class AllToAllGemm(KernelHandle):
     """The flags, counters and workspace of :func:`all_to_all_gemm` for one shape. Collective: alike on all ranks.
 
     It takes ``most_rows * depth`` elements of symmetric memory.
@@ -105,8 +111,7 @@ class AllToAllGemm:
         with telling_refusals(comm, NAME):
             for width in (depth, columns):
                 check_most_rows(NAME, most_rows, width)
-            if dtype not in FLOATS:
-                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            check_dtype(NAME, dtype)
         self.comm, self.most_rows, self.shape = comm, most_rows, (depth, columns, dtype)
         self._tiles = tiles = tiles or TileSizes.of(dtype)
         row_tiles = -(-most_rows // tiles.rows)
@@ -152,10 +157,6 @@ class AllToAllGemm:
             **tiles.constants(depth, depth, dtype),
         )
         return output
-
-    def close(self) -> None:
-        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def all_to_all_gemm(
@@ -213,7 +214,7 @@ def all_to_all_gemm(
 
     def both(pieces: int) -> None:
         handle()  # of a graph with other counts
-        split = split_handle_of(comm, most_of(table, most_rows), depth, dtype)
+        split = handle_of(SplitAllToAllGemm, comm, most_of(table, most_rows), depth, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
     def unfused(_: int) -> None:
@@ -228,7 +229,7 @@ def all_to_all_gemm(
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        split = SPLIT_NAME, most, depth, dtype
+        split = SplitAllToAllGemm.name, most, depth, dtype
         if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
             return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):

@@ -107,21 +107,8 @@ def split_all_gather_gemm(
 ) -> torch.Tensor:
     """``all_gather(x) @ weight.T``, part by part as it comes. A call of the communicator.
 
-    The first call of a shape allocates, and proves and binds programs, with all ranks.
-
-    Args:
-        comm: the ranks.
-        x: this rank's rows, [M, K]. As many on each rank.
-        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
-        pieces: of the rows of each rank, the same on all ranks.
-
-    Returns:
-        Rows of all ranks, [N * M, H].
-
-    Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: a new shape inside of a capture.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    Arguments, result and errors as of :func:`all_gather_gemm`; ``pieces`` of the rows of each rank, the same on all
+    ranks.
     """
     with telling_refusals(comm, SPLIT_GATHER):
         check_pieces(SPLIT_GATHER, pieces)

@@ -108,19 +108,8 @@ def split_gemm_reduce_scatter(
 ) -> torch.Tensor:
     """``x @ weight.T`` whose rows are added up, each rank its share, part by part. A call of the communicator.
 
-    Args:
-        comm: the ranks.
-        x: this rank's columns, [M, K]; M is a multiple of the ranks, K the same on all.
-        weight: this rank's columns, [H, K], of x's dtype: float32, float16 or bfloat16.
-        pieces: of the rows for each peer, the same on all ranks.
-
-    Returns:
-        This rank's rows, [M / N, H].
-
-    Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: a new shape inside of a capture.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    Arguments, result and errors as of :func:`gemm_reduce_scatter`; ``pieces`` of the rows for each peer, the same on
+    all ranks.
     """
     return _split(comm, x, weight, pieces, gathers=False)
 
@@ -130,10 +119,8 @@ def split_gemm_all_reduce(
 ) -> torch.Tensor:
     """``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
 
-    Arguments and errors as of :func:`split_gemm_reduce_scatter`, with any number of rows.
-
-    Returns:
-        [M, H], the same bits on every rank. The next call of this shape writes it again.
+    Arguments, result and errors as of :func:`gemm_all_reduce`; ``pieces`` of the rows for each peer, the same on all
+    ranks.
     """
     return _split(comm, x, weight, pieces, gathers=True)
 

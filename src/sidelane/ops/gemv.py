@@ -27,6 +27,8 @@ from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
     INTERPRETED,
+    KernelHandle,
+    check_dtype,
     check_tensor,
     kept,
     power_of_two,
@@ -41,7 +43,7 @@ NAME = "gemv_all_reduce"
 MOST_ROWS = 1 << 20
 
 
-class GemvAllReduce:
+class GemvAllReduce(KernelHandle):
     """The flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
 
     Args:
@@ -70,8 +72,7 @@ class GemvAllReduce:
     ) -> None:
         with telling_refusals(comm, NAME):
             _check_sizes(rows, tokens)
-            if dtype not in FLOATS:
-                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            check_dtype(NAME, dtype)
             if weight_dtype not in (None, dtype, *FLOAT8S):
                 allowed = f"{dtype}, {', '.join(map(str, FLOAT8S))}"
                 raise TypeError(f"{NAME}: dtype of weight (value={weight_dtype}, allowed={allowed})")
@@ -153,10 +154,6 @@ class GemvAllReduce:
             problem = f"a kernel that Triton cannot make (value={tiling}, allowed=another tiling): {said}"
             raise UnavailableError(f"{NAME}: {problem}") from error
         return output
-
-    def close(self) -> None:
-        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def gemv_all_reduce(

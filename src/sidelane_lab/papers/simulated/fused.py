@@ -227,7 +227,7 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
     for op, alike in grouped(found, lambda one: one.operator.name, ordered=False):
         lines = []
         for one in alike:
-            fused = ("",) * 4
+            fused: tuple[str, ...] = ("",) * 4
             if one.times:
                 times = [number(one.times[order].fused.time_us) for order in (REMOTE_FIRST, OBLIVIOUS)]
                 fused = (*times, f"{one.lower_percent:.0f}", f"{one.low_percent:.0f} .. {one.high_percent:.0f}")
@@ -269,13 +269,14 @@ def _report(machine: Machine, found: Sequence[Predicted], options: Options, fold
         for p in found
         if p.times
     ]
-    fused_figures.draw_gains(machine, gains, folder)
+    if gains:
+        fused_figures.draw_gains(machine, gains, folder)
     firsts = _first_shapes(found)
     fused_skew.draw_ranks(firsts, machine, folder)
     fused_skew.draw_occupancy(machine, [one for one, _ in firsts if fused_skew.reads_memory(one)], folder)
     # The first embedding, if there is one: what its order changes can be seen.
-    traced = min((one for one, _ in firsts), key=lambda operator: operator.name != TRACED, default=None)
-    for order in ORDERS if traced else ():
+    for order in ORDERS if firsts else ():
+        traced = min((one for one, _ in firsts), key=lambda operator: operator.name != TRACED)
         run = predict_fused(machine, traced, order, occupancy=options.occupancy, record=True).fused
         write_chrome_trace(folder / f"timeline-fused-{order}.trace.json", run.timeline)
         title = f"{traced.name}, {order}, {machine.title}"
