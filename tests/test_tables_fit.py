@@ -144,7 +144,7 @@ def of_fused() -> list[Table]:
     shapes = {op: shapes[-1] for op, shapes in ON_GPUS.items()} | {"embedding_all_to_all": (256, 64, 70)}
     made = [made for op, shape in shapes.items() for made in sim_fused.operators_of(op, shape, machine.world_size)]
     found = [sim_fused.predicted(machine, *one, asked) for one in made]
-    ranks = fused_skew.skew_table(machine, [(one.operator, one.times) for one in found])
+    ranks = fused_skew.skew_table(machine, [(one.operator, one.times) for one in found if one.times])
     by_occupancy = fused_skew.occupancy_table(machine, [one.operator for one in found[:1]])
     assert by_occupancy is not None
     return [*sim_fused.fused_tables(machine, found), ranks, by_occupancy]

@@ -10,19 +10,16 @@ import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 
 from sidelane import Communicator, ops
-from sidelane.ops.gemm import TileSizes
-
-TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
 
 def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Few rows and many, owners that have none; fused, by copy engines and unfused."""
+    """Few rows and many, owners that have none; by copy engines and unfused."""
     with communicator(group) as comm:
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(calls):
-            dtype, order = draws.sizes.choice(DTYPES), draws.sizes.choice(("remote_first", "oblivious"))
+            dtype = draws.sizes.choice(DTYPES)
             gathers = number % 2 == 1
             rows = draws.sizes.choice((1, n + 1, 35)) if gathers else n * draws.sizes.choice((1, 7, 18))
             columns, depth = draws.sizes.choice((5, 20)), draws.sizes.choice((3, 16, 24))
@@ -36,16 +33,15 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             x, weight = xs[rank].to(device), weights[rank].to(device)
             if number % 3 == 0:  # rows that lie apart
                 weight = torch.cat([weight, weight], dim=1)[:, :depth]
-            fused, split = (
+            plain, split = (
                 (ops.gemm_all_reduce, ops.split_gemm_all_reduce)
                 if gathers
                 else (ops.gemm_reduce_scatter, ops.split_gemm_reduce_scatter)
             )
             draws.late()
-            found = [fused(comm, x, weight, order=order, tiles=TILES).clone()]
-            found.append(split(comm, x, weight, pieces=1 + number % 3).clone())
+            found = [plain(comm, x, weight).clone(), split(comm, x, weight, pieces=1 + number % 3).clone()]
             if number < 2:
-                found.append(fused(comm, x, weight, method="unfused"))
+                found.append(plain(comm, x, weight, method="unfused"))
             kept += [(result / scale, expected / scale) for result in found]
         comm.synchronize()
         for number, (result, wanted) in enumerate(kept):
@@ -55,7 +51,7 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
 
 
 def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Few rows and many, in fewer tiles than blocks and more; fused, by copy engines in pieces and unfused."""
+    """Few rows and many; by copy engines in pieces and unfused."""
     with communicator(group) as comm:
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
@@ -70,7 +66,7 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             if number % 3 == 0:  # rows that lie apart
                 x = torch.cat([x, x], dim=1)[:, :depth]
             draws.late()
-            found = [ops.all_gather_gemm(comm, x, weight, tiles=TILES)]
+            found = [ops.all_gather_gemm(comm, x, weight)]
             found.append(ops.split_all_gather_gemm(comm, x, weight, pieces=1 + number % 3))
             if number < 2:
                 found.append(ops.all_gather_gemm(comm, x, weight, method="unfused"))
@@ -121,17 +117,17 @@ def wrong_gathers(comm: Communicator) -> Calls:
     def call(function: Callable[..., Any], x: Any = x, weight: Any = weight, **options: Any) -> Callable[[], Any]:
         return lambda: function(comm, x, weight, **options)
 
-    fused, split = ops.all_gather_gemm, ops.split_all_gather_gemm
+    plain, split = ops.all_gather_gemm, ops.split_all_gather_gemm
     wrong = [
-        *(call(function, x=torch.ones(5, 7)) for function in (fused, split)),
-        *(call(function, x=x.half()) for function in (fused, split)),
-        *(call(function, x=torch.ones(0, 8)) for function in (fused, split)),
-        call(fused, x=torch.ones(8, 5).T),
-        call(fused, weight=torch.ones(4)),
-        call(fused, method="best"),
+        *(call(function, x=torch.ones(5, 7)) for function in (plain, split)),
+        *(call(function, x=x.half()) for function in (plain, split)),
+        *(call(function, x=torch.ones(0, 8)) for function in (plain, split)),
+        call(plain, x=torch.ones(8, 5).T),
+        call(plain, weight=torch.ones(4)),
+        call(plain, method="fused"),
         *(call(split, pieces=pieces) for pieces in (0, 65)),
     ]
-    return wrong, call(fused)
+    return wrong, call(plain)
 
 
 def wrong_reductions(comm: Communicator) -> Calls:
@@ -151,8 +147,7 @@ def wrong_reductions(comm: Communicator) -> Calls:
         call(scatter, x=torch.ones(0, 8)),
         call(scatter, weight=[1]),
         call(scatter, weight=torch.ones(4, 8, dtype=torch.int32)),
-        *(call(function, order="last") for function in both),
-        *(call(function, method="best") for function in both),
+        *(call(function, method="fused") for function in both),
         *(call(function, pieces=0) for function in splits),
     ]
     return wrong, call(scatter)

@@ -14,11 +14,10 @@ from fused_ops import DTYPES, Calls, Draws, check_close, communicator
 from sidelane import Communicator, ops
 from sidelane.choice.fused import SPLIT, MethodChoice
 from sidelane.errors import UnavailableError
-from sidelane.ops import auto, dispatch_gemm, gemm, operands, reference, split_dispatch_gemm, split_gemm
+from sidelane.ops import auto, dispatch_gemm, gemm, operands, reference, split_gemm
 from sidelane.ops.gemm import TileSizes
 from sidelane.ops.routings import DEFAULT_PIECES, suit_graphs
-from sidelane.ops.split_gemm import NAME as SPLIT_NAME
-from sidelane.ops.split_gemm import handle_of
+from sidelane.ops.split_gemm import SplitGemmAllToAll, handle_of
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -142,7 +141,7 @@ def counts_in_captures(group: dist.ProcessGroup) -> list[str]:
         patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
         for where in (gemm.GemmAllToAll, dispatch_gemm.AllToAllGemm):
             patch.setattr(where, "__call__", told(where.__call__, "fused", ways))
-        for where in (split_gemm.SplitGemmAllToAll, split_dispatch_gemm.SplitAllToAllGemm):
+        for where in (split_gemm.SplitGemmAllToAll, split_gemm.SplitAllToAllGemm):
             patch.setattr(where, "__call__", told(where.__call__, "split", ways))
         for number, op in enumerate((ops.gemm_all_to_all, ops.all_to_all_gemm)):
             first, second, third = ([[rows + number, 1] + [2] * (n - 2)] * n for rows in (3, 4, 5))
@@ -180,7 +179,7 @@ def as_if_captured(
 ) -> torch.Tensor:
     """What comes by a call that may believe that it is recorded."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (auto, gemm, dispatch_gemm, operands, split_gemm, split_dispatch_gemm):
+        for module in (auto, gemm, dispatch_gemm, operands, split_gemm):
             patch.setattr(module, "is_captured", lambda _: captured)
         found = op(comm, x, weight, counts, most_rows=len(x), method=method)
     return found[: sum(row[comm.rank] for row in counts)].clone()
@@ -208,15 +207,15 @@ def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, b
         n, x, weight = comm.world_size, torch.ones(40, 8, device=comm.device), torch.eye(8, device=comm.device)
         tables = [tuple((rows,) * n for _ in range(n)) for rows in range(1, 14)]
         first, most = tables[0], 16 * n
-        handle, known = handle_of(comm, most, 8, x.dtype), []
+        handle, known = handle_of(SplitGemmAllToAll, comm, most, 8, x.dtype), []
         for _ in range(2):
-            known.append(suit_graphs(comm, (SPLIT_NAME, most, 8, x.dtype), first, DEFAULT_PIECES))
+            known.append(suit_graphs(comm, (SplitGemmAllToAll.name, most, 8, x.dtype), first, DEFAULT_PIECES))
             ops.split_gemm_all_to_all(comm, x, weight, first, most_rows=most)
         held = handle.routings.of(first, DEFAULT_PIECES)
         held.in_a_graph = True  # as a capture does
         for table in tables[1:]:
             ops.split_gemm_all_to_all(comm, x, weight, table, most_rows=most)
-        handle._output.zero_()
+        handle._came.zero_()
         result = handle(x, weight, first, DEFAULT_PIECES)[: sum(row[comm.rank] for row in first)]
         comm.synchronize()
         left = len(handle.routings.known) - 1

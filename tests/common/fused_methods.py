@@ -17,7 +17,9 @@ from fused_timelines import calls_of
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
-from sidelane.ops import gather_gemm, gemm_reduce, gemv, rms_norm
+from sidelane.ops import gemm_reduce, gemv, rms_norm
+from sidelane.ops.routings import DEFAULT_PIECES
+from sidelane.program.pieces import SPLIT_GATHER
 
 SPLIT = ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
 
@@ -30,7 +32,7 @@ def methods(group: dist.ProcessGroup) -> list[str]:
             name, n = "gemv_all_reduce", dist.get_world_size(group)
             times = [FusedTime(name, n, False, (70, 8 * n, 1), 4, {"fused": 2.0, "unfused": 1.0})]
             times.append(FusedTime(name, n, False, (1000, 8 * n, 1), 4, {"fused": 1.0, "unfused": 2.0}))
-            in_parts = {"fused": 3.0, "split/1": 2.0, "split/3": 1.0, "unfused": 4.0}
+            in_parts = {"fused": 0.5, "split/1": 2.0, "split/3": 1.0, "unfused": 4.0}  # a kernel that there was
             times += [FusedTime(op, n, False, (6 * n, 8, 5), 4, in_parts) for op in SPLIT]
             assert os.fspath(keep(key_here("cpu", n), times)).startswith(folder)
         with communicator(group) as comm:
@@ -51,20 +53,21 @@ def compared(comm: Communicator) -> list[str]:
     assert unfused[0] is out
     check_close(out, y.double(), "norm")
     check_close(unfused[1], total.double(), "norm")
-    taken: list[object] = []
     for op in SPLIT:
-        own, split = getattr(ops, op), f"split_{op}"
+        own = getattr(ops, op)
         x, weight = torch.randn(6 * n, 8), torch.randn(5, 8)
         expected = own(comm, x, weight, method="unfused").double()
-        with pytest.MonkeyPatch.context() as patch:
-            where = gather_gemm if op == SPLIT[2] else gemm_reduce
-            call = getattr(where, split)
-            patch.setattr(where, split, lambda *a, call=call, **o: (taken.append(o), call(*a, **o))[1])
-            for method in ("split", "auto", "fused"):
-                check_close(own(comm, x, weight, method=method), expected, (op, method))
+        for method in ("split", "auto"):
+            check_close(own(comm, x, weight, method=method), expected, (op, method))
         assert ops.explain(comm, op, 6 * n, 8, 5).startswith(f"{op}: split, 3 pieces (measured at {6 * n}, 8, 5, eager")
         assert "by thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
-    assert taken == [{}, {"pieces": 3}] * 3, taken
+    handles = [handle for handle in comm.kept.values() if isinstance(handle, gemm_reduce.SplitGemmReduce)]
+    pieces = [[pieces for _, pieces in handle._moved.routings.known] for handle in handles]
+    assert pieces == [[DEFAULT_PIECES, 3]] * 2, pieces
+    assert {key[-1] for key in comm.kept if isinstance(key, tuple) and key[0] == SPLIT_GATHER} == {1, 3}
+    large = ops.gemv_all_reduce(comm, torch.ones(70_000, 2), torch.ones(2, 2))  # no cells were made for it
+    assert large.shape == (2, 70_000) and bool((large == 2 * n).all())
+    assert "unfused (fused takes up to 131072" in ops.explain(comm, "gemv_all_reduce", 70_000, 2, 2)
     known_again(comm)
     done = []
     for rows in (70, 1000, 100_000):
@@ -88,7 +91,7 @@ def known_again(comm: Communicator) -> None:
         with pytest.MonkeyPatch.context() as patch:
             checked: list[object] = []
             patch.setattr(where, name, counted(getattr(where, name), checked))
-            for method in ("auto", "unfused", "fused"):
+            for method in ("auto", "unfused", "split" if where is gemm_reduce else "fused"):
                 checked.clear()
                 call(method=method)
                 assert checked, (name, method)
@@ -102,8 +105,8 @@ def known_again(comm: Communicator) -> None:
             ops.all_reduce_rms_norm(comm, odd, None, factor)
         with pytest.raises(ValueError, match="neighbours in a row of x"):
             ops.gemm_all_reduce(comm, torch.randn(8, 4).T, weight)
-        with pytest.raises(ValueError, match="order"):
-            ops.gemm_all_reduce(comm, x, weight, order=["remote_first"])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="method"):
+            ops.gemm_all_reduce(comm, x, weight, method=["split"])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="dtype of x"):
             ops.gemv_all_reduce(comm, weight, x.bfloat16())
 

@@ -64,7 +64,7 @@ def communicator(group: dist.ProcessGroup, *, debug: bool = False) -> Iterator[C
 
 
 def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Random shapes, dtypes, schedules and orders; outputs of all kinds; who is late changes."""
+    """Random shapes and dtypes; outputs of all kinds; who is late changes."""
     with communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         draws = Draws(seed, rank)
@@ -75,8 +75,7 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         for number in range(calls):
             rows, tokens = draws.sizes.choice(shapes)
             columns = [draws.sizes.randrange(1, 50) for _ in range(n)]
-            dtype, schedule = draws.sizes.choice(DTYPES), draws.sizes.choice(("auto", "cells", "two_phase"))
-            order, where = draws.sizes.choice(("remote_first", "oblivious")), draws.sizes.randrange(3)
+            dtype, where = draws.sizes.choice(DTYPES), draws.sizes.randrange(3)
             tiling = draws.sizes.choice(tilings[tokens == 1])
             weights = [draws.normal(rows, width).to(dtype) for width in columns]
             xs = [draws.normal(tokens, width).to(dtype) for width in columns]
@@ -92,9 +91,9 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
                 place = symmetric[dtype] if where == 1 else torch.empty(16 * 70, dtype=dtype)
                 out = place[: expected.numel()].view(expected.shape)
             draws.late()
-            result = ops.gemv_all_reduce(comm, weight, x, out=out, schedule=schedule, order=order, tiling=tiling)
+            result = ops.gemv_all_reduce(comm, weight, x, out=out, tiling=tiling)
             if where == 1:
-                result = result.clone()  # peers may store into it in the next call, which comes behind this
+                result = result.clone()  # the next call writes there
             kept.append((result, expected))
         comm.synchronize()
         for number, (result, expected) in enumerate(kept):
@@ -129,10 +128,8 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
             scale = scales[rank]
             weight, x = weights[rank].to(device), xs[rank].to(device)
             options = {"scale": None if scale is None else scale.to(device)}
-            for schedule in ("cells", "two_phase"):
-                draws.late()
-                result = ops.gemv_all_reduce(comm, weight, x, schedule=schedule, tiling=tiling, **options)
-                kept.append((result, expected))
+            draws.late()
+            kept.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, **options), expected))
             unfused = reference.gemv_all_reduce(comm, weight, x, **options)
             assert (unfused.double().cpu() - expected).abs().max() < 3e-2 * expected.abs().max()
         comm.synchronize()
@@ -158,9 +155,9 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
             expected = sum(x.double() @ weight.double().T for x, weight in zip(xs, weights, strict=True))
             assert isinstance(expected, torch.Tensor)
             weight, x = weights[comm.rank].to(comm.device), xs[comm.rank].to(comm.device)
-            for schedule in ("cells", "two_phase", "cells"):
+            for _ in range(2):
                 draws.late()
-                kept.append((ops.gemv_all_reduce(comm, weight, x, schedule=schedule, method="fused"), expected))
+                kept.append((ops.gemv_all_reduce(comm, weight, x, method="fused"), expected))
         comm.synchronize()
         for number, (result, wanted) in enumerate(kept):
             check_close(result, wanted, number)
@@ -195,7 +192,7 @@ def tilings_that_do_not_compile(group: dist.ProcessGroup) -> list[str]:
     """What a caller is told where Triton cannot make a kernel, and where something else is wrong."""
     told = []
     with communicator(group) as comm:
-        handle = ops.GemvAllReduce(comm, 20, 1, torch.float32, schedule="cells")
+        handle = ops.GemvAllReduce(comm, 20, 1, torch.float32)
         for error in (
             RuntimeError("PassManager::run failed"),
             OutOfResources(300000, 232448, "shared memory"),
@@ -275,8 +272,6 @@ def gemv_calls(comm: Communicator) -> Calls:
         call(weight=[1]),
         call(weight=torch.ones(8, 20).T),
         call(out=torch.ones(20, 3)),
-        call(schedule="ring"),
-        call(order="local_first"),
         call(method="best"),
         call(weight=torch.ones(20, 8, dtype=torch.int32)),
         call(scale=torch.ones(1)),

@@ -10,13 +10,11 @@ from typing import TypeGuard
 import torch
 import torch.distributed as dist
 from accesses import BARRIER, LOAD, POLL, STORE, Access, recorded
-from contracts import map_spans
 from fused_ops import communicator
 from shadows import (
+    fused_dispatch_gemm,
     fused_embedding,
-    fused_gather_gemm,
     fused_gemm,
-    fused_gemm_reduce,
     fused_gemv,
     fused_rms_norm,
 )
@@ -28,9 +26,7 @@ from sidelane.device import layout
 from sidelane.ops.dispatch_gemm import AllToAllGemm
 from sidelane.ops.embedding import EmbeddingAllToAll
 from sidelane.ops.embedding_backward import EmbeddingBackward
-from sidelane.ops.gather_gemm import AllGatherGemm
 from sidelane.ops.gemm import GemmAllToAll, TileSizes
-from sidelane.ops.gemm_reduce import GemmReduce
 from sidelane.ops.gemv import GemvAllReduce, Tiling
 from sidelane.ops.gemv_cells import LANES
 from sidelane.ops.rms_norm import AllReduceRmsNorm
@@ -224,32 +220,10 @@ def placed(comm: Communicator, buffer: str, tensor: torch.Tensor, nbytes: int = 
 
 
 def gemv(comm: Communicator) -> Iterator[Launched]:
-    """Two phases, five tiles of one token, in three blocks at most."""
-    n, tiling = comm.world_size, Tiling(16, 16, 1, 1)
-    rows, weight, x = 80, torch.ones(80, 16), torch.ones(1, 16)
-    for symmetric in (True, False):
-        handle = GemvAllReduce(comm, rows, 1, torch.float32, schedule="two_phase", tiling=tiling)
-        out = comm.empty(1, rows) if symmetric else torch.empty(1, rows)
-        places = dict(placed(comm, str(Buffer.STAGING), handle._partials))
-        shadow = fused_gemv.two_phase(n, handle._programs, 5, 4 * tiling.rows, copies=not symmetric)
-        if symmetric:
-            places |= placed(comm, str(Buffer.OUTPUT), out)
-        else:
-            places |= {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)}
-            places |= placed(comm, "results", handle._results)
-        yield Launched(
-            functools.partial(handle, weight, x, out=out),
-            handle._kernel,
-            places,
-            (with_results(shadow, handle._partials.nbytes),),
-        )
-
-
-def gemv_cells(comm: Communicator) -> Iterator[Launched]:
     """Tiles of two rows, the last of one; of three tokens in sixteen places a block waits twice."""
     n, rows, weight = comm.world_size, 59, torch.ones(59, 16)
     for tokens, tiling in ((1, Tiling(2, 16, 1, 1)), (3, Tiling(16, 16, 1, 1))):
-        handle = GemvAllReduce(comm, rows, tokens, torch.float32, schedule="cells", tiling=tiling)
+        handle = GemvAllReduce(comm, rows, tokens, torch.float32, tiling=tiling)
         x, out = torch.ones(tokens, 16), torch.empty(tokens, rows)
         sizes = {"tile_rows": tiling.rows, "lanes": LANES, "tokens": tokens, "padded": handle._padded}
         assert handle._programs > 1 and (tokens == 1 or handle._rows_each * handle._padded > LANES)
@@ -262,21 +236,6 @@ def gemv_cells(comm: Communicator) -> Iterator[Launched]:
         )
 
 
-def with_results(program: Program, partial_bytes: int) -> Program:
-    """Results have a tensor of their own where a shadow has them behind the partial results."""
-
-    def change(span: Span) -> Span:
-        if span.buffer == Buffer.STAGING and span.offset >= partial_bytes:
-            return dataclasses.replace(span, buffer="results", offset=span.offset - partial_bytes)
-        return span
-
-    queues = tuple(
-        dataclasses.replace(queue, commands=tuple(map_spans(command, change) for command in queue.commands))
-        for queue in program.queues
-    )
-    return dataclasses.replace(program, queues=queues)
-
-
 def rms_norm(comm: Communicator) -> Iterator[Launched]:
     """In cells: five rows of three words, in three blocks at most."""
     rows, words = 5, 3
@@ -287,7 +246,7 @@ def rms_norm(comm: Communicator) -> Iterator[Launched]:
         handle._kernel,
         {(comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes)},
         fused_rms_norm.cells(comm.world_size, handle._programs, rows, words, counts=False),
-        placed(comm, "cells", handle._cells),
+        placed(comm, "cells", handle._came),
         fused_rms_norm.loaded_flags(comm.world_size, rows, words),
     )
 
@@ -302,7 +261,7 @@ def rms_norm_pushed(comm: Communicator) -> Iterator[Launched]:
         handle._kernel,
         {
             (comm.rank, str(Buffer.OUTPUT)): (out.data_ptr(), out.nbytes),
-            **placed(comm, str(Buffer.STAGING), handle._staging),
+            **placed(comm, str(Buffer.STAGING), handle._came),
         },
         fused_rms_norm.pushed(comm.world_size, handle._programs, rows, 4 * words),
     )
@@ -360,39 +319,6 @@ def gemm(comm: Communicator) -> Iterator[Launched]:
         )
 
 
-def gemm_reduce(comm: Communicator) -> Iterator[Launched]:
-    """The last owner has fewer rows; two tiles next to each other of 16 columns."""
-    n, columns = comm.world_size, 32
-    weight = torch.ones(columns, 8)
-    for gathers, order in ((False, "remote_first"), (True, "oblivious")):
-        rows = 20 * n - gathers
-        handle = GemmReduce(
-            comm, rows, columns, torch.float32, gathers=gathers, tiles=TileSizes(16, 16, 16, 1, 1, group=2)
-        )
-        x, out = torch.ones(rows, 8), handle._results
-        shadow = fused_gemm_reduce.gemm_reduce(
-            n, handle._programs, rows, 16, 2, 64, gathers=gathers, remote_first=order == "remote_first", group=2
-        )
-        places = placed(comm, str(Buffer.STAGING), handle._partials)
-        if out is not None:  # of a reduce-scatter a new tensor in each call, of which the loads alone are looked at
-            places |= placed(comm, "output", out)
-        yield Launched(
-            lambda handle=handle, x=x, order=order: handle(x, weight, order=order),  # type: ignore[misc]
-            handle._kernel,
-            places,
-            [shadow],
-        )
-
-
-def gather_gemm(comm: Communicator) -> Iterator[Launched]:
-    """Three tiles of whole rows, three tiles next to each other: what is not there is not loaded."""
-    n, rows, depth, columns = comm.world_size, 48, 16, 48
-    handle = AllGatherGemm(comm, rows, depth, columns, torch.float32, tiles=TileSizes(16, 16, 16, 1, 1, group=2))
-    x, weight = torch.ones(rows, depth), torch.ones(columns, depth)
-    shadow = fused_gather_gemm.all_gather_gemm(n, handle._programs, rows, 16, 3, 4 * depth, group=2)
-    yield Launched(lambda: handle(x, weight), handle._kernel, placed(comm, "gathered", handle._gathered), [shadow])
-
-
 def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     """One to three tiles of whole rows for a rank, three tiles next to each other."""
     n, depth, columns, tiles = comm.world_size, 16, 48, TileSizes(16, 16, 16, 1, 1, group=2)
@@ -400,7 +326,7 @@ def dispatch_gemm(comm: Communicator) -> Iterator[Launched]:
     most = max(sum(row) for row in zip(*counts, strict=True))
     handle = AllToAllGemm(comm, most, depth, columns, torch.float32, tiles=tiles)
     x, weight = torch.ones(sum(counts[comm.rank]), depth), torch.ones(columns, depth)
-    shadow = fused_gather_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2, by_one=True)
+    shadow = fused_dispatch_gemm.all_to_all_gemm(counts, handle._programs, 16, 3, 4 * depth, group=2, by_one=True)
     places = placed(comm, "gathered", handle._gathered)
     yield Launched(lambda: handle(x, weight, torch.tensor(counts)), handle._kernel, places, [shadow])
 
@@ -424,13 +350,10 @@ def without_counters(program: Program, flags: int, consumed: int | None = None) 
 
 KINDS: Mapping[str, Callable[[Communicator], Iterator[Launched]]] = {
     "gemv": gemv,
-    "gemv_cells": gemv_cells,
     "rms_norm": rms_norm,
     "rms_norm_pushed": rms_norm_pushed,
     "embedding": embedding,
     "embedding_backward": embedding_backward,
     "gemm": gemm,
-    "gemm_reduce": gemm_reduce,
-    "gather_gemm": gather_gemm,
     "dispatch_gemm": dispatch_gemm,
 }

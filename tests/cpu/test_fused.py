@@ -43,11 +43,11 @@ def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gemv_all_reduce_of_weights_of_8_bits(four: Crew, world_size: int) -> None:
-    assert four.run(fused_ops.gemv_of_8_bits, world_size, world_size, timeout_s=110) == [8] * world_size
+    assert four.run(fused_ops.gemv_of_8_bits, world_size, world_size, timeout_s=110) == [4] * world_size
 
 
 def test_gemvs_with_default_tilings(four: Crew) -> None:
-    assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [42, 42]
+    assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [28, 28]
 
 
 def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
@@ -196,8 +196,8 @@ def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gemv", "gemv_cells", "rms_norm", "rms_norm_pushed"),
-        *("embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "dispatch_gemm"),
+        *("gemv", "rms_norm", "rms_norm_pushed"),
+        *("embedding", "embedding_backward", "gemm", "dispatch_gemm"),
     ],
 )
 def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
@@ -207,8 +207,7 @@ def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size
 @pytest.mark.parametrize(
     ("kind", "mistake"),
     [
-        *(("gemv", "copy"), ("gemv", "order"), ("gemv", "flag")),
-        *(("gemv_cells", "copy"), ("gemv_cells", "sent"), ("gemv_cells", "waited")),
+        *(("gemv", "copy"), ("gemv", "sent"), ("gemv", "waited"), ("embedding_backward", "flag")),
         *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
         *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),
     ],
@@ -234,7 +233,7 @@ def test_timelines(four: Crew) -> None:
     """Every rank has those of all, with what each operator does."""
     sends = {"local", "compute", "send", "wait"}
     norm = {"send", "wait", "compute"}
-    kinds = [{"compute", "send", "wait", "add"}, {*sends, "add", "copy"}, sends, sends]
+    kinds = [{"compute", "send", "wait", "add"}, sends, sends]
     kinds += [norm, {*norm, "add"}, {"send", "wait", "add"}, sends]
     for found in four.run(fused_timelines.timelines, 2):
         assert found == [[kind, kind] for kind in kinds]

@@ -28,13 +28,10 @@ from sidelane.ops import (
     embedding_backward,
     embedding_tables,
     expert_products,
-    gather_gemm,
     gemm,
-    gemm_reduce,
     gemv,
     gemv_cells,
     gemv_tiling,
-    gemv_two_phase,
     rms_norm_kernels,
 )
 
@@ -94,22 +91,6 @@ def with_ones(kernel: Any, kinds: str, constants: Mapping[str, object]) -> tuple
     return " ".join(kind for kind in kinds.split() if kind != "i32"), {**constants, **ones}
 
 
-GEMV = "*i64 *i64 *fp32 *i64 *{0} *{0} *{0} *{0} i32 i32 i32 i32 i32 i32 i32"
-TWO_PHASES = {"REMOTE_FIRST": True, "COPIES": True}
-
-
-@pytest.mark.parametrize(("dtype", "tokens"), [("bf16", 1), ("fp16", 4), ("fp32", 16)])
-def test_gemv_all_reduce_in_two_phases_compiles(dtype: str, tokens: int) -> None:
-    tiling = gemv_tiling.OF_TWO_PHASES[tokens > 1]
-    padded = 1 if tokens == 1 else gemv.MOST_TOKENS
-    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": padded, "WIDE": dtype == "fp32"} | TWO_PHASES
-    text, registers, stack = compiled(gemv_two_phase.KERNEL, GEMV.format(dtype), constants, tiling.warps)
-    assert stack <= MOST_STACK_BYTES, (registers, stack)
-    assert text.count(".sys.release.exch") >= 2
-    assert text.count(".sys.acquire.add") >= 2
-    assert ".gpu.acq_rel.add" in text, "the end of a launch"
-
-
 CELLS = "*i64 *i64 *i64 *{0} *{1} *{0} i32 i32 i32 i32 i32 i32 i32"
 
 
@@ -142,7 +123,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     unit = types.SimpleNamespace(shared_memory_per_multiprocessor=kilobytes << 10)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: unit)
     for tokens, stages in ((1, one_token), (16, dots)):
-        tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+        tiling = gemv_tiling.tiling_of(tokens)
         room = gemv_tiling.shared_bytes_of(torch.device("cuda", 0), tiling.per_unit)
         assert tuple(tiling.stages_in(room, size, size, tokens) for size in (2, 4)) == stages
 
@@ -152,7 +133,7 @@ def test_stages_are_as_many_as_shared_memory_has_room_for(
     [(2, 1, 0, "bf16"), (2, 1, 1, "bf16"), (8, 1, 0, "fp32"), (2, 16, 0, "bf16"), (3, 16, 0, "fp32")],
 )
 def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int, dtype: str) -> None:
-    tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+    tiling = gemv_tiling.tiling_of(tokens)
     tiling = dataclasses.replace(tiling, stages=stages or tiling.stages)
     text, registers, stack = compiled_cells(tiling, CELLS.format(dtype, dtype), ranks=ranks, tokens=tokens)
     assert stack <= MOST_STACK_BYTES and registers <= tiling.registers, (registers, stack)
@@ -162,7 +143,7 @@ def test_gemv_all_reduce_in_cells_compiles(ranks: int, tokens: int, stages: int,
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_cells_load_ahead_with_stamps_as_well(tokens: int) -> None:
-    tiling = gemv_tiling.tiling_of(gemv.CELLS, tokens)
+    tiling = gemv_tiling.tiling_of(tokens)
     kinds = CELLS.format("bf16", "bf16") + " *i64"
     text, *_ = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, stamps=...)
     assert "globaltimer" in text and "cp.async.cg" in text
@@ -170,21 +151,11 @@ def test_cells_load_ahead_with_stamps_as_well(tokens: int) -> None:
 
 @pytest.mark.parametrize(("weight", "tokens"), [("fp8e4nv", 1), ("fp8e5", 1), ("fp8e4nv", 16)])
 def test_weights_of_8_bits_compile(weight: str, tokens: int) -> None:
-    tiling = gemv_tiling.OF_TWO_PHASES[tokens > 1]
-    constants = {"ROWS": tiling.rows, "COLS": tiling.columns, "TP": tokens, "WIDE": False, "scale": ...} | TWO_PHASES
-    kinds = GEMV.replace("*{0} *{0} *{0} *{0}", "*{0} *{0} *{1} *{0} *fp32").format("bf16", weight)
-    for text, registers, stack in (
-        compiled(gemv_two_phase.KERNEL, kinds, constants, tiling.warps),
-        compiled_cells(
-            gemv_tiling.tiling_of(gemv.CELLS, tokens),
-            CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight),
-            ranks=2,
-            tokens=tokens,
-            scale=...,
-        ),
-    ):
-        assert stack <= MOST_STACK_BYTES, (registers, stack)
-        assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
+    kinds = CELLS.replace("*{1} *{0}", "*{1} *{0} *fp32").format("bf16", weight)
+    tiling = gemv_tiling.tiling_of(tokens)
+    text, registers, stack = compiled_cells(tiling, kinds, ranks=2, tokens=tokens, scale=...)
+    assert stack <= MOST_STACK_BYTES, (registers, stack)
+    assert f"cvt.rn.f16x2.{'e4m3x2' if weight == 'fp8e4nv' else 'e5m2x2'}" in text, "what the GPU has for it"
 
 
 NORM = "*i64 *i32 i32 *i64 *i64 *i32 *i32 *i32 *i32 *i32 i32 i32 i32 fp32"
@@ -298,43 +269,33 @@ def test_groups_of_experts_compile(experts: int, sent: bool) -> None:
     assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
-GEMM_REDUCE = "*i64 *i64 *{0} *i64 *{0} *{0} *{0} i32 i32 i32 i32 i32 i32"
 DISPATCH_GEMM = "*i64 *i64 *{0} *i32 *{0} *{0} *i64 *{0} i32 i32 i32 i32 i32 i32 i32 i32"
-GATHER_GEMM = "*i64 *i64 *{0} *i32 *{0} *{0} *{0} i32 i32 i32 i32 i32"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "dtype"),
-    [("all", "bf16"), ("gather", "bf16"), ("gather", "fp32"), ("dispatch", "bf16"), ("experts", "bf16")],
-)
-def test_gemms_of_reductions_and_gathers_compile(kernel: str, dtype: str) -> None:
+@pytest.mark.parametrize(("experts", "dtype"), [(1, "bf16"), (1, "fp32"), (8, "bf16")])
+def test_all_to_all_gemm_compiles(experts: int, dtype: str) -> None:
     wide, tiles = dtype == "fp32", gemm.TileSizes.of({"fp32": torch.float32}.get(dtype, torch.bfloat16))
     element = triton.language.float32 if wide else triton.language.bfloat16
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": wide, "GROUP": tiles.group}
-    constants |= {"DTYPE": element, "WHOLE": True, "ALIGNED": True}
-    known = ("x", "weight", "output", "depth", "columns", "x_stride", "weight_stride")
-    if kernel == "gather":
-        source, kinds, known = gather_gemm.KERNEL, GATHER_GEMM, (*known, "gathered")
-    elif kernel in ("dispatch", "experts"):
-        source, kinds, known = dispatch_gemm.KERNEL, DISPATCH_GEMM, (*known, "gathered", "expert_stride")
-        constants["EP"] = 1
-        if kernel == "experts":
-            constants["EP"] = 8
-        else:  # Triton makes a constant of 1
-            constants["experts"], kinds = 1, kinds.removesuffix(" i32")
-    else:
-        source, kinds, known = gemm_reduce.KERNEL, GEMM_REDUCE, (*known, "partials")
-        constants |= {"REMOTE_FIRST": True, "GATHERS": True}
-    text, registers, stack = compiled(source, kinds.format(dtype), constants, tiles.warps, multiples=known)
+    constants |= {"DTYPE": element, "WHOLE": True, "ALIGNED": True, "EP": experts}
+    kinds = DISPATCH_GEMM.format(dtype)
+    if experts == 1:  # Triton makes a constant of 1
+        constants["experts"], kinds = 1, kinds.removesuffix(" i32")
+    known = ("x", "weight", "output", "depth", "columns", "x_stride", "weight_stride", "gathered", "expert_stride")
+    text, registers, stack = compiled(dispatch_gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
     assert stack <= MOST_STACK_BYTES and registers <= 255, (registers, stack)
     assert ("wgmma" in text) is not wide and "cp.async" in text, "tensor cores, and loads ahead"
     assert ".sys.release.exch" in text and ".sys.acquire.add" in text
 
 
 def test_stamps_are_in_a_kernel_that_is_given_room_for_them_only() -> None:
-    constants = {"ROWS": 16, "COLS": 128, "TP": 1, "WIDE": False} | TWO_PHASES
     without, with_stamps = (
-        compiled(gemv_two_phase.KERNEL, GEMV.format("bf16") + kind, {**constants, **given}, 4)[0]
+        compiled(
+            rms_norm_kernels.PUSHED_KERNEL,
+            PUSHED.format("bf16") + kind,
+            {"N": 2, "HAS_RESIDUAL": True, "HP": 2048, **given},
+            4,
+        )[0]
         for kind, given in (("", {}), (" *i64", {"stamps": ...}))
     )
     assert "globaltimer" not in without and without.count(".param .u64") + 1 == with_stamps.count(".param .u64")
@@ -364,11 +325,6 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
     ("kernel", "kinds", "constants"),
     [
         (
-            gemv_two_phase.KERNEL,
-            GEMV.format("bf16"),
-            {"ROWS": 4, "COLS": 128, "TP": 1, "WIDE": False} | TWO_PHASES,
-        ),
-        (
             gemv_cells.KERNEL,
             CELLS.format("bf16", "bf16"),
             {"N": 2, "R": 2, "ROWS": 16, "COLS": 512, "TP": 1, "WIDE": False, "EVEN": False}
@@ -397,18 +353,6 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TAKEN": False},
         ),
         (
-            gemm_reduce.KERNEL,
-            GEMM_REDUCE.format("bf16"),
-            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "GATHERS": True},
-        ),
-        (
-            gather_gemm.KERNEL,
-            GATHER_GEMM.format("bf16"),
-            {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False},
-        ),
-        (
             dispatch_gemm.KERNEL,
             DISPATCH_GEMM.format("bf16"),
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16}
@@ -417,14 +361,11 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
     ],
     ids=[
         "gemv",
-        "gemv_cells",
         "rms_norm",
         "rms_norm_pushed",
         "embedding",
         "embedding_backward",
         "gemm",
-        "gemm_reduce",
-        "gather_gemm",
         "dispatch_gemm",
     ],
 )

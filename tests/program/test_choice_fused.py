@@ -28,7 +28,7 @@ from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, kept_of, times_of
 RESULTS = Path(__file__).parents[2] / "results"
 ALL = (FUSED, SPLIT, UNFUSED)
 HERE = Key("cuda", "NVIDIA H200", 2, software=(("torch", "2.11.0"),))
-OP = "gemm_reduce_scatter"
+OP = "gemm_all_to_all"
 
 
 def some(op: str = OP, captured: bool = False, nbytes: int = 2, sizes: int = 1024, **times: float) -> FusedTime:
@@ -135,7 +135,8 @@ def test_thumb() -> None:
     assert thumb("all_to_all_gemm", 4096, 7168, 2048, **pair) == UNFUSED  # whose tiles wait for rows
     assert thumb("all_to_all_gemm", 8192, 4096, 1536, **pair) == FUSED  # not in whole rounds of programs
     assert thumb("gemm_all_to_all", 4096, 2048, 4096, **pair) == FUSED
-    assert thumb("gemm_all_reduce", 64, 4096, 8192, captured=True) == UNFUSED  # too few tiles
+    assert thumb("gemm_all_reduce", 64, 4096, 8192, captured=True) == UNFUSED  # too few rows
+    assert thumb("gemm_all_reduce", 64, 64, 64, device_type="cpu", ways=(SPLIT, UNFUSED)) == SPLIT
 
 
 def test_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

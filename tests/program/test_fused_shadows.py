@@ -10,10 +10,9 @@ import pytest
 from contracts import map_spans
 from kernel_mistakes import changed, edited, moves, signals_before_stores, without_flags
 from shadows import (
+    fused_dispatch_gemm,
     fused_embedding,
-    fused_gather_gemm,
     fused_gemm,
-    fused_gemm_reduce,
     fused_gemv,
     fused_rms_norm,
 )
@@ -70,15 +69,6 @@ def refuse(programs: tuple[Program, ...], mistake: str, change: Edit) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_gemv_all_reduce_is_proved(n: int) -> None:
-    """With fewer tiles than blocks and more, and owners that have fewer than others."""
-    for tiles, blocks in itertools.product((1, 3, 5), (1, 2)):
-        for copies, first in itertools.product((False, True), repeat=2):
-            program = fused_gemv.two_phase(n, blocks, tiles, TILE, copies=copies, remote_first=first)
-            verify_sequence([program])
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_gemv_all_reduce_in_cells_is_proved(n: int) -> None:
     """With blocks of one tile and more, the last with fewer rows; of several tokens, some of which are not there."""
     for rows, each, tokens, padded in ((1, 1, 1, 1), (5, 2, 1, 1), (5, 4, 1, 1), (3, 3, 2, 4)):
@@ -94,22 +84,6 @@ def test_mistakes_of_gemvs_in_cells_are_refused() -> None:
     with pytest.raises(ProgramError):
         verify_sequence(right[:1])  # one place for all generations
         pytest.fail("accepted: one place")
-
-
-@pytest.mark.parametrize("copies", [False, True])
-def test_mistakes_of_two_phases_are_refused(copies: bool) -> None:
-    right = (fused_gemv.two_phase(3, 2, 5, TILE, copies=copies),)
-
-    def one_flag(command: Command) -> Command:
-        if isinstance(command, Signal | Wait):
-            return dataclasses.replace(command, flag=Flag(command.flag.rank, command.flag.index % 6))
-        return command
-
-    for phase in range(2):
-        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // 6 == phase))
-        refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // 6 == phase))
-    refuse(right, "signals before stores", signals_before_stores)
-    refuse(right, "one flag for both phases", lambda program: changed(program, one_flag))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -218,56 +192,17 @@ def test_mistakes_of_gemm_all_to_all_are_refused() -> None:
     refuse(right, "arrivals before stores", arrivals_before_stores)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("gathers", [False, True])
-def test_gemms_that_are_reduced_are_proved(n: int, gathers: bool) -> None:
-    """With fewer tiles than blocks and more, and owners that have fewer rows than others, or none."""
-    shapes = [(4 * n, 1, 2, 1), (n, 3, 1, 2), (2 * n, 2, 2, 2)] + [(5, 2, 2, 2), (1, 3, 2, 1)] * gathers
-    for number, (rows, blocks, tile_rows, across) in enumerate(shapes):
-        options = {"gathers": gathers, "remote_first": number % 2 == 0, "group": 1 + number % 2}
-        verify_sequence([fused_gemm_reduce.gemm_reduce(n, blocks, rows, tile_rows, across, 8, **options)])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-def test_mistakes_of_gemms_that_are_reduced_are_refused(gathers: bool) -> None:
-    right = (fused_gemm_reduce.gemm_reduce(3, 2, 12, 2, 1, 8, gathers=gathers),)
-    for phase in range(2):
-        refuse(right, f"no meeting {phase}", without_meeting(lambda flag, phase=phase: flag.index // 6 == phase))
-        refuse(right, f"no wait {phase}", without(Wait, lambda flag, phase=phase: flag.index // 6 == phase))
-        refuse(right, f"no signal {phase}", without(Signal, lambda flag, phase=phase: flag.index == 6 * phase + 1))
-    refuse(right, "signals before stores", arrivals_before_stores)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_gemms_of_what_is_gathered_are_proved(n: int) -> None:
-    for number, (rows, blocks, tile_rows, across) in enumerate(((5, 1, 2, 1), (3, 3, 1, 2), (4, 2, 2, 2))):
-        verify_sequence(
-            [fused_gather_gemm.all_gather_gemm(n, blocks, rows, tile_rows, across, 8, group=1 + number % 2)]
-        )
-
-
-def test_mistakes_of_gemms_of_what_is_gathered_are_refused() -> None:
-    n = 3
-    right = (fused_gather_gemm.all_gather_gemm(n, 2, 5, 2, 1, 8),)
-    refuse(right, "nobody says that the last launch has ended", without_meeting(lambda flag: flag.index < n))
-    refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
-    for tile in range(3):
-        refuse(right, f"no wait {tile}", without(Wait, lambda flag, tile=tile: flag.index // n == 1 + tile))
-        refuse(right, f"no signal {tile}", without(Signal, lambda flag, tile=tile: flag.index == n * (1 + tile)))
-    refuse(right, "signals before stores", arrivals_before_stores)
-
-
 @pytest.mark.parametrize("counts", COUNTS)
 def test_gemms_of_what_comes_by_counts_are_proved(counts: list[list[int]]) -> None:
     """Ranks that send nothing, and that get nothing; more tiles than blocks and fewer."""
     for number, (blocks, rows, across) in enumerate(itertools.product((1, 3), (1, 2), (1, 2))):
         options = {"group": 1 + number % 2, "by_one": number % 3 == 0}
-        verify_sequence([fused_gather_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, **options)])  # type: ignore[arg-type]
+        verify_sequence([fused_dispatch_gemm.all_to_all_gemm(counts, blocks, rows, across, 8, **options)])  # type: ignore[arg-type]
 
 
 def test_mistakes_of_gemms_of_what_comes_by_counts_are_refused() -> None:
     n = 3
-    right = (fused_gather_gemm.all_to_all_gemm(COUNTS[2], 2, 2, 1, 8),)
+    right = (fused_dispatch_gemm.all_to_all_gemm(COUNTS[2], 2, 2, 1, 8),)
     refuse(right, "nobody says that the last launch has ended", without_meeting(lambda flag: flag.index < n))
     refuse(right, "one rank is not waited for", without(Wait, lambda flag: flag.index == 1))
     for tile in range(3):  # of the five rows of rank 0 for rank 1

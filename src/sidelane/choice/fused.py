@@ -144,17 +144,17 @@ def choose_method(
         op: the operator.
         world_size: ranks.
         sizes: of the call.
-        ways: that the call may go.
+        ways: that the call may go, fused first.
         element_bytes: of the call; None for any.
         captured: in a graph.
-        device_type: on CPU ranks what was not measured is fused, since nothing else there tests a kernel.
+        device_type: on CPU ranks what was not measured goes the first of ``ways``, which tests most there.
         experts: of a rank; times with several say nothing about one, nor the other way round.
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
-    >>> table = Table(Key("cuda", "some", 2), (FusedTime("all_gather_gemm", 2, False, (64, 64, 64), 2, times),), "own")
-    >>> choose_method([table], "all_gather_gemm", 2, (64, 100, 64)).method
+    >>> table = Table(Key("cuda", "some", 2), (FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times),), "own")
+    >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64)).method
     'unfused'
-    >>> choose_method([table], "all_gather_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).pieces
+    >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).pieces
     4
     >>> choose_method([table], "gemv_all_reduce", 2, (64, 64, 1)).reason
     'by thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
@@ -170,7 +170,7 @@ def choose_method(
     if device_type != CPU:
         thumb = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
     if thumb is None:
-        return MethodChoice(FUSED, f"by thumb: {words}")
+        return MethodChoice(ways[0], f"by thumb: {words}")
     expected = {way: us for way, us in thumb.items() if way in ways}
     return MethodChoice(min(expected, key=lambda way: expected[way]), f"by thumb: {_in_words(expected)}; {words}")
 

@@ -24,6 +24,12 @@ SIZES = {
 }
 """Operators that this speaks to, and their sizes."""
 
+ROUTED = "gemm_all_to_all", "all_to_all_gemm"
+"""Those whose weight may be of several experts a rank."""
+
+WITHOUT_KERNEL = tuple(op for op in SIZES if op not in ROUTED)
+"""Those that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
+
 FLOPS_PER_US = {2: 700e6, 4: 50e6}
 """By bytes of an element."""
 
@@ -49,10 +55,11 @@ EAGER_US = {"fused": 110.0, "split": 300.0, "unfused": 60.0}
 def expected_us(
     op: str, world_size: int, sizes: tuple[int, ...], element_bytes: int, *, captured: bool, experts: int = 1
 ) -> dict[str, float] | None:
-    """Microseconds by way, fused first; None of an operator that this does not speak to. ``experts`` of a rank.
+    """Microseconds by way that the operator has, fused first; None of one that this does not speak to. ``experts`` of a
+    rank.
 
     >>> expected_us("gemm_reduce_scatter", 2, (4096, 4096, 8192), 2, captured=False)
-    {'fused': 506.2, 'split': 453.1, 'unfused': 493.6}
+    {'split': 453.1, 'unfused': 493.6}
     >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
     25.2
     """
@@ -91,4 +98,6 @@ def expected_us(
         "split": max(in_parts, beside) + last + behind,
         "unfused": grouped + copied + beside + behind + CALL_US,
     }
+    if op in WITHOUT_KERNEL:
+        del found["fused"]
     return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}

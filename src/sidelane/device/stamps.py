@@ -24,14 +24,13 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 from triton.runtime.interpreter import TensorHandle
 
-KINDS = ("compute", "send", "wait", "add", "copy", "end")
+KINDS = ("compute", "send", "wait", "add", "end")
 """In the order of their numbers."""
 
 COMPUTE = tl.constexpr(KINDS.index("compute"))
 SEND = tl.constexpr(KINDS.index("send"))
 WAIT = tl.constexpr(KINDS.index("wait"))
 ADD = tl.constexpr(KINDS.index("add"))
-COPY = tl.constexpr(KINDS.index("copy"))
 END = tl.constexpr(KINDS.index("end"))
 
 

@@ -4,21 +4,22 @@ from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
-from sidelane.ops.gather_gemm import AllGatherGemm, all_gather_gemm
+from sidelane.ops.gather_gemm import all_gather_gemm, split_all_gather_gemm
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
-from sidelane.ops.gemm_reduce import GemmReduce, gemm_all_reduce, gemm_reduce_scatter
+from sidelane.ops.gemm_reduce import (
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    split_gemm_all_reduce,
+    split_gemm_reduce_scatter,
+)
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
-from sidelane.ops.split_dispatch_gemm import split_all_to_all_gemm
-from sidelane.ops.split_gather_gemm import split_all_gather_gemm
-from sidelane.ops.split_gemm import split_gemm_all_to_all
-from sidelane.ops.split_gemm_reduce import split_gemm_all_reduce, split_gemm_reduce_scatter
+from sidelane.ops.split_gemm import split_all_to_all_gemm, split_gemm_all_to_all
 from sidelane.ops.timeline import Timeline
 
 __all__ = [
-    "AllGatherGemm",
     "AllReduceRmsNorm",
     "AllToAllGemm",
     "EmbeddingAllToAll",
@@ -27,7 +28,6 @@ __all__ = [
     "ExpertCombine",
     "ExpertDispatch",
     "GemmAllToAll",
-    "GemmReduce",
     "GemvAllReduce",
     "RowParallelLinear",
     "Timeline",

@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -41,8 +40,10 @@ from sidelane.choice.fused import (
     choose_order,
     tables_of,
 )
+from sidelane.choice.fused_thumb import ROUTED
 from sidelane.choice.key import key_here
 from sidelane.collectives import Communicator
+from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 
 AUTO = "auto"
@@ -65,21 +66,18 @@ class Ways:
     sizes: int = 3
 
 
-_ALL = (FUSED, SPLIT, UNFUSED)
+_ALL, _PARTS = (FUSED, SPLIT, UNFUSED), (SPLIT, UNFUSED)
 OPS = {
     "gemv_all_reduce": Ways(),
     "all_reduce_rms_norm": Ways(sizes=2),
     "embedding_all_to_all": Ways(captured=(FUSED,)),
     "gemm_all_to_all": Ways(_ALL, _ALL),
     "all_to_all_gemm": Ways(_ALL, _ALL),
-    "gemm_reduce_scatter": Ways(_ALL, _ALL),
-    "gemm_all_reduce": Ways(_ALL, _ALL),
-    "all_gather_gemm": Ways(_ALL, _ALL),
+    "gemm_reduce_scatter": Ways(_PARTS, _PARTS),
+    "gemm_all_reduce": Ways(_PARTS, _PARTS),
+    "all_gather_gemm": Ways(_PARTS, _PARTS),
 }
 """By operator. A graph has nothing that needs the host, as bags of a table do."""
-
-WITH_EXPERTS = "gemm_all_to_all", "all_to_all_gemm"
-"""Whose weight may be of several experts a rank; their times are looked up apart."""
 
 
 def method_of(
@@ -113,7 +111,7 @@ def method_of(
     known: tuple[MethodChoice, MethodChoice] | None = comm.kept.get((method_of, op, key))
     if known is None:
         if captured:
-            return MethodChoice(FUSED, "a new shape")  # whose making says so
+            return MethodChoice(OPS[op].captured[0], "a new shape")  # whose making says so
         agreed = _agree(comm, op, sizes)
         eager, in_graph = (
             _choice(comm, op, agreed, element_bytes, captured=is_in, without=without, experts=experts)
@@ -174,11 +172,6 @@ def remember(comm: Communicator, asked: Hashable, op: str, key: Hashable, found:
     answers[asked] = pair
 
 
-def options_of(found: MethodChoice) -> dict[str, Any]:
-    """What a split operator is called with."""
-    return {"pieces": found.pieces} if found.pieces else {}
-
-
 def check_method(comm: Communicator, op: str, method: str) -> None:
     """Refuse a method that there is not, or that a graph cannot have."""
     ways = OPS[op]
@@ -212,8 +205,8 @@ def explain(
     with telling_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPS))
         wanted = OPS[op].sizes
-        if experts != 1 and (experts < 1 or op not in WITH_EXPERTS):
-            allowed = f"1, or more of {', '.join(WITH_EXPERTS)}"
+        if experts != 1 and (experts < 1 or op not in ROUTED):
+            allowed = f"1, or more of {', '.join(ROUTED)}"
             raise ValueError(f"explain: experts of {op} (value={experts}, allowed={allowed})")
         if len(sizes) != wanted or min(sizes) < 1:
             raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
@@ -236,10 +229,20 @@ def _choice(
     without: Sequence[str],
     experts: int,
 ) -> MethodChoice:
+    if op == "gemv_all_reduce" and 4 * sizes[0] * sizes[2] > CELLS_BYTES:
+        return MethodChoice(UNFUSED, f"fused takes up to {CELLS_BYTES // 4} elements of the result")
     ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in without]
-    options: dict[str, Any] = {"captured": captured, "device_type": comm.device.type, "element_bytes": element_bytes}
-    options["experts"] = experts
-    return choose_method(_tables(comm), op, comm.world_size, sizes, ways=ways, **options)
+    return choose_method(
+        _tables(comm),
+        op,
+        comm.world_size,
+        sizes,
+        ways=ways,
+        element_bytes=element_bytes,
+        captured=captured,
+        device_type=comm.device.type,
+        experts=experts,
+    )
 
 
 def _order(

@@ -7,10 +7,15 @@ Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (``refe
 operators paper, section III, has the other direction). How many rows go from whom to whom may be known on the device
 only, as in ``gemm``, whose ``counts`` say the way back: the columns of these are its rows.
 
-Any block of two ranks, as in ``gather_gemm``, and so is why any grid will do::
+Any block of two ranks::
 
     rank 0   first: ready | rows for 1 that nobody sends yet, each tile with its flag | next tiles of 0 | wait: of 1
     rank 1   first: ready | rows for 0 that nobody sends yet, each tile with its flag | next tiles of 1 | wait: of 0
+
+Blocks take what is to be sent from a common counter, so that each tile of rows is sent once, and a block that computes
+knows that everything is sent or in the hands of a block that runs: hence it may wait, and any grid will do. ``ready``
+says that the last launch has ended, which read what now comes. A launch needs no end together: every row that comes is
+waited for by some tile.
 
 Rows are sent by as many blocks as they have tiles, each for about as long as a tile takes to compute. So blocks take
 tiles of the product from a counter, too: with equal shares, senders were last by all that they had sent (decision 113).
@@ -44,6 +49,7 @@ from sidelane.device.context import (
     begin,
     end,
     first_relaxed,
+    put_weak,
     rank_of,
     signal_all_release,
     signal_release,
@@ -54,21 +60,26 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.expert_products import Groups, one_by_one
-from sidelane.ops.gather_gemm import put_rows
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
-from sidelane.ops.handle import FLOATS, is_captured, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import (
+    KernelHandle,
+    check_dtype,
+    is_captured,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
-from sidelane.ops.split_dispatch_gemm import NAME as SPLIT_NAME
-from sidelane.ops.split_dispatch_gemm import handle_of as split_handle_of
-from sidelane.ops.split_dispatch_gemm import split_all_to_all_gemm
+from sidelane.ops.split_gemm import SplitAllToAllGemm, handle_of, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 
 NAME = "all_to_all_gemm"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 
-class AllToAllGemm:
+class AllToAllGemm(KernelHandle):
     """The flags, counters and workspace of :func:`all_to_all_gemm` for one shape. Collective: alike on all ranks.
 
     It takes ``most_rows * depth`` elements of symmetric memory.
@@ -100,8 +111,7 @@ class AllToAllGemm:
         with telling_refusals(comm, NAME):
             for width in (depth, columns):
                 check_most_rows(NAME, most_rows, width)
-            if dtype not in FLOATS:
-                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            check_dtype(NAME, dtype)
         self.comm, self.most_rows, self.shape = comm, most_rows, (depth, columns, dtype)
         self._tiles = tiles = tiles or TileSizes.of(dtype)
         row_tiles = -(-most_rows // tiles.rows)
@@ -147,10 +157,6 @@ class AllToAllGemm:
             **tiles.constants(depth, depth, dtype),
         )
         return output
-
-    def close(self) -> None:
-        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def all_to_all_gemm(
@@ -208,7 +214,7 @@ def all_to_all_gemm(
 
     def both(pieces: int) -> None:
         handle()  # of a graph with other counts
-        split = split_handle_of(comm, most_of(table, most_rows), depth, dtype)
+        split = handle_of(SplitAllToAllGemm, comm, most_of(table, most_rows), depth, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
     def unfused(_: int) -> None:
@@ -223,7 +229,7 @@ def all_to_all_gemm(
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        split = SPLIT_NAME, most, depth, dtype
+        split = SplitAllToAllGemm.name, most, depth, dtype
         if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
             return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):
@@ -242,6 +248,17 @@ def all_to_all_gemm(
         there = min(most_rows, sum(row[comm.rank] for row in table))
         torch.mm(came[:there], weight.t(), out=output[:there])
     return output
+
+
+@triton.jit
+def _put_rows(gathered_of, peer, x, row, place, row_mask, depth, x_stride, DEPTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """Rows of ``x`` become rows ``place`` of what a peer gathers, DEPTH columns at a time. Weak stores."""
+    lane = tl.arange(0, DEPTH)
+    source, target = row.to(tl.int64)[:, None] * x_stride, place.to(tl.int64)[:, None] * depth
+    for first in range(0, depth, DEPTH):
+        column = first + lane[None, :]
+        mask = row_mask[:, None] & (column < depth)
+        put_weak(gathered_of, peer, target + column, tl.load(x + source + column, mask=mask), mask, ALIGNED)
 
 
 @triton.jit
@@ -280,7 +297,7 @@ def _all_to_all_gemm(
             stamp(stamps, SEND, peer)
             row = (part - before) * ROWS + tl.arange(0, ROWS)
             there = (row < count) & (first + row < rows)
-            put_rows(gathered_of, peer, x, first + row, to + row, there, depth, x_stride, DEPTH, ALIGNED)
+            _put_rows(gathered_of, peer, x, first + row, to + row, there, depth, x_stride, DEPTH, ALIGNED)
             signal_release(context, peer, 1 + part - before, generation)
             part = tl.atomic_add(counters + 2, 1, sem="relaxed", scope="gpu")
         before = parts

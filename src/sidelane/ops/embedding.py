@@ -72,6 +72,7 @@ from sidelane.ops.embedding_tables import (
     threads_of,
 )
 from sidelane.ops.handle import (
+    KernelHandle,
     check_choice,
     check_tensor,
     is_captured,
@@ -91,7 +92,7 @@ READY, DONE, SLICES = range(3)
 """Flags; those of slices follow. Of the counters: first program, last program, slices."""
 
 
-class EmbeddingAllToAll:
+class EmbeddingAllToAll(KernelHandle):
     """The flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
 
     Args:
@@ -230,10 +231,6 @@ class EmbeddingAllToAll:
         if place is None:
             raise ValueError(f"{NAME}: peers write out (value=ordinary memory, allowed=tensors of Communicator.empty)")
         return place
-
-    def close(self) -> None:
-        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def embedding_all_to_all(

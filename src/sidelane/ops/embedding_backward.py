@@ -55,11 +55,11 @@ from sidelane.ops.embedding_tables import (
     checked,
     threads_of,
 )
-from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.timeline import stamps_of
 
 
-class EmbeddingBackward:
+class EmbeddingBackward(KernelHandle):
     """The flags and workspace of :func:`embedding_all_to_all_backward` for some tables. Collective.
 
     Args:
@@ -152,10 +152,6 @@ class EmbeddingBackward:
             rows = indices[first:stop].long()[None]
             found.append(torch.sparse_coo_tensor(rows, values[first:stop], table.shape, check_invariants=False))
         return found
-
-    def close(self) -> None:
-        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def embedding_all_to_all_backward(

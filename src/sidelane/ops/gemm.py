@@ -53,12 +53,19 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.lasting import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.expert_products import Groups, one_by_one
-from sidelane.ops.handle import FLOATS, INTERPRETED, is_captured, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import (
+    INTERPRETED,
+    KernelHandle,
+    check_dtype,
+    is_captured,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
-from sidelane.ops.split_gemm import NAME as SPLIT_NAME
-from sidelane.ops.split_gemm import handle_of as split_handle_of
-from sidelane.ops.split_gemm import split_gemm_all_to_all
+from sidelane.ops.split_gemm import SplitGemmAllToAll, handle_of, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 
 NAME = "gemm_all_to_all"
@@ -123,7 +130,7 @@ ROW_TILES = TileSizes(rows=32, depth=16, stages=1, per_unit=2)
 """Of rows that go as they are."""
 
 
-class GemmAllToAll:
+class GemmAllToAll(KernelHandle):
     """The flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
 
     Args:
@@ -145,8 +152,7 @@ class GemmAllToAll:
         self.comm, self.most_rows, self.columns, self.dtype = comm, most_rows, columns, dtype
         with telling_refusals(comm, NAME):
             check_most_rows(NAME, most_rows, columns)
-            if dtype not in FLOATS:
-                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            check_dtype(NAME, dtype)
         self._tiles = tiles or TileSizes.of(dtype)
         needed = (comm.world_size - 1 + -(-most_rows // self._tiles.rows)) * -(-columns // self._tiles.columns)
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
@@ -202,10 +208,6 @@ class GemmAllToAll:
             **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return self._output
-
-    def close(self) -> None:
-        """Let go of flags, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def gemm_all_to_all(
@@ -263,7 +265,7 @@ def gemm_all_to_all(
 
     def both(pieces: int) -> None:
         handle()  # of a graph with other counts
-        split = split_handle_of(comm, most_of(table, most_rows), columns, dtype)
+        split = handle_of(SplitGemmAllToAll, comm, most_of(table, most_rows), columns, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
     def unfused(_: int) -> None:
@@ -278,7 +280,7 @@ def gemm_all_to_all(
     found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
     if found.method == SPLIT:
         pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        split = SPLIT_NAME, most, columns, dtype
+        split = SplitGemmAllToAll.name, most, columns, dtype
         if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
             return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
     if found.method in (FUSED, SPLIT):

@@ -3,8 +3,8 @@
 Equivalent: ``y = x @ weight.T; comm.all_reduce(y)`` (``reference.gemv_all_reduce``), with partial results in float32
 that are rounded once.
 
-Two schedules: in ``cells`` every rank adds up everything, and sums carry their own readiness (``gemv_cells.py``); in
-``two_phase`` each rank adds up its share (``gemv_two_phase.py``).
+Every rank adds up everything, and sums carry their own readiness (``gemv_cells.py``). Results that are larger than
+``CELLS_BYTES`` are a product and an all-reduce where nobody says otherwise.
 
 Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP lanes of them: 1, or 16 in dots; a tile is
 ROWS rows of all tokens; COLS columns are loaded at a time. ``weight`` [M, K], ``x`` [T, K], ``scale`` [1] or [M],
@@ -13,32 +13,22 @@ ROWS rows of all tokens; COLS columns are loaded at a time. ``weight`` [M, K], `
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from sidelane.choice.fused import UNFUSED
-from sidelane.choice.fused_order import ORDERS, REMOTE_FIRST
+from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
-from sidelane.ops import gemv_cells, gemv_two_phase, reference
-from sidelane.ops.auto import asked_of, check_method, method_of, recalled, remember
-from sidelane.ops.gemv_tiling import (
-    CELLS,
-    MOST_DOT_COLUMNS,
-    MOST_TOKENS,
-    TWO_PHASE,
-    Tiling,
-    shared_bytes_of,
-    tiling_of,
-)
+from sidelane.ops import gemv_cells, reference
+from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
+from sidelane.ops.gemv_tiling import MOST_TOKENS, Tiling, shared_bytes_of, tiling_of
 from sidelane.ops.handle import (
     FLOAT8S,
     FLOATS,
     INTERPRETED,
-    check_choice,
+    KernelHandle,
+    check_dtype,
     check_tensor,
     kept,
     power_of_two,
@@ -47,19 +37,13 @@ from sidelane.ops.handle import (
 )
 from sidelane.ops.timeline import stamps_of
 
-__all__ = ["CELLS", "MOST_TOKENS", "SCHEDULES", "TWO_PHASE", "GemvAllReduce", "Tiling", "gemv_all_reduce"]
+__all__ = ["MOST_TOKENS", "GemvAllReduce", "Tiling", "gemv_all_reduce"]
 
 NAME = "gemv_all_reduce"
-AUTO = "auto"
-SCHEDULES = (AUTO, CELLS, TWO_PHASE)
 MOST_ROWS = 1 << 20
-CELLS_BYTES = 512 << 10
-"""Most float32 partial results of a rank that ``auto`` sends in cells. Two ranks took 24.2 us with as many, and 42.2 in
-two phases (docs/lab/kernels.md); more was not measured. Among more ranks an estimate: two phases send 2/N of it, but
-behind each other, where cells leave while others are computed."""
 
 
-class GemvAllReduce:
+class GemvAllReduce(KernelHandle):
     """The flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
 
     Args:
@@ -68,7 +52,6 @@ class GemvAllReduce:
         tokens: most that a call has, 1 to 16.
         dtype: of x and result: float32, float16 or bfloat16.
         weight_dtype: float8_e4m3fn or float8_e5m2; None is ``dtype``.
-        schedule: ``cells``, ``two_phase`` or ``auto``.
         tiling: how the kernel is cut; None takes what was fastest on an H200.
 
     Raises:
@@ -83,52 +66,31 @@ class GemvAllReduce:
         rows: int,
         tokens: int,
         dtype: torch.dtype,
-        *,
         weight_dtype: torch.dtype | None = None,
-        schedule: str = AUTO,
+        *,
         tiling: Tiling | None = None,
     ) -> None:
         with telling_refusals(comm, NAME):
-            check_choice(NAME, "schedule", schedule, SCHEDULES)
             _check_sizes(rows, tokens)
-            if dtype not in FLOATS:
-                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            check_dtype(NAME, dtype)
             if weight_dtype not in (None, dtype, *FLOAT8S):
                 allowed = f"{dtype}, {', '.join(map(str, FLOAT8S))}"
                 raise TypeError(f"{NAME}: dtype of weight (value={weight_dtype}, allowed={allowed})")
         self.weight_dtype = weight_dtype or dtype
         self.comm, self.rows, self.tokens, self.dtype = comm, rows, tokens, dtype
-        if schedule == AUTO:
-            schedule = CELLS if 4 * rows * tokens <= CELLS_BYTES else TWO_PHASE
-        self.schedule, self.tiling = schedule, tiling or tiling_of(schedule, tokens)
+        self.tiling = tiling = tiling or tiling_of(tokens)
         self._padded = 1 if tokens == 1 else MOST_TOKENS
-        if schedule == CELLS:
-            self._make_cells()
-        else:
-            self._make_two_phases()
-
-    def _make_cells(self) -> None:
-        comm, tiling, n = self.comm, self.tiling, self.comm.world_size
-        tiles = -(-self.rows // tiling.rows)
+        tiles = -(-rows // tiling.rows)
         programs = programs_of(comm, tiles, tiling.per_unit)
         self._rows_each = -(-tiles // programs) * tiling.rows
-        self._programs = -(-self.rows // self._rows_each)
+        self._programs = -(-rows // self._rows_each)
         self._stages = tiling.stages_in(
-            shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, self.dtype.itemsize, self._padded
+            shared_bytes_of(comm.device, tiling.per_unit), self.weight_dtype.itemsize, dtype.itemsize, self._padded
         )
-        self._cells = comm.empty(2 * n * self.rows * self._padded, dtype=torch.int64)
+        self._cells = comm.empty(2 * comm.world_size * rows * self._padded, dtype=torch.int64)
         self._cells.zero_()
         self._kernel = comm.load_kernel(gemv_cells.KERNEL, flags=0)
         comm.barrier()  # all cells are 0 before any is written
-
-    def _make_two_phases(self) -> None:
-        comm, tiling, n = self.comm, self.tiling, self.comm.world_size
-        tiles = -(-self.rows // tiling.rows)
-        self._tiles_each = -(-tiles // n)
-        self._programs = programs_of(comm, self._tiles_each, tiling.per_unit)
-        self._partials = comm.empty(n * self._tiles_each * tiling.rows * self._padded)
-        self._results = comm.empty(self.tokens * self.rows, dtype=self.dtype)
-        self._kernel = comm.load_kernel(gemv_two_phase.KERNEL, flags=2 * self._programs)
 
     def __call__(
         self,
@@ -137,113 +99,61 @@ class GemvAllReduce:
         *,
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        order: str = REMOTE_FIRST,
     ) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`gemv_all_reduce`."""
         comm = self.comm
         with telling_refusals(comm, NAME):
-            _check(comm, weight, x, scale, out, order)
+            _check(comm, weight, x, scale, out)
             tokens = 1 if x.dim() == 1 else x.shape[0]
             kinds = weight.shape[0], weight.dtype, x.dtype
             if kinds != (self.rows, self.weight_dtype, self.dtype) or tokens > self.tokens:
                 given = f"{weight.shape[0]} rows, {tokens} tokens, {weight.dtype}, {x.dtype}"
                 allowed = f"{self.rows} rows, up to {self.tokens} tokens, {self.weight_dtype}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-        return self.run(weight, x, scale, out, order)
+        return self.run(weight, x, scale, out)
 
     def run(
-        self,
-        weight: torch.Tensor,
-        x: torch.Tensor,
-        scale: torch.Tensor | None,
-        out: torch.Tensor | None,
-        order: str,
+        self, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
         """The same, of arguments that were checked."""
+        comm, tiling = self.comm, self.tiling
         tokens = 1 if x.dim() == 1 else x.shape[0]
-        with telling_refusals(self.comm, NAME):
-            place = None if out is None or self.schedule != TWO_PHASE else self.comm.place(out)
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
+        stamps, stamped = stamps_of(comm, self._programs)
         try:
-            if self.schedule == CELLS:
-                self._launch_cells(weight, x, scale, output, tokens)
-            else:
-                self._launch_two_phases(weight, x, scale, output, tokens, place, order)
+            self._kernel.launch(
+                (self._programs,),
+                comm.peers(self._cells),
+                self._cells,
+                output,
+                weight,
+                x,
+                scale,
+                self.rows,
+                weight.shape[1],
+                weight.stride(0),
+                x.stride(0) if x.dim() == 2 else 0,
+                tokens,
+                0 if scale is None or scale.numel() == 1 else 1,
+                self._rows_each,
+                stamps,
+                self.rows % tiling.rows == 0 and weight.shape[1] % tiling.columns == 0,  # EVEN, of this rank
+                alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
+                **gemv_cells.constants_of(
+                    tiling,
+                    ranks=comm.world_size,
+                    padded=self._padded,
+                    wide=INTERPRETED or self.dtype == torch.float32,
+                    stages=self._stages,
+                ),
+            )
         except Exception as error:
             if not _is_of_the_compiler(error):
                 raise
             said = str(error).strip().partition("\n")[0]
-            problem = f"a kernel that Triton cannot make (value={self.tiling}, allowed=another tiling): {said}"
+            problem = f"a kernel that Triton cannot make (value={tiling}, allowed=another tiling): {said}"
             raise UnavailableError(f"{NAME}: {problem}") from error
         return output
-
-    def _launch_two_phases(
-        self,
-        weight: torch.Tensor,
-        x: torch.Tensor,
-        scale: torch.Tensor | None,
-        output: torch.Tensor,
-        tokens: int,
-        place: object,
-        order: str,
-    ) -> None:
-        comm = self.comm
-        results = self._results if place is None else output
-        stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
-            comm.peers(self._partials),
-            self._partials,
-            comm.peers(results),
-            results,
-            *self._operands(output, weight, x, scale, tokens),
-            self._tiles_each,
-            stamps,
-            alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale, output at {place}{stamped}",
-            ROWS=self.tiling.rows,
-            COLS=min(self.tiling.columns, MOST_DOT_COLUMNS) if self.tokens > 1 else self.tiling.columns,
-            TP=self._padded,  # where partial results lie must not change between calls
-            WIDE=INTERPRETED or self.dtype == torch.float32,
-            REMOTE_FIRST=order == REMOTE_FIRST,
-            COPIES=place is None,
-            num_warps=self.tiling.warps,
-            maxnreg=self.tiling.registers,
-        )
-
-    def _launch_cells(
-        self, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, output: torch.Tensor, tokens: int
-    ) -> None:
-        comm = self.comm
-        stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
-            comm.peers(self._cells),
-            self._cells,
-            *self._operands(output, weight, x, scale, tokens),
-            self._rows_each,
-            stamps,
-            self.rows % self.tiling.rows == 0 and weight.shape[1] % self.tiling.columns == 0,  # EVEN, of this rank
-            alike=f"{tokens} tokens, {'no ' if scale is None else ''}scale{stamped}",
-            **gemv_cells.constants_of(
-                self.tiling,
-                ranks=comm.world_size,
-                padded=self._padded,
-                wide=INTERPRETED or self.dtype == torch.float32,
-                stages=self._stages,
-            ),
-        )
-
-    def _operands(
-        self, output: torch.Tensor, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, tokens: int
-    ) -> tuple[object, ...]:
-        """What both kernels take: tensors, sizes and strides."""
-        tensors, sizes = (output, weight, x, scale), (self.rows, weight.shape[1])
-        x_stride, scale_stride = x.stride(0) if x.dim() == 2 else 0, 0 if scale is None or scale.numel() == 1 else 1
-        return (*tensors, *sizes, weight.stride(0), x_stride, tokens, scale_stride)
-
-    def close(self) -> None:
-        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
 
 
 def gemv_all_reduce(
@@ -253,8 +163,6 @@ def gemv_all_reduce(
     *,
     scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    schedule: str = AUTO,
-    order: str = REMOTE_FIRST,
     tiling: Tiling | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
@@ -271,14 +179,10 @@ def gemv_all_reduce(
             float32, float16 or bfloat16.
         scale: what a weight of 8 bits is multiplied by: float32, of one element, or of one a row, [M]. None for 1. On
             all ranks or on none; its values are this rank's own.
-        out: for the result, contiguous. Symmetric memory (``comm.empty``), at one place on all ranks, saves a copy in
-            two phases. None makes an ordinary tensor.
-        schedule: ``cells`` (every rank adds up everything, and sums carry their own readiness), ``two_phase`` (each
-            rank its share), or ``auto``.
-        order: ``remote_first``: what peers add up is computed first; ``oblivious``: tiles in their order. In cells all
-            tiles go to all, and both are the same.
+        out: for the result, contiguous. None makes a tensor.
         tiling: how the kernel is cut; None takes what was fastest on an H200.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``), or
+            T * M is more than 131,072. Fused, ranks have 16 bytes of symmetric memory for each element and rank.
 
     Returns:
         [T, M] or [M], the same bits on every rank.
@@ -289,27 +193,31 @@ def gemv_all_reduce(
             compile.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    asked = asked_of((NAME, method, schedule, order, tiling), weight, x, scale, out)
+    asked = asked_of((NAME, method, tiling), weight, x, scale, out)
     found = recalled(comm, asked)
     if found is None:
         with telling_refusals(comm, NAME):
-            check_choice(NAME, "schedule", schedule, SCHEDULES)
             check_method(comm, NAME, method)
-            _check(comm, weight, x, scale, out, order)
+            _check(comm, weight, x, scale, out)
     tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
     rows = weight.shape[0]
-    key = (NAME, rows, tokens, x.dtype, weight.dtype, schedule, tiling)
+    key = (NAME, rows, tokens, x.dtype, weight.dtype, tiling)
     if found is None:
-        options: dict[str, Any] = {"weight_dtype": weight.dtype, "schedule": schedule, "tiling": tiling}
-        kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, x.dtype, **options))
+
+        def handle(_: int = 0) -> GemvAllReduce:
+            dtypes = x.dtype, weight.dtype
+            return kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
+
         sizes = rows, weight.shape[1], tokens
-        found = method_of(comm, NAME, method, key, sizes, weight.element_size())
+        found = method_of(comm, NAME, method, key, sizes, weight.element_size(), {FUSED: handle})
+        if found.method == FUSED:
+            handle()
         remember(comm, asked, NAME, key, found, method)
     if found.method == UNFUSED:
         result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
         return result if out is None else out.copy_(result)
-    handle: GemvAllReduce = comm.kept[key]
-    return handle.run(weight, x, scale, out, order)
+    known: GemvAllReduce = comm.kept[key]
+    return known.run(weight, x, scale, out)
 
 
 def _check_sizes(rows: int, tokens: int) -> None:
@@ -319,8 +227,7 @@ def _check_sizes(rows: int, tokens: int) -> None:
         raise ValueError(f"{NAME}: tokens (value={tokens}, allowed=1..{MOST_TOKENS})")
 
 
-def _check(comm: Communicator, weight: object, x: object, scale: object, out: object, order: str) -> None:
-    check_choice(NAME, "order", order, ORDERS)
+def _check(comm: Communicator, weight: object, x: object, scale: object, out: object) -> None:
     check_tensor(NAME, "weight", weight, comm.device, FLOATS + FLOAT8S, (2,))
     assert isinstance(weight, torch.Tensor)
     check_tensor(NAME, "x", x, comm.device, FLOATS if weight.dtype in FLOAT8S else (weight.dtype,), (1, 2))

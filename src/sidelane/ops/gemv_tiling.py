@@ -1,4 +1,4 @@
-"""How the kernels of gemv_all_reduce are cut, and what of that fits on a compute unit."""
+"""How the kernel of gemv_all_reduce is cut, and what of that fits on a compute unit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 
 from sidelane.ops.handle import check_choice, power_of_two
 
-CELLS, TWO_PHASE = "cells", "two_phase"
 MOST_TOKENS = 16
-MOST_DOT_COLUMNS = 128
-"""At a time, in two phases."""
+CELLS_BYTES = 512 << 10
+"""Most float32 partial results of a rank that ``auto`` sends in cells; more was not measured (docs/lab/kernels.md)."""
 
 MOST_STAGES = 8
 EVICTIONS = ("", "evict_first")
@@ -35,9 +34,9 @@ class Tiling:
         columns: loaded at a time, a power of two, 16 or more.
         warps: of a program.
         per_unit: programs on each compute unit; all of them have to fit at the same time.
-        stages: of ``cells``: loads of so many turns less one are on their way, or of as many as shared memory has room
+        stages: loads of so many turns less one are on their way, or of as many as shared memory has room
             for. 1 leaves them in registers.
-        evict: of ``cells``: what the cache does with weights, ``evict_first`` or nothing.
+        evict: what the cache does with weights, ``evict_first`` or nothing.
     """
 
     rows: int = 16
@@ -88,17 +87,10 @@ class Tiling:
 OF_DOTS = Tiling(32, 128, 4, 2, 5, "")
 """For more than one token, which tensor cores multiply."""
 
-OF_TWO_PHASES = {False: Tiling(16, 512, 4, 2), True: Tiling(16, 128, 2, 4)}
-"""In two phases, by whether it is dots: for more than one token four took 112 us and more without, 56 with (8192 x 8192
-on an H100, docs/lab/kernels.md)."""
 
-
-def tiling_of(schedule: str, tokens: int) -> Tiling:
+def tiling_of(tokens: int) -> Tiling:
     """What was fastest where it was measured (docs/lab/kernels.md, *GEMVs whose sums are cells*)."""
-    dots = tokens > 1
-    if schedule == TWO_PHASE:
-        return OF_TWO_PHASES[dots]
-    return OF_DOTS if dots else Tiling()
+    return OF_DOTS if tokens > 1 else Tiling()
 
 
 def shared_bytes_of(device: torch.device, per_unit: int) -> int:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from sidelane.collectives import Communicator
+from sidelane.collectives.own_kernel import OwnKernel
 
 H = TypeVar("H")
 
@@ -22,6 +23,16 @@ FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 INTERPRETED_PROGRAMS = 3
 """Programs of a grid on CPU ranks, which run one after the other: enough for them to differ."""
+
+
+class KernelHandle:
+    """A kernel, and what else an operator keeps for a shape."""
+
+    _kernel: OwnKernel
+
+    def close(self) -> None:
+        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
+        self._kernel.close()
 
 
 @contextlib.contextmanager
@@ -77,6 +88,12 @@ def check_tensor(
     if tensor.dim() not in dims:
         allowed = " or ".join(map(str, dims))
         raise ValueError(f"{name}: dimensions of {what} (value={tensor.dim()}, allowed={allowed})")
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Refuse a dtype that no operator computes in. Raises TypeError."""
+    if dtype not in FLOATS:
+        raise TypeError(f"{name}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
 
 
 def check_choice(name: str, what: str, value: object, allowed: tuple[str, ...]) -> None:

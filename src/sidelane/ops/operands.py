@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_order import ORDERS, REMOTE_FIRST
+from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.memory.lasting import lasting
@@ -70,25 +70,18 @@ class _OnDevice:
     in_a_graph: bool = False
 
 
-def check_sizes(name: str, comm: Communicator, rows: int, columns: int, *, scatters: bool) -> None:
-    """Refuse sizes that no product has, or that cannot be scattered. Raises ValueError."""
+def check_operands(name: str, comm: Communicator, x: object, weight: object, *, scatters: bool = False) -> None:
+    """Refuse matrices without a product, or one that cannot be scattered. Raises ValueError or TypeError."""
+    check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
+    assert isinstance(weight, torch.Tensor)
+    check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
+    assert isinstance(x, torch.Tensor)
+    rows, columns = x.shape[0], weight.shape[0]
     if rows < 1 or columns < 1 or rows * columns > MOST_ELEMENTS:
         allowed = f"1 and more, {MOST_ELEMENTS} together"
         raise ValueError(f"{name}: rows of x, columns of the result (value={rows}, {columns}, allowed={allowed})")
     if scatters and rows % comm.world_size:
         raise ValueError(f"{name}: rows of x (value={rows}, allowed=multiples of {comm.world_size}, the ranks)")
-
-
-def check_operands(
-    name: str, comm: Communicator, x: object, weight: object, order: str = REMOTE_FIRST, *, scatters: bool = False
-) -> None:
-    """Refuse matrices that a kernel cannot multiply. Raises ValueError or TypeError."""
-    check_choice(name, "order", order, ORDERS)
-    check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
-    assert isinstance(x, torch.Tensor)
-    check_sizes(name, comm, x.shape[0], weight.shape[0], scatters=scatters)
     if x.shape[1] != weight.shape[1] or not x.shape[1]:
         raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
     _check_neighbours(name, "weight", weight)

@@ -8,6 +8,8 @@ Two schedules: ``cells`` for few bytes, ``pushed`` for more (``rms_norm_kernels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sidelane.choice.fused import UNFUSED
@@ -15,7 +17,17 @@ from sidelane.collectives import Communicator
 from sidelane.device.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
-from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.handle import (
+    FLOATS,
+    KernelHandle,
+    check_choice,
+    check_dtype,
+    check_tensor,
+    kept,
+    power_of_two,
+    programs_of,
+    telling_refusals,
+)
 from sidelane.ops.timeline import stamps_of
 
 NAME = "all_reduce_rms_norm"
@@ -30,7 +42,7 @@ CELLS_BYTES = 512 << 10
 256 KB and 17.1 for 2 MB, pushed rows 13.8 for 2 MB and 36.9 for 8 MB: lines through these cross here."""
 
 
-class AllReduceRmsNorm:
+class AllReduceRmsNorm(KernelHandle):
     """The workspace of :func:`all_reduce_rms_norm` for one shape. Collective: alike on all ranks.
 
     It takes ``4 * world_size`` times the bytes of the largest input in cells, half of that pushed, in symmetric memory.
@@ -53,37 +65,35 @@ class AllReduceRmsNorm:
     ) -> None:
         with telling_refusals(comm, NAME):
             check_choice(NAME, "schedule", schedule, SCHEDULES)
-            if dtype not in FLOATS:
-                raise TypeError(f"{NAME}: dtype (value={dtype}, allowed={', '.join(map(str, FLOATS))})")
+            check_dtype(NAME, dtype)
             _check_sizes(tokens, hidden, dtype)
         self.comm, self.tokens, self.hidden, self.dtype = comm, tokens, hidden, dtype
         if schedule == AUTO:
             sent_bytes = tokens * hidden * dtype.itemsize * (comm.world_size - 1)
             schedule = CELLS if sent_bytes <= CELLS_BYTES else PUSHED
         self.schedule = schedule
+        options: dict[str, Any] = {"N": comm.world_size}
         if schedule == CELLS:
-            self._make_cells()
+            self._width, programs_a_unit = hidden * dtype.itemsize // 4, 1  # words of a row
+            warps = 4 if self._width <= 1024 else 8 if self._width <= 4096 else 16
+            options |= {"W": power_of_two(self._width), "ELEMENT_BYTES": dtype.itemsize}
+            options |= {"DTYPE": DTYPES[str(dtype).removeprefix("torch.")], "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
         else:
-            self._make_pushed()
+            self._width, warps = hidden, 4 if hidden <= 2048 else 8 if hidden <= 8192 else 16
+            programs_a_unit = 2 if warps <= 8 else 1
+            options |= {"HP": power_of_two(hidden), "maxnreg": 128}  # so that all programs fit, with 16 warps on a unit
+        self._options = {**options, "num_warps": warps}
+        self._programs = programs_of(comm, tokens, programs_a_unit)
+        self._came = comm.empty(
+            *(2, comm.world_size, tokens, self._width), dtype=torch.int64 if schedule == CELLS else dtype
+        )
+        if schedule == CELLS:
+            self._came.zero_()
+            self._kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
+            comm.barrier()  # all cells are 0 before any is written
+        else:
+            self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
         self._counters = self._kernel.counters
-
-    def _make_cells(self) -> None:
-        comm = self.comm
-        self._words = self.hidden * self.dtype.itemsize // 4
-        self._warps = 4 if self._words <= 1024 else 8 if self._words <= 4096 else 16
-        self._programs = programs_of(comm, self.tokens, 1)
-        self._cells = comm.empty(2, comm.world_size, self.tokens, self._words, dtype=torch.int64)
-        self._cells.zero_()
-        self._kernel = comm.load_kernel(rms_norm_kernels.CELLS_KERNEL, flags=0)
-        comm.barrier()  # all cells are 0 before any is written
-
-    def _make_pushed(self) -> None:
-        comm = self.comm
-        self._warps = 4 if self.hidden <= 2048 else 8 if self.hidden <= 8192 else 16
-        per_unit = 2 if self._warps <= 8 else 1
-        self._programs = programs_of(comm, self.tokens, per_unit)
-        self._staging = comm.empty(2, comm.world_size, self.tokens, self.hidden, dtype=self.dtype)
-        self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
 
     def __call__(
         self,
@@ -118,62 +128,25 @@ class AllReduceRmsNorm:
         total = torch.empty_like(x) if residual_out is None else residual_out
         tensors = [y, total, x, x if residual is None else residual, weight]
         if self.schedule == CELLS:
-            self._launch_cells(tensors, eps, residual is not None)
-        else:
-            self._launch_pushed(tensors, eps, residual is not None)
-        return y, total
-
-    def _launch_cells(self, tensors: list[torch.Tensor], eps: float, has_residual: bool) -> None:
-        comm, tokens = self.comm, tensors[0].shape[0]
-        stamps, stamped = stamps_of(comm, self._programs)
+            tensors = [tensor.view(torch.int32) for tensor in tensors]
+        stamps, stamped = stamps_of(self.comm, self._programs)
         self._kernel.launch(
             (self._programs,),
             self._counters,
-            comm.rank,
-            comm.peers(self._cells),
-            self._cells,
-            *[tensor.view(torch.int32) for tensor in tensors],
-            tokens,
-            self.tokens,
-            self._words,
-            float(eps),
-            stamps,
-            alike=f"{tokens} tokens{stamped}",
-            N=comm.world_size,
-            W=power_of_two(self._words),
-            DTYPE=DTYPES[str(self.dtype).removeprefix("torch.")],
-            ELEMENT_BYTES=self.dtype.itemsize,
-            HAS_RESIDUAL=has_residual,
-            MOST_AHEAD=rms_norm_kernels.MOST_AHEAD,
-            num_warps=self._warps,
-        )
-
-    def _launch_pushed(self, tensors: list[torch.Tensor], eps: float, has_residual: bool) -> None:
-        comm, tokens = self.comm, tensors[0].shape[0]
-        stamps, stamped = stamps_of(comm, self._programs)
-        self._kernel.launch(
-            (self._programs,),
-            self._counters,
-            comm.rank,
-            comm.peers(self._staging),
-            self._staging,
+            self.comm.rank,
+            self.comm.peers(self._came),
+            self._came,
             *tensors,
-            tokens,
+            x.shape[0],
             self.tokens,
-            self.hidden,
+            self._width,
             float(eps),
             stamps,
-            alike=f"{tokens} tokens{stamped}",
-            N=comm.world_size,
-            HP=power_of_two(self.hidden),
-            HAS_RESIDUAL=has_residual,
-            num_warps=self._warps,
-            maxnreg=128,  # so that all programs fit, with 16 warps on a unit
+            alike=f"{x.shape[0]} tokens{stamped}",
+            HAS_RESIDUAL=residual is not None,
+            **self._options,
         )
-
-    def close(self) -> None:
-        """Let go of the workspace, once this rank's calls have ended. Idempotent, and no collective."""
-        self._kernel.close()
+        return y, total
 
 
 def all_reduce_rms_norm(

@@ -1,10 +1,10 @@
-"""split_gemm_all_to_all: the vendor's GEMM in parts, each on its way by copy engines while the next one is computed.
+"""split_gemm_all_to_all and split_all_to_all_gemm: the vendor's GEMM in parts that copy engines take, or bring.
 
-Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``). No compute unit
-moves data, and the library's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md). What is lost:
-parts are smaller, and the host has to know how many rows go where; a graph keeps those of its capture.
+Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes, or the all-to-all first (``reference``). No
+compute unit moves data, and the library's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md).
+What is lost: parts are smaller, and the host has to know how many rows go where; a graph keeps those of its capture.
 
-Two ranks, two pieces; the rows that stay come last, and are computed where they belong::
+Computed and then sent, two ranks, two pieces; the rows that stay come last, and are computed where they belong::
 
     compute      rows for 1, first half | second half     | rows for 0
     copy engine                         | first half -> 1 | second half -> 1
@@ -12,67 +12,92 @@ Two ranks, two pieces; the rows that stay come last, and are computed where they
 All copies are one program, which waits with the engines from the begin on; each part that is finished releases its own
 (``sidelane.program.transform.triggers``), in a graph as a dependency of its copy. Turn t takes the rows for the t-th
 rank behind this one, so that every rank sends to one and receives from one other.
+
+Sent and then computed; what computes a part waits for its arrival, and what is computed first is there already::
+
+    compute      rows that stay           | first half of 1 | second half of 1
+    copy engine  first half | second half |
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import ClassVar, TypeVar
 
 import torch
 
-from sidelane.collectives import Communicator
+from sidelane.collectives import BoundProgram, Communicator
 from sidelane.ops.handle import is_captured, kept, telling_refusals
 from sidelane.ops.in_turn import in_turn
-from sidelane.ops.routings import DEFAULT_PIECES, Counts, Routings, Table, checked
-from sidelane.program.pieces import SPLIT_GEMM, going, split_program
-
-NAME = SPLIT_GEMM
+from sidelane.ops.routings import DEFAULT_PIECES, Counts, Maker, Routings, Table, checked
+from sidelane.program.pieces import SPLIT_DISPATCH, SPLIT_GEMM, arriving_program, coming, going, split_program
 
 
-class SplitGemmAllToAll:
-    """Buffers of :func:`split_gemm_all_to_all` for some sizes, and programs for some routings. Collective.
+class SplitByCounts:
+    """Buffers of a GEMM in parts for some sizes, and programs for some routings. Collective.
 
     Args:
         comm: the ranks.
         most_rows: that any rank sends or gets.
-        columns: H, of the result.
-        dtype: of x, weight and result: float32, float16 or bfloat16.
+        width: columns of what travels.
+        dtype: float32, float16 or bfloat16.
     """
 
-    def __init__(self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> None:
-        self.comm = comm
-        self._sent, self._output = (comm.empty(most_rows, columns, dtype=dtype) for _ in range(2))
-        self.routings = Routings(comm, split_program, self._sent, {"sent": self._sent, "output": self._output})
-        self._loaded: set[Hashable] = set()
+    name: ClassVar[str]
+    program: ClassVar[Maker]
+    target: ClassVar[str]
+    """Buffer of the program that rows go to."""
+
+    def __init__(self, comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> None:
+        self.comm, self._most_rows = comm, most_rows
+        self._sent, self._came = (comm.empty(most_rows, width, dtype=dtype) for _ in range(2))
+        buffers = {"sent": self._sent, self.target: self._came}
+        self.routings = Routings(comm, type(self).program, self._sent, buffers)
         self._in_turn = in_turn(comm)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`split_gemm_all_to_all`."""
+        """Run it, with the counts as numbers."""
         with torch.no_grad(), self._in_turn:
-            return self._run(x, weight, table, pieces)
+            routing = self.routings.of(table, pieces)
+            routing.in_a_graph |= is_captured(self.comm)
+            return self._run(x, weight, table, pieces, routing.program)
 
-    def _run(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
-        captured = is_captured(self.comm)
-        routing = self.routings.of(table, pieces)
-        routing.in_a_graph |= captured
-        x, weight = _for_the_library(x), _for_the_library(weight)
-        parts = going(table, self.comm.rank, pieces)
-        if not captured:
-            self._load(x, weight, parts)
-        work = routing.program(async_op=True)
-        for number, rows in enumerate(parts):
-            torch.mm(x[rows], weight.t(), out=self._sent[rows])
-            routing.program.trigger(number)
-        self._compute_what_stays(x, weight, table)
-        assert work is not None
-        work.wait()
-        return self._output
+    def _run(
+        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
+    ) -> torch.Tensor:
+        raise NotImplementedError
 
-    def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table) -> None:
+    def _compute_what_stays(self, x: torch.Tensor, weight: torch.Tensor, table: Table, output: torch.Tensor) -> None:
         rank = self.comm.rank
         first, place = sum(table[rank][:rank]), sum(row[rank] for row in table[:rank])
         if stays := table[rank][rank]:
-            torch.mm(x[first : first + stays], weight.t(), out=self._output[place : place + stays])
+            torch.mm(x[first : first + stays], weight.t(), out=output[place : place + stays])
+
+
+class SplitGemmAllToAll(SplitByCounts):
+    """What :func:`split_gemm_all_to_all` keeps."""
+
+    name, program, target = SPLIT_GEMM, split_program, "output"
+
+    def __init__(self, comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__(comm, most_rows, width, dtype)
+        self._loaded: set[Hashable] = set()
+
+    def _run(
+        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
+    ) -> torch.Tensor:
+        x, weight = _for_the_library(x), _for_the_library(weight)
+        parts = going(table, self.comm.rank, pieces)
+        if not is_captured(self.comm):
+            self._load(x, weight, parts)
+        work = program(async_op=True)
+        for number, rows in enumerate(parts):
+            torch.mm(x[rows], weight.t(), out=self._sent[rows])
+            program.trigger(number)
+        self._compute_what_stays(x, weight, table, self._came)
+        assert work is not None
+        work.wait()
+        return self._came
 
     def _load(self, x: torch.Tensor, weight: torch.Tensor, parts: Sequence[slice]) -> None:
         """Compute parts of new sizes once: to load a kernel, or to allocate what it needs, may wait for the device,
@@ -91,6 +116,29 @@ class SplitGemmAllToAll:
             if key not in self._loaded:
                 torch.mm(part, weight.t())
                 self._loaded.add(key)
+
+
+class SplitAllToAllGemm(SplitByCounts):
+    """What :func:`split_all_to_all_gemm` keeps."""
+
+    name, program, target = SPLIT_DISPATCH, arriving_program, "came"
+
+    def _run(
+        self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int, program: BoundProgram
+    ) -> torch.Tensor:
+        rank = self.comm.rank
+        output = x.new_empty(self._most_rows, weight.shape[0])
+        first = sum(table[rank][:rank])
+        for rows in (slice(0, first), slice(first + table[rank][rank], sum(table[rank]))):
+            self._sent[rows] = x[rows]
+        work = program(async_op=True)
+        self._compute_what_stays(x, weight, table, output)
+        for number, came in enumerate(coming(table, rank, pieces)):
+            program.wait_for_arrival(number)
+            torch.mm(self._came[came], weight.t(), out=output[came])
+        assert work is not None
+        work.wait()
+        return output
 
 
 def split_gemm_all_to_all(
@@ -127,14 +175,39 @@ def split_gemm_all_to_all(
         UnavailableError: inside of a capture: a new shape, or counts that no call before had.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        table = checked(NAME, comm, x, weight, counts, most_rows, pieces)
-    return handle_of(comm, most_rows, weight.shape[0], weight.dtype)(x, weight, table, pieces)
+    with telling_refusals(comm, SPLIT_GEMM):
+        table = checked(SPLIT_GEMM, comm, x, weight, counts, most_rows, pieces)
+    return handle_of(SplitGemmAllToAll, comm, most_rows, weight.shape[0], weight.dtype)(x, weight, table, pieces)
 
 
-def handle_of(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> SplitGemmAllToAll:
-    """What :func:`split_gemm_all_to_all` keeps for a shape, made by all ranks together where it is new."""
-    return kept(comm, (NAME, most_rows, columns, dtype), lambda: SplitGemmAllToAll(comm, most_rows, columns, dtype))
+def split_all_to_all_gemm(
+    comm: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    counts: Counts,
+    *,
+    most_rows: int,
+    pieces: int = DEFAULT_PIECES,
+) -> torch.Tensor:
+    """Rows go to the ranks that ``counts`` says, and ``came @ weight.T`` there, part by part as it comes. A call of the
+    communicator.
+
+    Arguments and errors as of :func:`split_gemm_all_to_all`; rows of ``weight`` may differ between ranks in number.
+
+    Returns:
+        [most_rows, H]: results of rows from rank 0, from rank 1, and so on; behind them anything.
+    """
+    with telling_refusals(comm, SPLIT_DISPATCH):
+        table = checked(SPLIT_DISPATCH, comm, x, weight, counts, most_rows, pieces)
+    return handle_of(SplitAllToAllGemm, comm, most_rows, weight.shape[1], weight.dtype)(x, weight, table, pieces)
+
+
+S = TypeVar("S", bound=SplitByCounts)
+
+
+def handle_of(kind: type[S], comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> S:
+    """What an operator in parts keeps for a shape, made by all ranks together where it is new."""
+    return kept(comm, (kind.name, most_rows, width, dtype), lambda: kind(comm, most_rows, width, dtype))
 
 
 def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:

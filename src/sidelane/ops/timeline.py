@@ -39,7 +39,7 @@ class Timeline:
 
     Attributes:
         intervals: of all ranks, once ``with`` has ended: group ``rank r``, lane ``workgroup w``, label ``compute for
-            rank 1``, ``send to rank 1``, ``local``, ``add``, ``copy`` or ``wait``. Time 0 is the first stamp.
+            rank 1``, ``send to rank 1``, ``local``, ``add`` or ``wait``. Time 0 is the first stamp.
         dropped: stamps that had no place.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Programs of GEMMs in parts (``ops.split_gemm`` and its siblings): what travels, and which part of it when.
+"""Programs of GEMMs in parts (``ops.split_gemm``, ``ops.gather_gemm``): what travels, and which part of it when.
 
 computed, then sent   every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
 sent, then computed   parts go in the same order; each one is an arrival, behind which it is read

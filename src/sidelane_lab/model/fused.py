@@ -62,8 +62,7 @@ class FusedKernel:
         start_us: when the rank begins.
         reduce_us: of all that has come, once it has; then its results go to all.
         result_bytes: of those, to each peer; 0: none go.
-        first_bytes: that go to each peer before anything is computed.
-        first_shares: the same by rank, where they differ.
+        first_shares: bytes that go to each rank before anything is computed; none: nothing does.
         senders: workgroups that send those, one part each, and hold a place until they have gone.
     """
 
@@ -75,13 +74,12 @@ class FusedKernel:
     start_us: float = 0.0
     reduce_us: float = 0.0
     result_bytes: float = 0.0
-    first_bytes: float = 0.0
     first_shares: tuple[float, ...] = ()
     senders: int = 0
 
     def first_to(self, rank: int) -> float:
         """Bytes that go to a peer before anything is computed."""
-        return self.first_shares[rank] if self.first_shares else self.first_bytes
+        return self.first_shares[rank] if self.first_shares else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

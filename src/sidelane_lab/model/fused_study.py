@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import (
     Embedding,
+    FusedOperator,
     FusedTimes,
     Gemv,
-    Operator,
     TiledGemm,
     predict_fused,
 )
@@ -80,7 +80,7 @@ class FusedStudy:
         """Figure 14: by how much the second node ends later than the first, mean over :data:`EMBEDDINGS`."""
         return statistics.fmean(skew_percent(self.across, operator, order) for operator in EMBEDDINGS)
 
-    def figures(self) -> dict[str, tuple[Sequence[Operator], list[FusedTimes]]]:
+    def figures(self) -> dict[str, tuple[Sequence[FusedOperator], list[FusedTimes]]]:
         """Operators and times by the paper's figure."""
         return {
             "Figure 8: embedding + all-to-all, one node": (EMBEDDINGS, self.embeddings),
@@ -90,7 +90,7 @@ class FusedStudy:
         }
 
 
-def skew_percent(machine: Machine, operator: Operator, order: str) -> float:
+def skew_percent(machine: Machine, operator: FusedOperator, order: str) -> float:
     """By how much the last rank ends later than the first rank, percent of the first one's time."""
     ended = predict_fused(machine, operator, order).fused.ended_us
     return 100 * (ended[-1] / ended[0] - 1)

@@ -1,12 +1,11 @@
-"""GEMMs whose results are added up, or whose rows are gathered, as kernels that compute and send.
+"""GEMMs whose results are added up, or whose rows come from other ranks first.
 
-    GEMM + reduce-scatter   tiles go to the owner of their rows, which adds them up
-    GEMM + all-reduce       the same, and what was added up goes to all
-    all-gather + GEMM       rows go to all first; tiles wait for the rank that their rows come from
-    all-to-all + GEMM       the same, of rows that go to one rank each
+    GEMM + reduction    unfused, or in parts (``model/split.py``)
+    all-gather + GEMM   the same
+    all-to-all + GEMM   a kernel, too: rows go first; tiles wait for the rank that their rows come from
 
-The kernels are those of :mod:`sidelane.ops`: a workgroup a unit, which goes over tiles of 128 x 256. Unfused, the GEMM
-is the vendor library's.
+The kernel is the one of :mod:`sidelane.ops`: a workgroup a unit, which goes over tiles of 128 x 256. Else the GEMM is
+the vendor library's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.fused import FusedKernel, Work
 from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.workgroups import fused_figures, resident, stream_gbps
+from sidelane_lab.model.workgroups import fused_figures
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Of the result, a workgroup at a time (``ops.gemm.TileSizes``)."""
@@ -56,22 +55,6 @@ class GemmReduce:
     def __str__(self) -> str:
         return f"{self.rows}x{self.depth}x{self.columns} a rank"
 
-    def works(self, ranks: int) -> list[Work]:
-        """By the rank that owns the rows."""
-        each = math.ceil(self.rows / ranks)
-        tiles = _tiles(each, self.columns)
-        nbytes = each * self.columns * self.element_bytes / tiles
-        return [Work(tiles, ((to, nbytes),)) for to in range(ranks)]
-
-    def kernel(self, machine: Machine, occupancy: float) -> FusedKernel:
-        """The fused one, without its work."""
-        ranks = machine.world_size
-        part = math.ceil(self.rows / ranks) * self.columns * self.element_bytes
-        units = max(1, int(machine.gpu.units * occupancy))
-        adding_us = (ranks + 1) * part / (stream_gbps(machine, resident(machine)) * 1e3)
-        sent = float(part) if self.gathers and ranks > 1 else 0.0
-        return FusedKernel((), units, _tile_us(machine, self.depth), reduce_us=adding_us, result_bytes=sent)
-
     def compute_us(self, machine: Machine) -> float:
         """The library's GEMM."""
         return gemm_us(machine, Gemm(self.rows, self.columns, self.depth))
@@ -103,21 +86,6 @@ class GatherGemm:
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.depth}x{self.columns} a rank"
-
-    def works(self, ranks: int) -> list[Work]:
-        """By the rank whose rows they multiply."""
-        return [Work(_tiles(self.rows, self.columns), (), needs=source) for source in range(ranks)]
-
-    def kernel(self, machine: Machine, occupancy: float) -> FusedKernel:
-        """The fused one, without its work."""
-        units = max(1, int(machine.gpu.units * occupancy))
-        return FusedKernel(
-            (),
-            units,
-            _tile_us(machine, self.depth),
-            first_bytes=float(self.rows * self.depth * self.element_bytes),
-            senders=(machine.world_size - 1) * math.ceil(self.rows / TILE_ROWS),
-        )
 
     def compute_us(self, machine: Machine) -> float:
         """The library's GEMM of all rows."""

@@ -262,21 +262,17 @@ class TiledGemm:
         return lambda workgroups: max(computing, workgroups * nbytes / reading)
 
 
-Operator = Embedding | Gemv | TiledGemm | GemmReduce | GatherGemm | DispatchGemm | AllReduceNorm
+FusedOperator = Embedding | Gemv | TiledGemm | DispatchGemm | AllReduceNorm
+"""Operators that have a kernel."""
+Operator = FusedOperator | GemmReduce | GatherGemm
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FusedTimes:
-    """An operator on a machine.
-
-    Attributes:
-        compute_us, collective_us: unfused, one after the other.
-        fused: the fused kernel on every rank, its launch included.
-    """
+class UnfusedTimes:
+    """An operator on a machine: its computation, and then the library's collective."""
 
     compute_us: float
     collective_us: float
-    fused: FusedRun
 
     @property
     def unfused_us(self) -> float:
@@ -288,15 +284,50 @@ class FusedTimes:
         """The longer of both: what hiding all of the other would come to."""
         return max(self.compute_us, self.collective_us)
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FusedTimes(UnfusedTimes):
+    """The same, and ``fused``: the fused kernel on every rank, its launch included."""
+
+    fused: FusedRun
+
     @property
     def lower_percent(self) -> float:
         """By how much the fused time is lower, in percent of the unfused one."""
         return 100 * (1 - self.fused.time_us / self.unfused_us)
 
 
+def predict_unfused(machine: Machine, operator: Operator) -> UnfusedTimes:
+    """Predict an operator unfused.
+
+    Args:
+        machine: one node, or several of one GPU each.
+        operator: what is computed and sent.
+
+    Raises:
+        ValueError: nodes of several GPUs, counts of other ranks, or tensors that no memory of the machine holds.
+    """
+    if machine.nodes > 1 and machine.gpus > 1:
+        text = "one node, or nodes of one GPU"
+        raise ValueError(f"fused: {machine.name} (value={machine.nodes} nodes of {machine.gpus}, allowed={text})")
+    if machine.nodes > 1 and not machine.links.network_gbps:
+        raise ValueError(f"fused: links.network_gbps of {machine.name} (value=0, allowed=what joins nodes)")
+    held_gb, memory_gb = operator.held_bytes(machine.world_size) / 1e9, float(machine.gpu.memory_gb)
+    if held_gb > memory_gb:
+        text = f"value={held_gb:.4g} GB on a rank, allowed={memory_gb:g}, which is gpu.memory_gb"
+        raise ValueError(f"{operator.name}: {operator} ({text})")
+    counts = operator.counts if isinstance(operator, TiledGemm | DispatchGemm) else ()
+    if counts and len(counts) != machine.world_size:
+        raise ValueError(
+            f"{operator.name}: counts (value={len(counts)} rows, allowed={machine.world_size}, one a rank)"
+        )
+    collective_us = _collective_us(machine, operator.kind, _wire_equivalent(machine, operator))
+    return UnfusedTimes(operator.compute_us(machine), collective_us)
+
+
 def predict_fused(
     machine: Machine,
-    operator: Operator,
+    operator: FusedOperator,
     order: str = REMOTE_FIRST,
     *,
     occupancy: float | None = None,
@@ -317,23 +348,13 @@ def predict_fused(
         ValueError: another order or occupancy, a machine without figures of fused operators, nodes of several GPUs, or
             tensors that no memory of it holds.
     """
-    ranks, across = machine.world_size, machine.nodes > 1
-    if across and machine.gpus > 1:
-        text = "one node, or nodes of one GPU"
-        raise ValueError(f"fused: {machine.name} (value={machine.nodes} nodes of {machine.gpus}, allowed={text})")
+    ranks, across, unfused = machine.world_size, machine.nodes > 1, predict_unfused(machine, operator)
     if order not in ORDERS:
         raise ValueError(f"fused: order (value={order!r}, allowed={', '.join(ORDERS)})")
     if starts_us and (len(starts_us) != ranks or not all(0 <= start < math.inf for start in starts_us)):
         raise ValueError(f"fused: starts_us (value={list(starts_us)}, allowed={ranks} times, one a rank, 0 or more)")
-    held_gb, memory_gb = operator.held_bytes(ranks) / 1e9, float(machine.gpu.memory_gb)
-    if held_gb > memory_gb:
-        text = f"value={held_gb:.4g} GB on a rank, allowed={memory_gb:g}, which is gpu.memory_gb"
-        raise ValueError(f"{operator.name}: {operator} ({text})")
     if occupancy is None:
         occupancy = float(fused_figures(machine).kept_share) if across else 1.0
-    counts = operator.counts if isinstance(operator, TiledGemm | DispatchGemm) else ()
-    if counts and len(counts) != ranks:
-        raise ValueError(f"{operator.name}: counts (value={len(counts)} rows, allowed={ranks}, one a rank)")
     works = [_works_of(operator, rank, ranks) for rank in range(ranks)]
     plain = operator.kernel(machine, occupancy)
     own = [operator.kernel_of(rank, plain) if isinstance(operator, DispatchGemm) else plain for rank in range(ranks)]
@@ -349,11 +370,10 @@ def predict_fused(
         for rank in range(ranks)
     ]
     run = run_fused(machine, kernels, record=record)
-    collective = _collective_us(machine, operator.kind, _wire_equivalent(machine, operator))
-    return FusedTimes(operator.compute_us(machine), collective, run)
+    return FusedTimes(unfused.compute_us, unfused.collective_us, run)
 
 
-def _works_of(operator: Operator, rank: int, ranks: int) -> list[Work]:
+def _works_of(operator: FusedOperator, rank: int, ranks: int) -> list[Work]:
     if isinstance(operator, DispatchGemm) or (isinstance(operator, TiledGemm) and operator.counts):
         return operator.works_of(rank)
     return operator.works(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +16,17 @@ from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims_fused import MACHINE, SECTIONS
 from sidelane_lab.model.fused_study import FusedStudy
+from sidelane_lab.model.gemm_operators import GatherGemm, GemmReduce
 from sidelane_lab.model.operators import (
     OBLIVIOUS,
     ORDERS,
     REMOTE_FIRST,
+    FusedOperator,
     FusedTimes,
     Operator,
+    UnfusedTimes,
     predict_fused,
+    predict_unfused,
 )
 from sidelane_lab.model.split import chain_us, split_us
 from sidelane_lab.papers.simulated import figures as sim_figures
@@ -84,16 +89,18 @@ class Predicted:
     Attributes:
         operator: at its shape.
         made_of: what computes, unfused.
-        times: by order.
+        unfused: its times.
+        times: by order; none where the operator has no kernel.
         chain_us: unfused, with the collective on copy engines; None where the model has none.
         parts_us: in parts on copy engines, by parts for each peer; none where the operator is not a GEMM.
     """
 
     operator: Operator
     made_of: str
-    times: dict[str, FusedTimes]
-    low_percent: float
-    high_percent: float
+    unfused: UnfusedTimes
+    times: dict[str, FusedTimes] = dataclasses.field(default_factory=dict)
+    low_percent: float = 0.0
+    high_percent: float = 0.0
     chain_us: float | None = None
     parts_us: dict[int, float] = dataclasses.field(default_factory=dict)
 
@@ -103,19 +110,24 @@ class Predicted:
         return self.times[REMOTE_FIRST].lower_percent
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """As ``--json`` writes it: an object for each order."""
+        """As ``--json`` writes it: an object for each order, or one."""
         plausible = {"low_percent": self.low_percent, "high_percent": self.high_percent}
+        alone = {
+            "op": self.operator.name,
+            "shape": str(self.operator),
+            "unfused": self.made_of,
+            "compute_us": self.unfused.compute_us,
+            "comm_us": self.unfused.collective_us,
+            "unfused_us": self.unfused.unfused_us,
+            "bound_us": self.unfused.bound_us,
+        }
         others = {"unfused_engines_us": self.chain_us, **{f"in_{n}_parts_us": us for n, us in self.parts_us.items()}}
+        if not self.times:
+            return [alone | others]
         return [
             {
-                "op": self.operator.name,
-                "shape": str(self.operator),
-                "unfused": self.made_of,
+                **alone,
                 "order": order,
-                "compute_us": times.compute_us,
-                "comm_us": times.collective_us,
-                "unfused_us": times.unfused_us,
-                "bound_us": times.bound_us,
                 "time_us": times.fused.time_us,
                 "rank_us": list(times.fused.ended_us),
                 "lower_percent": times.lower_percent,
@@ -152,7 +164,9 @@ def main(options: Options) -> int:
                 found += [predicted(machine, *made, options) for made in operators_of(op, shape, machine.world_size)]
     starts, firsts = _starts(machine, options), _first_shapes(found)
     reading = [operator for operator, _ in firsts if fused_skew.reads_memory(operator)]
-    tables = [*fused_tables(machine, found), fused_skew.skew_table(machine, firsts)]
+    tables = fused_tables(machine, found)
+    if firsts:
+        tables.append(fused_skew.skew_table(machine, firsts))
     tables += [table for table in (fused_skew.occupancy_table(machine, reading, starts),) if table is not None]
     for table in tables:
         console.print(table.to_rich())
@@ -170,13 +184,13 @@ def predicted(machine: Machine, operator: Operator, made_of: str, options: Optio
     """Predict an operator in both orders, and its gain over the plausible values: one number at a time, squares add."""
     starts = _starts(machine, options)
 
-    def predict(where: Machine, order: str = REMOTE_FIRST) -> FusedTimes:
-        return predict_fused(where, operator, order, occupancy=options.occupancy, starts_us=starts)
-
-    times = {order: predict(machine, order) for order in ORDERS}
-    value = times[REMOTE_FIRST].lower_percent
-    below, above = spread(machine, lambda changed: predict(changed).lower_percent, value)
-    found = Predicted(operator, made_of, times, value - below, value + above)
+    found = Predicted(operator, made_of, predict_unfused(machine, operator))
+    if not isinstance(operator, GemmReduce | GatherGemm):
+        predict = functools.partial(predict_fused, operator=operator, occupancy=options.occupancy, starts_us=starts)
+        times = {order: predict(machine, order=order) for order in ORDERS}
+        value = times[REMOTE_FIRST].lower_percent
+        below, above = spread(machine, lambda changed: predict(changed).lower_percent, value)
+        found = dataclasses.replace(found, times=times, low_percent=value - below, high_percent=value + above)
     if machine.nodes > 1 or starts or options.occupancy is not None:
         return found  # those are about the fused kernel
     parts = {pieces: us for pieces in PIECES for us in [split_us(machine, operator, pieces)] if us is not None}
@@ -187,12 +201,13 @@ def _starts(machine: Machine, options: Options) -> tuple[float, ...]:
     return (*[0.0] * (machine.world_size - 1), options.late_us) if options.late_us else ()
 
 
-def _first_shapes(found: Sequence[Predicted]) -> list[tuple[Operator, dict[str, FusedTimes]]]:
-    """Of each operator."""
-    firsts: dict[str, Predicted] = {}
+def _first_shapes(found: Sequence[Predicted]) -> list[tuple[FusedOperator, dict[str, FusedTimes]]]:
+    """Return the first shape of each operator that has a kernel."""
+    firsts: dict[str, tuple[FusedOperator, dict[str, FusedTimes]]] = {}
     for one in found:
-        firsts.setdefault(one.operator.name, one)
-    return [(one.operator, one.times) for one in firsts.values()]
+        if not isinstance(one.operator, GemmReduce | GatherGemm):
+            firsts.setdefault(one.operator.name, (one.operator, one.times))
+    return list(firsts.values())
 
 
 def spread(machine: Machine, predict: Callable[[Machine], float], value: float) -> tuple[float, float]:
@@ -212,18 +227,18 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
     for op, alike in grouped(found, lambda one: one.operator.name, ordered=False):
         lines = []
         for one in alike:
-            first = one.times[REMOTE_FIRST]
+            fused: tuple[str, ...] = ("",) * 4
+            if one.times:
+                times = [number(one.times[order].fused.time_us) for order in (REMOTE_FIRST, OBLIVIOUS)]
+                fused = (*times, f"{one.lower_percent:.0f}", f"{one.low_percent:.0f} .. {one.high_percent:.0f}")
             cells = (
                 str(one.operator),
                 one.made_of,
-                number(first.compute_us),
-                number(first.collective_us),
+                number(one.unfused.compute_us),
+                number(one.unfused.collective_us),
                 "" if one.chain_us is None else number(one.chain_us),
                 number(min(one.parts_us.values())) if one.parts_us else "",
-                number(first.fused.time_us),
-                number(one.times[OBLIVIOUS].fused.time_us),
-                f"{one.lower_percent:.0f}",
-                f"{one.low_percent:.0f} .. {one.high_percent:.0f}",
+                *fused,
             )
             lines.append(Line(cells))
         notes = (
@@ -250,15 +265,18 @@ def fused_tables(machine: Machine, found: Sequence[Predicted]) -> list[Table]:
 
 def _report(machine: Machine, found: Sequence[Predicted], options: Options, folder: Path) -> None:
     gains = [
-        (f"{p.operator.name}: {p.operator}; {p.made_of}", p.low_percent, p.lower_percent, p.high_percent) for p in found
+        (f"{p.operator.name}: {p.operator}; {p.made_of}", p.low_percent, p.lower_percent, p.high_percent)
+        for p in found
+        if p.times
     ]
-    fused_figures.draw_gains(machine, gains, folder)
+    if gains:
+        fused_figures.draw_gains(machine, gains, folder)
     firsts = _first_shapes(found)
     fused_skew.draw_ranks(firsts, machine, folder)
     fused_skew.draw_occupancy(machine, [one for one, _ in firsts if fused_skew.reads_memory(one)], folder)
     # The first embedding, if there is one: what its order changes can be seen.
-    traced = min((one.operator for one in found), key=lambda operator: operator.name != TRACED)
-    for order in ORDERS:
+    for order in ORDERS if firsts else ():
+        traced = min((one for one, _ in firsts), key=lambda operator: operator.name != TRACED)
         run = predict_fused(machine, traced, order, occupancy=options.occupancy, record=True).fused
         write_chrome_trace(folder / f"timeline-fused-{order}.trace.json", run.timeline)
         title = f"{traced.name}, {order}, {machine.title}"

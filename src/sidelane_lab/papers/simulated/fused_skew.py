@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import Line, Table, number
 from sidelane_lab.harness.report.drawing import RC, file_name, save
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.operators import Embedding, FusedTimes, Gemv, Operator, predict_fused
+from sidelane_lab.model.operators import Embedding, FusedOperator, FusedTimes, Gemv, predict_fused
 from sidelane_lab.papers.simulated.bands import Curves, bands
 from sidelane_lab.papers.simulated.curves import BANDS, COLOURS, curve
 from sidelane_lab.studies.fused.skew import draw_skew, skew_percent
@@ -28,7 +28,7 @@ Orders = dict[str, FusedTimes]
 """Times of an operator by order of its work."""
 
 
-def skew_table(machine: Machine, found: Sequence[tuple[Operator, Orders]]) -> Table:
+def skew_table(machine: Machine, found: Sequence[tuple[FusedOperator, Orders]]) -> Table:
     """The fastest and the slowest rank of each operator in both orders."""
     lines = []
     for operator, orders in found:
@@ -43,7 +43,7 @@ def skew_table(machine: Machine, found: Sequence[tuple[Operator, Orders]]) -> Ta
     return Table(f"Ranks of fused operators on {machine.title}: predicted", tuple(columns), tuple(lines), notes, keys=2)
 
 
-def occupancy_table(machine: Machine, found: Sequence[Operator], starts_us: Sequence[float] = ()) -> Table | None:
+def occupancy_table(machine: Machine, found: Sequence[FusedOperator], starts_us: Sequence[float] = ()) -> Table | None:
     """Times of kernels that read memory, by occupancy; None without one."""
     lines = []
     for operator in found:
@@ -57,19 +57,19 @@ def occupancy_table(machine: Machine, found: Sequence[Operator], starts_us: Sequ
     return Table(title, columns, tuple(lines), notes, keys=2)
 
 
-def times_by_occupancy(machine: Machine, operator: Operator, starts_us: Sequence[float] = ()) -> list[float]:
+def times_by_occupancy(machine: Machine, operator: FusedOperator, starts_us: Sequence[float] = ()) -> list[float]:
     """Of the fused kernel."""
     return [
         predict_fused(machine, operator, occupancy=share, starts_us=starts_us).fused.time_us for share in OCCUPANCIES
     ]
 
 
-def reads_memory(operator: Operator) -> bool:
+def reads_memory(operator: FusedOperator) -> bool:
     """True if how many workgroups are resident decides how fast it reads."""
     return isinstance(operator, Embedding | Gemv)
 
 
-def draw_ranks(found: Sequence[tuple[Operator, Orders]], machine: Machine, folder: Path) -> None:
+def draw_ranks(found: Sequence[tuple[FusedOperator, Orders]], machine: Machine, folder: Path) -> None:
     """A picture of the ranks' times for each operator."""
     for operator, orders in found:
         calls = {order: [times.fused.ended_us] for order, times in orders.items()}
@@ -77,7 +77,7 @@ def draw_ranks(found: Sequence[tuple[Operator, Orders]], machine: Machine, folde
         draw_skew(calls, title, folder, file_name(f"{operator.name} skew"))
 
 
-def draw_occupancy(machine: Machine, found: Sequence[Operator], folder: Path) -> None:
+def draw_occupancy(machine: Machine, found: Sequence[FusedOperator], folder: Path) -> None:
     """Times over the one at 75%, by occupancy, with bands over the plausible values of the machine's numbers."""
 
     def over_most(changed: Machine) -> Curves[int]:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_thumb import ROUTED
 from sidelane.collectives import Communicator
-from sidelane.ops.gemv import CELLS, TWO_PHASE
 from sidelane.ops.gemv_tiling import tiling_of
 from sidelane_lab.studies.fused import dispatch_cases, embedding_cases, gemm_cases, norm_cases, routed_cases
 from sidelane_lab.studies.fused.case import (
@@ -34,6 +33,9 @@ from sidelane_lab.studies.fused.case import (
 )
 from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
 from sidelane_lab.studies.fused.shapes import ROUTINGS
+
+CELLS = "cells"
+"""How a GEMV is fused, as rows have it."""
 
 SWEPT = ((8192, 8192, 1), (8192, 8192, 16), (20, 16, 1))
 """Shapes of GEMVs at which programs on a unit are swept, on GPUs and on CPUs."""
@@ -66,23 +68,13 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
         dist.all_reduce(total)
         return total
 
-    fused: dict[str, Run] = {"auto": lambda: ops.gemv_all_reduce(comm, weight, x, out=out, method=FUSED)}
-    fused |= {
-        name: lambda schedule=schedule, order=order: ops.gemv_all_reduce(  # type: ignore[misc]
-            comm, weight, x, out=out, schedule=schedule, order=order, method=FUSED
-        )
-        for name, schedule, order in (
-            (CELLS, CELLS, ORDERS[0]),
-            (TWO_PHASE, TWO_PHASE, ORDERS[0]),
-            (f"{TWO_PHASE}, {ORDERS[1]}", TWO_PHASE, ORDERS[1]),
-        )
-    }
+    fused: dict[str, Run] = {CELLS: lambda: ops.gemv_all_reduce(comm, weight, x, out=out, method=FUSED)}
 
     if (rows, columns, tokens) in SWEPT:
-        usual = tiling_of(CELLS, tokens)
+        usual = tiling_of(tokens)
         for count in (1, 2) if comm.device.type == "cpu" else range(1, usual.most_per_unit + 1):
-            options: dict[str, Any] = {"out": out, "schedule": CELLS, "method": FUSED}
-            options["tiling"] = dataclasses.replace(usual, per_unit=count)
+            tiling = dataclasses.replace(usual, per_unit=count)
+            options: dict[str, Any] = {"out": out, "method": FUSED, "tiling": tiling}
             fused[with_programs(CELLS, count)] = functools.partial(ops.gemv_all_reduce, comm, weight, x, **options)
 
     def as_called() -> torch.Tensor:
@@ -117,7 +109,7 @@ def gemv(comm: Communicator, rows: int, columns: int, tokens: int) -> Case:
 
 def makers_of(op: str) -> tuple[Callable[..., Case], ...]:
     """What make the cases of a shape of an operator."""
-    if op in BY_ROUTING:
+    if op in ROUTED:
         return tuple(functools.partial(MAKE[op], routing=routing) for routing in ROUTINGS)
     return (MAKE[op],)
 
@@ -131,6 +123,3 @@ MAKE: dict[str, Callable[..., Case]] = {
     **gemm_cases.MAKE,
 }
 """Operators, and how to make a case of a shape."""
-
-BY_ROUTING = ("gemm_all_to_all", "all_to_all_gemm")
-"""Operators with a case of a shape for each routing."""

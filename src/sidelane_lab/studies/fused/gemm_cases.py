@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import ops
-from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused import UNFUSED
 from sidelane.collectives import Communicator
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
@@ -75,10 +74,7 @@ def reduce_scatter(comm: Communicator, rows: int, depth: int, columns: int) -> C
             "sidelane": lambda: comm.reduce_scatter(own_out, own_y),
         },
         unfused,
-        {
-            **{name: functools.partial(_in_order, ops.gemm_reduce_scatter, comm, x, weight, name) for name in ORDERS},
-            **_in_parts(ops.split_gemm_reduce_scatter, comm, x, weight),
-        },
+        _in_parts(ops.split_gemm_reduce_scatter, comm, x, weight),
         {AS_CALLED: Auto(lambda: ops.gemm_reduce_scatter(comm, x, weight), (rows, depth, columns))},
     )
 
@@ -113,10 +109,7 @@ def all_reduce(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
             (OWN, "mm, sidelane"): through_ours,
             (OWN, OWN_METHOD): lambda: ops.gemm_all_reduce(comm, x, weight, method=UNFUSED),
         },
-        {
-            **{name: functools.partial(_in_order, ops.gemm_all_reduce, comm, x, weight, name) for name in ORDERS},
-            **_in_parts(ops.split_gemm_all_reduce, comm, x, weight),
-        },
+        _in_parts(ops.split_gemm_all_reduce, comm, x, weight),
         {AS_CALLED: Auto(lambda: ops.gemm_all_reduce(comm, x, weight), (rows, depth, columns))},
     )
 
@@ -170,10 +163,7 @@ def all_gather(comm: Communicator, rows: int, depth: int, columns: int) -> Case:
             "sidelane": lambda: comm.all_gather(own_gathered, own_x),
         },
         unfused,
-        {
-            "rows in turn": lambda: ops.all_gather_gemm(comm, x, weight, method=FUSED),
-            **_in_parts(ops.split_all_gather_gemm, comm, x, weight),
-        },
+        _in_parts(ops.split_all_gather_gemm, comm, x, weight),
         {AS_CALLED: Auto(lambda: ops.all_gather_gemm(comm, x, weight), (rows, depth, columns))},
     )
 
@@ -184,12 +174,6 @@ MAKE: dict[str, Callable[..., Case]] = {
     "all_gather_gemm": all_gather,
 }
 """Operators, and how to make a case of a shape."""
-
-
-def _in_order(
-    call: Callable[..., torch.Tensor], comm: Communicator, x: torch.Tensor, weight: torch.Tensor, order: str
-) -> torch.Tensor:
-    return call(comm, x, weight, order=order, method=FUSED)
 
 
 def _in_parts(

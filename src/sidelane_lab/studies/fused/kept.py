@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
 from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_thumb import ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import grouped
 from sidelane_lab.harness.results.files import Results
@@ -58,7 +59,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
         good = [row for row in alike if row.time_us is not None and row.correct]
         times: dict[str, float] = {}
         plain = [row for row in good if row.implementation == FUSED and not IN_PARTS.fullmatch(row.schedule)]
-        if plain:
+        if plain and op not in WITHOUT_KERNEL:
             times[FUSED] = plain[0].time_us or 0.0  # what a plain call takes
         for row in good:
             if row.implementation == FUSED and (found := IN_PARTS.fullmatch(row.schedule)):
@@ -69,7 +70,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
             times |= {FUSED: min(orders.values())} if orders else {}
         unfused = [row for row in good if row.implementation == OWN]
         unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
-        if op in ("gemm_all_to_all", "all_to_all_gemm"):  # whose others have the host wait
+        if op in ROUTED:  # whose others have the host wait
             unfused = [row for row in unfused if row.schedule == OWN_METHOD]
         if unfused:
             times[UNFUSED] = unfused[0].time_us or 0.0

@@ -9,12 +9,12 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sidelane.execute.timeline import Interval
-from sidelane_lab.harness.report.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, Picture, save
+from sidelane_lab.harness.report.drawing import BLUE, GREEN, GREY, ORANGE, RC, SKY, Picture, save
 
 MOST_WORKGROUPS = 32
 """Of a rank, as in the paper."""
 
-COLOURS = {"compute": BLUE, "local": SKY, "send": ORANGE, "wait": GREY, "add": GREEN, "copy": PURPLE}
+COLOURS = {"compute": BLUE, "local": SKY, "send": ORANGE, "wait": GREY, "add": GREEN}
 
 
 def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Picture:
