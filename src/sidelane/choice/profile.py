@@ -144,7 +144,8 @@ def parse(text: str) -> Profile:
         content = json_of(text)
         if content["format"] != FORMAT:
             raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
-        rows = (row for row in content["curves"] if not (isinstance(row, dict) and row.get("launch") == "graph"))  # a variant that there was once
+        # Cached graphs were a variant once.
+        rows = (row for row in content["curves"] if not (isinstance(row, dict) and row.get("launch") == "graph"))
         curves = tuple(_curve_of(number, row) for number, row in enumerate(rows))
         key = Key.from_dict(content["key"])
         names = (text_in(content, name) for name in ("machine", "date", "command"))
