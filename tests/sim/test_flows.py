@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -137,10 +138,12 @@ def turns(offsets, slices=400):
     return min(sent) / now
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(0.0, 2.0), min_size=3, max_size=3))
-def test_queues_that_share_an_engine_leave_what_the_description_says_unless_ranks_are_in_step(late):
-    """Four that take turns among their peers out of step lose two fifths: ``dma.shared_queues`` as it was measured."""
+def test_queues_that_share_an_engine_leave_what_the_description_says_unless_ranks_are_in_step():
+    """Four that take turns among their peers lose two fifths if they begin at any time: ``dma.shared_queues`` as it was
+    measured. In step they lose nothing, and begun a quarter of a copy after each other, a quarter.
+    """
     assert turns([0.0] * 4) == pytest.approx(1, rel=0.01)
-    if min(abs(a - b) for a, b in itertools.combinations([0.0, *late], 2)) > 0.2:
-        assert float(named("h200x4").dma.shared_queues) == pytest.approx(turns([0.0, *late]), rel=0.12)
+    draw = random.Random(1)
+    usual = statistics.median(turns([0.0, *(draw.uniform(0, 2) for _ in range(3))]) for _ in range(100))
+    assert float(named("h200x4").dma.shared_queues) == pytest.approx(usual, rel=0.05)
+    assert turns([0.0, 0.25, 0.5, 0.75]) == pytest.approx(0.75, rel=0.01)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-import sidelane
 from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
 from sidelane.version import VERSION
@@ -22,7 +21,7 @@ from sidelane.version import VERSION
 
 def commit() -> str:
     """``SIDELANE_COMMIT`` where it is set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
-    package = Path(sidelane.__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(package), *arguments]

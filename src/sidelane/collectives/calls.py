@@ -278,13 +278,19 @@ class Calls:
             raise
         except Exception as error:
             rank = self.control.rank
-            self.failure = error
+            self._keep_failure(error)
             self.control.abort(f"rank {rank} could not make its call: {type(error).__name__}: {error}", (rank,))
             raise
 
+    def _keep_failure(self, error: BaseException) -> None:
+        """Say in later calls why they cannot be made; those of a closed communicator say that, and keep no frames."""
+        self.failure = error
+        if self.closed:
+            self.failure = None
+
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, and tell the peers: this rank comes to none of their calls any more."""
-        self.failure = error
+        self._keep_failure(error)
         if isinstance(error, KeyboardInterrupt):
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))
         else:

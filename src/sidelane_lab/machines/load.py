@@ -230,12 +230,13 @@ def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
         raise _Mistake(path, f"'of' must say which file, claims or argument (source={source})")
     for key in ("value", "low", "high"):
         number = content.get(key, 0.0)
-        if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
+        if type(number) not in (int, float):
             raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
-    for key in ("value", "low", "high"):
-        text = outside(".".join(path), content[key]) if key in content else ""
+        text = outside(".".join(path), number) if key in content else ""
         if text:
             raise _Mistake(path, text if key == "value" else f"{key} {text}")
+        if not abs(number) <= sys.float_info.max:
+            raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
     try:
         return Quantity(content["value"], source, content.get("of", ""), content.get("low"), content.get("high"))
     except ValueError as problem:
