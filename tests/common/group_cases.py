@@ -9,10 +9,13 @@ import contextlib
 import functools
 import gc
 import itertools
+import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -630,14 +633,23 @@ def losses_of(net: torch.nn.Module, group: dist.ProcessGroup) -> list[float]:
 
 
 def profiled(gloo: dist.ProcessGroup) -> None:
-    """A profiler shows calls by name."""
-    with sidelane_group(gloo) as ours, torch.profiler.profile() as profiler:
+    """A profiler shows calls by name, and with shapes what other groups' calls say of themselves."""
+    with sidelane_group(gloo) as ours, torch.profiler.profile(record_shapes=True) as profiler:
+        size, ranks = ours.size(), str(dist.get_process_group_ranks(ours))
         dist.all_reduce(torch.ones(3), group=ours)
-        work = dist.all_gather_into_tensor(torch.empty(ours.size()), torch.ones(1), ours, async_op=True)
+        work = dist.all_gather_into_tensor(torch.empty(size), torch.ones(1), ours, async_op=True)
         assert work is not None
         work.wait()
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    assert (counts["sidelane:all_reduce"], counts["sidelane:all_gather_into_tensor"]) == (1, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    found = {event["name"]: event["args"] for event in events if str(event.get("name")).startswith("sidelane:")}
+    assert set(found) == {"sidelane:all_reduce", "sidelane:all_gather_into_tensor"}
+    for name, read, written in (("all_reduce", 3, 3), ("all_gather_into_tensor", 1, size)):
+        said = found[f"sidelane:{name}"]
+        assert (said["Collective name"], said["dtype"], said["Group size"]) == (name, "Float", size)
+        assert (said["In msg nelems"], said["Out msg nelems"]) == (read, written)
+        assert said["Process Group Ranks"] == ranks and [written] in said["Input Dims"]
 
 
 def joins_ddp(gloo: dist.ProcessGroup) -> None:

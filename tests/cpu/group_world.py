@@ -210,6 +210,20 @@ def late(group: dist.ProcessGroup, folder: str) -> None:
         told.set(f"that {rank} gave up", "")
 
 
+def timeout_is_set(group: dist.ProcessGroup, folder: str) -> None:
+    """``_set_pg_timeout`` reaches calls of a communicator that there is."""
+    with world(f"{folder}/timeout is set") as (rank, size):
+        dist.all_reduce(torch.ones(3))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+        told = dist.PrefixStore("told", dist.distributed_c10d._get_default_store())
+        if rank:
+            with pytest.raises(PeerError, match="waited 0.5 s; rank 0"):
+                dist.all_reduce(torch.ones(3))
+            told.set(f"that {rank} gave up", "")
+        else:
+            told.wait([f"that {other} gave up" for other in range(1, size)])
+
+
 def sent_late(group: dist.ProcessGroup, folder: str) -> None:
     """A receive waits as long as the group does, one with a time-out of its own as long as that; as with Gloo."""
     said: dict[str, list[str]] = {}

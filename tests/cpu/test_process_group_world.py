@@ -20,7 +20,14 @@ def test_a_world_of_its_own_and_its_end(tmp_path: Path) -> None:
         ranks.run(scenarios.leave)
         for scenario in (
             *(scenarios.forms, scenarios.replaced, scenarios.parts),
-            *(scenarios.late, scenarios.sent_late, scenarios.given_back, scenarios.refused, scenarios.compared),
+            *(
+                scenarios.late,
+                scenarios.sent_late,
+                scenarios.timeout_is_set,
+                scenarios.given_back,
+                scenarios.refused,
+                scenarios.compared,
+            ),
         ):
             ranks.run(scenario, None, str(tmp_path))
         found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(2,))

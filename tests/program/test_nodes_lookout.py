@@ -97,7 +97,7 @@ def test_what_ended_a_call_is_said_once_though_the_thread_ends_while_the_call_se
         return PeerError("the same, as this rank saw it", (3,))
 
     made.rank, made.device, made.near, made._far = 0, torch.device("cpu"), mock.Mock(), None
-    made.lane, made._lookout = mock.Mock(), mock.Mock()
+    made.lane, made.lookout = mock.Mock(), mock.Mock()
     made.nodes, made._node = Nodes.named("aabb"), 0
     made._roll = mock.Mock(settle=settle)
     made._failure = made._unsaid = None

@@ -231,6 +231,10 @@ class Backend(Protocol):
         """Memory is allocated for the work of the caller's stream."""
         ...
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Let waits of calls take so long from now on."""
+        ...
+
     def synchronize(self) -> None:
         """Block the host until every call has finished. Raises what went wrong."""
         ...

@@ -115,6 +115,9 @@ class CpuBackend:
     def host_path(self) -> None:
         """None: bytes are moved by threads, which take longer."""
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.executor.timeout_s = timeout_s
+
     def synchronize(self) -> None:
         if self._last is not None:
             self.result(self._last)

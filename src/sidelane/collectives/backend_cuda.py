@@ -140,6 +140,9 @@ class CudaBackend:
         loaded.run(epoch, aside)
         return CudaWork(self, stream)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.executor.timeout_s = self.executor.watch.timeout_s = timeout_s
+
     def synchronize(self) -> None:
         self.executor.synchronize()
 

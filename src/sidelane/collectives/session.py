@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -248,6 +249,15 @@ class Lane:
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
         """Give a Triton kernel of one's own flags. Collective; see ``Communicator.load_kernel``."""
         return load_kernel(self.path, kernel, flags)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Let waits for peers take so long from now on, those of calls under way, too. Of this rank alone.
+
+        Args:
+            timeout_s: seconds, > 0.
+        """
+        self.calls.config = dataclasses.replace(self.calls.config, timeout_s=timeout_s)
+        self.backend.set_timeout(timeout_s)
 
     def synchronize(self) -> None:
         """Block the host until every call of the lane has finished on this rank.

@@ -222,11 +222,29 @@ class Dispatcher:
         self.ledger.note(row, choice.reason, max(tensor.nbytes for tensor in tensors))
 
     def run(self, call: Call) -> dist.Work:
-        """Make a call of all ranks, in its order. Profilers of torch see it, as those of other groups, by its name."""
+        """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
+        what ``record_param_comms`` has of calls in C++: sizes, data type and group.
+        """
         if not torch.autograd._profiler_enabled():
             return self._run(call)
-        with torch.profiler.record_function(f"{SIDELANE}:{call.name}"):
+        with torch._C._profiler._RecordFunctionFast(
+            f"{SIDELANE}:{call.name}", list(call.tensors), self._recorded(call)
+        ):
             return self._run(call)
+
+    def _recorded(self, call: Call) -> dict[str, Any]:
+        """What traces say of a call, under the names that tools read."""
+        read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
+        kind = call.tensors[0].type().rpartition(".")[2].removesuffix("Tensor") if call.tensors else ""
+        return {
+            "Collective name": call.name,
+            "dtype": kind,
+            "In msg nelems": sum(tensor.numel() for tensor in read or call.outputs),
+            "Out msg nelems": sum(tensor.numel() for tensor in call.outputs),
+            "Group size": len(self._ranks),
+            "Process Group Name": self._name,
+            "Process Group Ranks": str(list(self._ranks)),
+        }
 
     def _run(self, call: Call) -> dist.Work:
         self.require()
@@ -383,6 +401,14 @@ class Dispatcher:
         found = order.alone(make) if isinstance(order, HostOrder) else make()
         assert found is None or isinstance(found, Communicator)
         return found
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set what calls wait for: of the communicators that there are, and of those to come."""
+        self.timeout = timeout
+        for communicator in list(self._communicators.values()):
+            communicator.lane.set_timeout(timeout.total_seconds())
+            if isinstance(communicator, NodesCommunicator):
+                communicator.lookout.timeout_s = timeout.total_seconds()
 
     def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
         """What makes Sidelane's calls; None where the ranks found out together that there can be none."""

@@ -181,8 +181,12 @@ class SidelaneGroup(dist.ProcessGroup):
             self._other.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Time-out of the calls to come: of Gloo's and NCCL's at once, of Sidelane's before its first."""
-        self._timeout = self._dispatcher.timeout = timeout
+        """Set the time-out of calls: Sidelane's, Gloo's and NCCL's. torch's ``_set_pg_timeout`` calls it.
+
+        Among several nodes it reaches what a node does by itself, and the lookout for ranks that are late elsewhere.
+        """
+        self._timeout = timeout
+        self._dispatcher.set_timeout(timeout)
         self._other.set_timeout(timeout)
 
     # --- collectives --------------------------------------------------------------------------------------------------
@@ -405,6 +409,19 @@ class SidelaneGroup(dist.ProcessGroup):
         return JoinedWork(works)
 
 
+_torchs_set_pg_timeout = c10d._set_pg_timeout
+
+
+def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    chosen = c10d._get_default_group() if group is None else group
+    if isinstance(chosen, SidelaneGroup):
+        chosen.set_timeout(timeout)
+    else:
+        _torchs_set_pg_timeout(timeout, group)
+
+
+_set_pg_timeout.__doc__ = _torchs_set_pg_timeout.__doc__
+c10d._set_pg_timeout = _set_pg_timeout
 batches.take_over(SidelaneGroup)
 splits.take_over(SidelaneGroup)
 

@@ -114,7 +114,7 @@ class CpuProgram:
             for command in queue.commands:
                 if isinstance(command, Signal):
                     writers.setdefault(command.flag, set()).add(queue.rank)
-        self._site = Site(executor.rank, program, writers, executor.monitor, executor.timeout_s, executor.delay)
+        self._site = Site(executor.rank, program, writers, executor.monitor, lambda: executor.timeout_s, executor.delay)
 
     def arm(self, epoch: int, fired: Callable[[], bool] | None = None) -> None:
         """Hand everything but a ``caller`` queue of invocation ``epoch`` to the engines, ahead of its ``start``.

@@ -24,13 +24,18 @@ _NOTE_AFTER_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """What all invocations of a loaded program share. ``writers``: the ranks that signal each flag."""
+    """What all invocations of a loaded program share.
+
+    Attributes:
+        writers: ranks that signal each flag.
+        timeout_s: asked by each wait, since it may be set while the program stays loaded.
+    """
 
     rank: int
     program: Program
     writers: Mapping[Flag, Set[int]]
     monitor: PeerMonitor
-    timeout_s: float
+    timeout_s: Callable[[], float]
     delay: Delay | None
 
 
@@ -187,7 +192,7 @@ class Invocation:
         arrived = check_at = time.monotonic()
         # Who waits for an engine of the own rank leaves it to that one to say what is missing.
         from_peers = bool(self._writers(queue.commands[index]) - {queue.rank})
-        timeout_s = self._site.timeout_s * (1 if from_peers else 2)
+        timeout_s = self._site.timeout_s() * (1 if from_peers else 2)
         is_noted = not from_peers
         while not is_satisfied():
             self.stop_if_asked()

@@ -77,7 +77,7 @@ class Watch:
         self.failure: SidelaneError | None = None
         self.last_epoch = 0
         self._driver, self._rank, self._words, self._monitor, self._rescue = driver, rank, words, monitor, rescue
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._completed = 0  # last epoch that had finished when the failure came
         self._running: collections.deque[tuple[int, tuple[Program, Addresses]]] = collections.deque()
         self._first: Subject | None = None
@@ -190,7 +190,7 @@ class Watch:
 
     def _run(self) -> None:
         self._driver.attach_thread()
-        interval = min(0.05, self._timeout_s / 8)
+        interval = min(0.05, self.timeout_s / 8)
         while not self._stop.wait(interval):
             try:
                 self.poll(time.monotonic())
@@ -226,7 +226,7 @@ class Watch:
         elif now - self._doomed_since > _GRACE_S:
             self._give_up(subject, trouble)
             return
-        if self._since is not None and now - self._since > self._timeout_s and self._stands_still(subject):
+        if self._since is not None and now - self._since > self.timeout_s and self._stands_still(subject):
             self._time_out(subject, now - self._since)
 
     def _look_at_captured(self) -> None:
@@ -267,7 +267,7 @@ class Watch:
             text = f"{trouble} (seen by rank {self._rank} in {title}, which waits for data of ranks {list(ranks)})"
             self._monitor.abort(text, trouble.ranks, timed_out=isinstance(trouble, PeerTimeoutError))
             self.fail(type(trouble)(text, trouble.ranks))
-        elif waited_s > self._timeout_s:
+        elif waited_s > self.timeout_s:
             missing = "; ".join(f"{self._monitor.describe(rank)} has not sent its data" for rank in ranks)
             text = f"{title}: rank {self._rank} waited {waited_s:.1f} s; {missing}"
             self._monitor.abort(text, ranks, timed_out=True)

@@ -100,7 +100,7 @@ class NodesCommunicator:
         self.lane, self.device = self.near.lane, self.near.device
         self._unsaid: PeerError | None = None
         self._telling = forks.rlock()  # the lookout may fail a call while the call itself does
-        self._lookout = Lookout(self._roll, timeout, self._attach, self._end)
+        self.lookout = Lookout(self._roll, timeout, self._attach, self._end)
         self._scratch = Scratch(self.near)
         self.owner = forks.Owner("communicator of several nodes")
 
@@ -186,7 +186,7 @@ class NodesCommunicator:
             return
         if self._failure is None:
             self._failure = PeerError("the communicator was closed")
-        self._lookout.close()
+        self.lookout.close()
         self._scratch.clear()
         self.near.close()
         self._group.close()
@@ -247,7 +247,7 @@ class NodesCommunicator:
             return
         ended: list[Any] = []
         begun = torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always
-        self._lookout.begin(begun, lambda: bool(ended) and ended[0]())
+        self.lookout.begin(begun, lambda: bool(ended) and ended[0]())
         try:
             yield
         finally:
@@ -283,7 +283,7 @@ class NodesCommunicator:
 
     def _settle(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
         self.near.close()
-        return self._roll.settle(error, ranks, calls=self._lookout.calls)
+        return self._roll.settle(error, ranks, calls=self.lookout.calls)
 
     def _fail(self, error: Exception) -> Exception:
         """End everything; agree with the others on who is at fault."""

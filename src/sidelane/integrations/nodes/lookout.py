@@ -56,7 +56,7 @@ class Lookout:
     def __init__(
         self, roll: RollCall, timeout: timedelta, attach: Callable[[], None], end: Callable[[PeerError], None]
     ) -> None:
-        self._roll, self._timeout_s, self._attach, self._end = roll, timeout.total_seconds(), attach, end
+        self._roll, self.timeout_s, self._attach, self._end = roll, timeout.total_seconds(), attach, end
         self._marks: list[Mark] = []
         self.calls = 0
         self._noticed: float | None = None
@@ -85,7 +85,7 @@ class Lookout:
 
     def _run(self) -> None:
         self._attach()
-        while not self._stop.wait(min(_LOOK_S, self._timeout_s / 4)):
+        while not self._stop.wait(min(_LOOK_S, self.timeout_s / 4)):
             failure = self.look(time.monotonic())
             if failure is not None:
                 self._end(self._roll.settle(failure, calls=self.calls))
@@ -105,7 +105,7 @@ class Lookout:
             self._noticed = now if self._noticed is None else self._noticed
             if now - self._noticed > _PATIENCE_S:
                 return PeerError(f"call {first.number} among several nodes was under way")
-        if now - first.since > self._timeout_s:
+        if now - first.since > self.timeout_s:
             waited = f"{now - first.since:.1f} s until its time-out"
             return PeerTimeoutError(f"call {first.number} among several nodes was under way for {waited}", ())
         return None
