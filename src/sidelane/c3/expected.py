@@ -165,6 +165,18 @@ def _way(strategy: Strategy) -> tuple[object, ...]:
     return strategy.order, strategy.priority, strategy.partition
 
 
+def _nearest(pairs: list[PairTimes], asked: Asked, known: Isolated) -> list[PairTimes]:
+    """Return the pairs of the same collective, else of one that adds too, else all; of these, of the same bound."""
+    kinds = {move.collective for move in asked.moves}
+    adds = {kind in REDUCING for kind in kinds}
+    alike = [pair for pair in pairs if {pair.collective in REDUCING} == adds]
+    pairs = [pair for pair in pairs if pair.collective in kinds] or alike or pairs
+    if asked.gemm is None:
+        return pairs
+    bound = known.bound(asked.gemm, asked.gemm_us)[0]
+    return [pair for pair in pairs if known.bound(pair.gemm)[0] is bound] or pairs
+
+
 def _telling(known: Isolated) -> list[PairTimes]:
     """Pairs of which so much can be hidden that it is more than what times differ by from run to run."""
     return [
@@ -187,14 +199,7 @@ def _measured(strategy: Strategy, units: int, asked: Asked, known: Isolated, imp
         if drawn and max(drawn) - min(drawn) > MOST_SPREAD:
             return min(drawn)
     pairs = [pair for pair in pairs if any(name in names for name, _ in pair.times_us)]
-    kinds = {move.collective for move in asked.moves}
-    adds = {kind in REDUCING for kind in kinds}
-    alike = [pair for pair in pairs if {pair.collective in REDUCING} == adds]
-    pairs = [pair for pair in pairs if pair.collective in kinds] or alike or pairs
-    if asked.gemm is not None:
-        bound = known.bound(asked.gemm, asked.gemm_us)[0]
-        pairs = [pair for pair in pairs if known.bound(pair.gemm)[0] is bound] or pairs
-    found = [one for pair in pairs for one in _shares(names, strategy, pair, known)]
+    found = [one for pair in _nearest(pairs, asked, known) for one in _shares(names, strategy, pair, known)]
     shares = _with_units(units, found)
     return statistics.median(shares) if shares else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from sidelane.choice.candidate import (
@@ -16,7 +16,7 @@ from sidelane.choice.candidate import (
     Candidate,
     candidates,
 )
-from sidelane.choice.profile import Profile
+from sidelane.choice.profile import Curve, Profile
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_PARCEL_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation
@@ -103,13 +103,17 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     if table[0][1] is None:
         return _by_thumb(call, legal, table, measured=profile is not None)
     table = _preferred_first(table, legal)
-    best, best_us = table[0]
+    return Choice(table[0][0], _reason(call, table, curves[0]), table)
+
+
+def _reason(call: CallShape, table: Sequence[tuple[Candidate, float | None]], curve: Curve) -> str:
+    """Say why the first candidate of a table is taken, and how what was measured differs from the call."""
+    beside, best_us = call.computation, table[0][1]
     reason = f"{best_us:.4g} us expected" + (f" with {beside}" if beside is not None else "")
     if len(table) > 1 and (second_us := table[1][1]) is not None:
         reason += f", next {table[1][0]} {second_us:.4g} us"
         if best_us is not None and second_us < best_us:
             reason += f" (no faster than by {100 * (EQUALS - 1):.2g}%: the first in order of preference)"
-    curve = curves[0]
     differs = [
         text
         for text, different in (
@@ -123,7 +127,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     ]
     if differs:
         reason += f" (measured {', '.join(differs)})"
-    return Choice(best, reason, table)
+    return reason
 
 
 def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) -> bool:
@@ -139,6 +143,17 @@ def _together_us(beside: Computation, found: Candidate, us: float) -> float:
     return beside.together_us(us, by_kernels=found.launches_kernels and not Variant.of(found.variant).narrow)
 
 
+def _most_listed_bytes(call: CallShape) -> float:
+    """Return the bytes from which on a list of tensors goes by copy engines."""
+    if _is_relayed(call):
+        return math.inf
+    staged, reached, reached_in_graphs = LISTED_KERNEL_BYTES.get(call.kind, (0, 0, 0))
+    # An all_to_all in place cannot be written into while it is read.
+    if not call.symmetric or (call.kind is Kind.ALL_TO_ALL and call.in_place):
+        return staged
+    return reached_in_graphs if call.captured else reached
+
+
 def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good."""
     # Among two ranks both shots move the same bytes, but the second takes a handshake through staging.
@@ -146,11 +161,7 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
     shots = ("two_shot", "one_shot") if twice else ("one_shot",)
     kernels = {found.variant: found for found in legal if found.implementation == SM}
     kernel = next((kernels[variant] for variant in shots if variant in kernels), None)
-    staged, reached, reached_in_graphs = LISTED_KERNEL_BYTES.get(call.kind, (0, 0, 0))
-    # An all_to_all in place cannot be written into while it is read.
-    reaches = call.symmetric and not (call.kind is Kind.ALL_TO_ALL and call.in_place)
-    most = (reached_in_graphs if call.captured else reached) if reaches else staged
-    most = math.inf if _is_relayed(call) else most
+    most = _most_listed_bytes(call)
     if kernel is not None and call.nbytes < most:
         pick, how = kernel, "one kernel for all" + (f" below {int(most) >> 20} MiB" if most < math.inf else "")
     else:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
-
-import torch
 
 from sidelane.collectives.agree import OFFER, compare
 from sidelane.collectives.arguments import Arguments, Request
@@ -22,11 +21,11 @@ from sidelane.collectives.pooled import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Reach
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.shaped import Shape, shape_of
+from sidelane.collectives.shaped import Shape, Shaped, shape_of
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
-from sidelane.execute.base import Place
+from sidelane.execute.base import NO_STREAM, Place
 from sidelane.memory.lessons import LessonBoard
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.program.shape import Beside, check_beside
@@ -61,6 +60,46 @@ class Settled(NamedTuple):
     drops: int
     key: Hashable
     outcomes: Outcomes
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Call:
+    """A call on its way.
+
+    Attributes:
+        number: among the calls of the lane; another one once memory was agreed on.
+        asked, variant, beside, async_op: of the caller; see :meth:`CallPath.run`.
+        remember: compiled code is to be told of it.
+        may_repeat: what ``remember`` was in the beginning, but in pools.
+        place: where the caller stands.
+        key: what calls that are alike have in common.
+        prepared: what it runs as, once that is known.
+        planned: what is to be agreed on; None where that is known.
+        shape, shaped: what it is known by wherever its tensors lie, and what runs then.
+        offer: memory that peers may reach.
+        teaches: the ranks learn from it.
+        by_shape: compiled code is to be told of its shape.
+    """
+
+    number: int
+    asked: Form
+    variant: str
+    beside: Beside | None
+    async_op: bool
+    remember: bool
+    may_repeat: bool = False
+    place: Place = NO_STREAM
+    key: Key = ()
+    prepared: Prepared | None = None
+    planned: Planned | None = None
+    shape: Shape | None = None
+    shaped: Shaped | None = None
+    offer: Offer | None = None
+    teaches: bool = False
+    by_shape: bool = False
+
+    def __post_init__(self) -> None:
+        self.may_repeat = self.remember
 
 
 class CallPath:
@@ -114,93 +153,126 @@ class CallPath:
         Raises:
             As ``Communicator.all_gather``.
         """
-        calls, wanted = self.calls, remember
-        call = calls.number()
+        calls = self.calls
+        call = _Call(calls.number(), asked, variant, beside, async_op, remember)
         # Plain handlers here and in Calls.run: every call comes here, and a context manager costs a microsecond.
         try:
-            place = calls.backend.place()
-            key, prepared = self._recall(asked, variant, beside, place)
-            pooled = self.arguments.pooled(asked.tensors)
-            if pooled is not None:
-                # Compiled code knows tensors by their addresses only, which say nothing in a pool.
-                key, remember, wanted = (*key, pooled), False, False
-                before = self._planned.get(key)
-                compares = False in pooled and not async_op and (before is None or before.compares)
-                prepared = None if compares else self.preparer.recall(key)
-            shape = shaped = offer = None
-            by_shape = False
-            if prepared is None:
-                if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
-                    shape = shape_of(self.arguments, key, asked.tensors)
-                    shaped = None if shape is None else self.preparer.shaped(shape)
-                if shaped is None:
-                    planned = self._plan(asked, key, variant, beside, place)
-            if prepared is None and shaped is None:
-                # An asynchronous call waits for nobody's host.
-                offer = None if async_op else self._offer(asked, planned, place[1])
-                if pooled is not None and not planned.compares:
-                    self._keep(key, planned)
+            self._ask(call)
         except Exception as error:
-            calls.refuse(call, asked.name, error)
+            calls.refuse(call.number, asked.name, error)
             raise
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
         try:
-            if prepared is not None:
-                self._announce(call, prepared.signature, again=True)
-            elif shaped is not None:
-                self._announce(call, shaped.signature, again=True)
-            else:
-                remember = False  # until it comes again
-                if offer is None:
-                    agreement = planned.agreement
-                    self._announce(call, planned.signature, again=self.preparer.known(agreement))
-                else:
-                    call, prepared = self._settle(call, key, asked, planned, offer)
-            teaches = False
-            if self.learning is not None and not place[1]:
-                text = (prepared or shaped or planned).signature
-                teaches = self.learning.knows(text, lambda: self._plan(asked, key, variant, beside, place).agreement)
-                if teaches:
-                    request: Callable[[], AnyRequest]
-                    if shape is not None and shaped is not None:
-                        request = functools.partial(shaped.asked, shape.addresses)
-                    else:
-                        known = planned if prepared is None else None
-                        request = functools.partial(self._request, known, asked, key, variant, beside, place)
-                    learnt = self._attend(self.learning, text, call, key, request, asked.tensors, async_op)
-                    prepared, remember = learnt or prepared, wanted if learnt else remember
-            if prepared is None and shape is not None and shaped is not None:
-                try:
-                    comes_again = remember and self.repeats is not None and self.repeats.comes_again
-                    prepared, comes_again = self.preparer.prepare_shaped(shaped, shape, key, comes_again=comes_again)
-                except Exception:
-                    with calls.making_ready():
-                        raise
-                by_shape = remember and not (comes_again or teaches)
-                remember = remember and comes_again
-            elif prepared is None:
-                prepared = self._prepare(planned.agreement, planned.request, key, shape)
+            self._announce_or_settle(call)
+            if self.learning is not None and not call.place[1]:
+                self._learn(call, self.learning)
+            prepared = call.prepared or self._made_ready(call)
         except KeyboardInterrupt as error:
             calls.fail(error)
             raise
-        work = calls.run(prepared, call, async_op, asked.tensors, asked.written(), place)
-        if offer is not None and place[1] and self.reach is not None and self._settled[key].key != key:
-            calls.guard_captured(asked.name, asked.tensors, functools.partial(self.reach.stand, offer.allocations))
-        if (remember or by_shape) and self.repeats is not None:
+        work = calls.run(prepared, call.number, async_op, asked.tensors, asked.written(), call.place)
+        if call.offer is not None and call.place[1]:
+            self._guard(call, call.offer)
+        if (call.remember or call.by_shape) and self.repeats is not None:
             try:
-                lesson = None
-                if by_shape and shape is not None and shaped is not None:
-                    self.repeats.remember_shape(key, shape, shaped, prepared, place)
-                elif teaches and self.learning is not None and self.repeats.knows_by_address(key):
-                    lesson = self.learning.again(prepared.signature, key, prepared)
-                if remember and (lesson is not None or not teaches):
-                    self.repeats.remember(key, prepared, place, asked=asked.repeated_as, lesson=lesson)
+                self._remember(call, prepared, self.repeats)
             except KeyboardInterrupt as error:
                 calls.fail(error)
                 raise
         return work
+
+    def _ask(self, call: _Call) -> None:
+        """Find what an earlier call like this one prepared, or what its shape is known by; else plan it, and offer."""
+        asked, place = call.asked, self.calls.backend.place()
+        call.place = place
+        call.key, call.prepared = self._recall(asked, call.variant, call.beside, place)
+        pooled = self.arguments.pooled(asked.tensors)
+        if pooled is not None:
+            # Compiled code knows tensors by their addresses only, which say nothing in a pool.
+            call.key, call.remember, call.may_repeat = (*call.key, pooled), False, False
+            before = self._planned.get(call.key)
+            compares = False in pooled and not call.async_op and (before is None or before.compares)
+            call.prepared = None if compares else self.preparer.recall(call.key)
+        if call.prepared is not None:
+            return
+        if pooled is None and not (self._mapped or place[1]) and isinstance(asked, SingleCall):
+            call.shape = shape_of(self.arguments, call.key, asked.tensors)
+            call.shaped = None if call.shape is None else self.preparer.shaped(call.shape)
+            if call.shaped is not None:
+                return
+        call.planned = planned = self._plan(call)
+        if not call.async_op:  # an asynchronous call waits for nobody's host
+            call.offer = self._offer(asked, planned, place[1])
+        if pooled is not None and not planned.compares:
+            self._keep(call.key, planned)
+
+    def _announce_or_settle(self, call: _Call) -> None:
+        """Tell the peers of the call; where this rank offers memory, agree with them on what they reach."""
+        known = call.prepared or call.shaped
+        if known is not None:
+            self._announce(call.number, known.signature, again=True)
+            return
+        call.remember = False  # until it comes again
+        planned = call.planned
+        assert planned is not None
+        if call.offer is None:
+            self._announce(call.number, planned.signature, again=self.preparer.known(planned.agreement))
+        else:
+            call.number, call.prepared = self._settle(call.number, call.key, call.asked, planned, call.offer)
+
+    def _learn(self, call: _Call, learning: Learning) -> None:
+        """Take part in a lesson, if the call is one, and go by what the ranks have learnt."""
+        known = call.prepared or call.shaped or call.planned
+        assert known is not None
+        call.teaches = learning.knows(known.signature, lambda: self._plan(call).agreement)
+        if not call.teaches:
+            return
+        request: Callable[[], AnyRequest]
+        if call.shape is not None and call.shaped is not None:
+            request = functools.partial(call.shaped.asked, call.shape.addresses)
+        else:
+            request = functools.partial(self._request, call)
+        try:  # as in run: every lesson of Python's comes here
+            learnt = learning.attend(known.signature, call.number, call.key, request, call.asked.tensors, call.async_op)
+        except BaseException:
+            with self.calls.making_ready():
+                raise
+        if learnt is not None:
+            call.prepared, call.remember = learnt, call.may_repeat
+
+    def _made_ready(self, call: _Call) -> Prepared:
+        """Make a call ready that nothing was prepared for: by its shape, or from its plan."""
+        shape, shaped, planned = call.shape, call.shaped, call.planned
+        if shape is None or shaped is None:
+            assert planned is not None
+            return self._prepare(planned.agreement, planned.request, call.key, shape)
+        try:
+            again = call.remember and self.repeats is not None and self.repeats.comes_again
+            prepared, again = self.preparer.prepare_shaped(shaped, shape, call.key, comes_again=again)
+        except Exception:
+            with self.calls.making_ready():
+                raise
+        call.by_shape = call.remember and not (again or call.teaches)
+        call.remember = call.remember and again
+        return prepared
+
+    def _guard(self, call: _Call, offer: Offer) -> None:
+        """Look after the memory of a call that was captured, where peers have mapped it."""
+        if self.reach is not None and self._settled[call.key].key != call.key:
+            stands = functools.partial(self.reach.stand, offer.allocations)
+            self.calls.guard_captured(call.asked.name, call.asked.tensors, stands)
+
+    def _remember(self, call: _Call, prepared: Prepared, repeats: Repeats) -> None:
+        """Tell compiled code of a call that may come again, by its addresses or by its shape."""
+        lesson = None
+        if call.by_shape and call.shape is not None and call.shaped is not None:
+            repeats.remember_shape(call.key, call.shape, call.shaped, prepared, call.place)
+        elif call.teaches and self.learning is not None and repeats.knows_by_address(call.key):
+            lesson = self.learning.again(prepared.signature, call.key, prepared)
+        if call.remember and (lesson is not None or not call.teaches):
+            repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as, lesson=lesson)
 
     def run_exchanged(self, uneven: UnevenCall, *, variant: str, beside: Beside | None, async_op: bool) -> Work | None:
         """Make a call of which each rank tells its part every time. Raises as ``Communicator.all_to_all`` does."""
@@ -285,14 +357,15 @@ class CallPath:
         if self.calls.config.debug or not again:
             self.calls.agree(call)
 
-    def _plan(self, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place) -> Planned:
+    def _plan(self, call: _Call) -> Planned:
         """What is asked and to be agreed on. Raises what the caller did wrong."""
-        planned = self._planned.get(key)
+        planned = self._planned.get(call.key)
         if planned is None:
-            asked.check_variant(variant, self.calls.backend.abilities)
-            hint = self.hint(asked.name, beside)
+            asked = call.asked
+            asked.check_variant(call.variant, self.calls.backend.abilities)
+            hint = self.hint(asked.name, call.beside)
             request = asked.request(self.arguments)
-            agreement = asked.agreement(request, variant, place[1], hint)
+            agreement = asked.agreement(request, call.variant, call.place[1], hint)
             compares = self.reach is not None and self.reach.compares(_parts(request), asked.tensors)
             planned = Planned(request, agreement, agreement.text(), compares)
         return planned
@@ -329,28 +402,9 @@ class CallPath:
         self.reach.note(offer, outcomes)
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
 
-    def _attend(
-        self,
-        learning: Learning,
-        text: str,
-        call: int,
-        key: Key,
-        request: Callable[[], AnyRequest],
-        tensors: Sequence[torch.Tensor | None],
-        async_op: bool,
-    ) -> Prepared | None:
-        """What a call from which the ranks learn runs as if it goes ahead."""
-        try:  # as in run: every lesson of Python's comes here
-            return learning.attend(text, call, key, request, tensors, async_op)
-        except BaseException:
-            with self.calls.making_ready():
-                raise
-
-    def _request(
-        self, known: Planned | None, asked: Form, key: Key, variant: str, beside: Beside | None, place: Place
-    ) -> AnyRequest:
+    def _request(self, call: _Call) -> AnyRequest:
         """What is asked."""
-        return self._keep(key, known or self._plan(asked, key, variant, beside, place)).request
+        return self._keep(call.key, call.planned or self._plan(call)).request
 
     def _keep(self, key: Key, planned: Planned) -> Planned:
         """Remember what is asked."""

@@ -89,37 +89,45 @@ def _norm_of(total: Node, residual: Node | None) -> Norm | None:
     for wide in wides:
         squares = [user for user in wide.users if user.target is _aten.pow.Tensor_Scalar and user.args[1] == 2]
         for square in squares:
-            mean = _one(square, _aten.mean.dim)
-            shifted = None if mean is None or not _is_of_rows(mean) else _one(mean, *_ADD)
-            scale = None if shifted is None or shifted.kwargs else _one(shifted, _aten.rsqrt.default)
-            if mean is None or shifted is None or scale is None or not isinstance(shifted.args[1], float):
-                continue
-            normals = [one for one in scale.users if one.target is _aten.mul.Tensor]
-            normals = [one for one in normals if set(one.all_input_nodes) == {wide, scale}]
-            if len(normals) != 1:
-                continue
-            (last,) = normals
-            between = [scale, shifted, mean, square] if wide is total else [scale, shifted, mean, square, wide]
-            require(len(last.users) == 1, "what is normalised is kept, say for gradients")
-            rounded = _rounded(last, dtype)
-            if rounded is not None:
-                between.insert(0, last)
-                last = rounded
-                require(len(last.users) == 1, "what is normalised is kept, say for gradients")
-            scaled = _only(last, _aten.mul.Tensor)
-            weights = [] if scaled is None else [part for part in scaled.all_input_nodes if part is not last]
-            if scaled is None or len(weights) != 1 or _kind(weights[0]) != (torch.Size([width]), dtype):
-                continue
-            between.insert(0, last)
-            last = scaled
-            if _dtype(last) != dtype:
-                rounded = _rounded(last, dtype)
-                if rounded is None:
-                    continue
-                between.insert(0, last)
-                last = rounded
-            return Norm(residual, weights[0], shifted.args[1], total, last, tuple(between))
+            found = _norm_of_squares(total, residual, wide, square)
+            if found is not None:
+                return found
     return None
+
+
+def _norm_of_squares(total: Node, residual: Node | None, wide: Node, square: Node) -> Norm | None:
+    """Return the norm that begins with the squares of what is added up, in 32 bits; None if it is another pattern."""
+    dtype, width = _dtype(total), total.meta["val"].shape[-1]
+    mean = _one(square, _aten.mean.dim)
+    shifted = None if mean is None or not _is_of_rows(mean) else _one(mean, *_ADD)
+    scale = None if shifted is None or shifted.kwargs else _one(shifted, _aten.rsqrt.default)
+    if mean is None or shifted is None or scale is None or not isinstance(shifted.args[1], float):
+        return None
+    normals = [one for one in scale.users if one.target is _aten.mul.Tensor]
+    normals = [one for one in normals if set(one.all_input_nodes) == {wide, scale}]
+    if len(normals) != 1:
+        return None
+    (last,) = normals
+    between = [scale, shifted, mean, square] if wide is total else [scale, shifted, mean, square, wide]
+    require(len(last.users) == 1, "what is normalised is kept, say for gradients")
+    rounded = _rounded(last, dtype)
+    if rounded is not None:
+        between.insert(0, last)
+        last = rounded
+        require(len(last.users) == 1, "what is normalised is kept, say for gradients")
+    scaled = _only(last, _aten.mul.Tensor)
+    weights = [] if scaled is None else [part for part in scaled.all_input_nodes if part is not last]
+    if scaled is None or len(weights) != 1 or _kind(weights[0]) != (torch.Size([width]), dtype):
+        return None
+    between.insert(0, last)
+    last = scaled
+    if _dtype(last) != dtype:
+        rounded = _rounded(last, dtype)
+        if rounded is None:
+            return None
+        between.insert(0, last)
+        last = rounded
+    return Norm(residual, weights[0], shifted.args[1], total, last, tuple(between))
 
 
 def _whole_norm(total: Node, residual: Node | None, weighted: tuple[torch.Size, torch.dtype]) -> Norm | None:

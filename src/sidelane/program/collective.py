@@ -190,17 +190,26 @@ class Collective:
             return f"root (value={self.root}, allowed={f'0..{n - 1}' if kind in ROOTED else None})"
         if (self.reduction is None) is (kind in REDUCING):
             return f"reduction (value={self.reduction}, allowed={'a Reduction' if kind in REDUCING else None})"
+        return self._problem_of_counts()
+
+    def _problem_of_shards(self, reduction: Reduction) -> str:
+        """Say what is wrong with the counts of a reduction; empty if nothing is."""
+        first = self.counts[0]
+        if any(row is not first and row != first for row in self.counts):
+            return "all rows of counts must be the same"
+        fits = not any(nbytes % reduction.element_bytes for nbytes in first)
+        return "" if fits else f"shards must hold whole {reduction.dtype} elements (value={first} bytes)"
+
+    def _problem_of_counts(self) -> str:
+        """Say what is wrong with the counts for this kind; empty if nothing is."""
+        kind, n, counts = self.kind, self.world_size, self.counts
         if kind is Kind.ALL_TO_ALL:
             fits = not self.in_place or all(counts[i][j] == counts[j][i] for i in range(n) for j in range(i))
             return "" if fits else "in place needs counts[i][j] == counts[j][i] for all ranks"
         if kind is Kind.ALL_GATHER:
             return "" if all(row.count(row[0]) == n for row in counts) else "each row of counts must be one size"
         if self.reduction is not None:
-            if any(row is not counts[0] and row != counts[0] for row in counts):
-                return "all rows of counts must be the same"
-            element = self.reduction.element_bytes
-            fits = not any(nbytes % element for nbytes in counts[0])
-            return "" if fits else f"shards must hold whole {self.reduction.dtype} elements (value={counts[0]} bytes)"
+            return self._problem_of_shards(self.reduction)
         if kind is Kind.GATHER:
             fits = not any(nbytes for row in counts for rank, nbytes in enumerate(row) if rank != self.root)
             return "" if fits else "counts must be 0 but for those of the root"

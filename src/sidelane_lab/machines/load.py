@@ -230,7 +230,7 @@ def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
         raise _Mistake(path, f"'of' must say which file, claims or argument (source={source})")
     for key in ("value", "low", "high"):
         number = content.get(key, 0.0)
-        if type(number) not in (int, float):
+        if type(number) not in (int, float) or (type(number) is int and abs(number) > sys.float_info.max):
             raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
         text = outside(".".join(path), number) if key in content else ""
         if text:

@@ -79,24 +79,28 @@ def confirmed(
         old = 0 if reader in waiting else room[owner]
         return Copy(move.to, Span(owner, Buffer.STAGING, old + move.staged_at, move.to.nbytes))
 
-    queues: list[Queue] = []
-    for rank in range(n):
+    def commands_of(rank: int) -> list[Command]:
         readers = [peer for peer in rotation(rank, n) if (rank, peer) in moves]
         owners = [peer for peer in rotation(rank, n) if (peer, rank) in moves]
         late = [peer for peer in readers if rank in changed and peer not in waiting]
-        staged = [
-            _staged(move) for peer in readers if rank in changed and peer in waiting for move in moves[rank, peer]
+        heard = [peer for peer in readers if rank in changed and peer in waiting]
+        staged = [_staged(move) for peer in heard for move in moves[rank, peer]]
+        return [
+            *dict.fromkeys(staged),
+            *(flags.signal_entry(partner=rank, mover=peer) for peer in readers),
+            *(_confirms(rank, peer) for peer in readers if peer not in late),
+            *(flags.wait_entry(partner=peer, mover=rank) for peer in owners),
+            *(pulled(move) for peer in owners for move in moves[peer, rank]),
+            *(flags.signal_exit(partner=peer, mover=rank) for peer in owners),
+            *(flags.wait_exit(partner=rank, mover=peer) for peer in readers),
+            *(Copy(move.to, move.source) for peer in late for move in moves[rank, peer]),
+            *(_confirms(rank, peer) for peer in late),
+            *(Wait(flags.confirmed(owner=peer, reader=rank), EPOCH) for peer in owners),
         ]
-        commands: list[Command] = list(dict.fromkeys(staged))
-        commands += [flags.signal_entry(partner=rank, mover=peer) for peer in readers]
-        commands += [_confirms(rank, peer) for peer in readers if peer not in late]
-        commands += [flags.wait_entry(partner=peer, mover=rank) for peer in owners]
-        commands += [pulled(move) for peer in owners for move in moves[peer, rank]]
-        commands += [flags.signal_exit(partner=peer, mover=rank) for peer in owners]
-        commands += [flags.wait_exit(partner=rank, mover=peer) for peer in readers]
-        commands += [Copy(move.to, move.source) for peer in late for move in moves[rank, peer]]
-        commands += [_confirms(rank, peer) for peer in late]
-        commands += [Wait(flags.confirmed(owner=peer, reader=rank), EPOCH) for peer in owners]
+
+    queues: list[Queue] = []
+    for rank in range(n):
+        commands = commands_of(rank)
         if commands:
             queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
         own = tuple(Copy(move.to, move.source) for move in moves.get((rank, rank), ()) if move.to != move.source)
