@@ -17,14 +17,14 @@ from matplotlib.figure import Figure
 from ranks import crew
 
 from sidelane.cli.launch import Rank
-from sidelane_lab.harness.report.drawing import save
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.training import FsdpRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.drawing import save
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fsdp import pictures, study
 from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
 from sidelane_lab.studies.fsdp.engines import WindowGather
 from sidelane_lab.studies.fsdp.profiled import Kernel, group_of, summed
+from sidelane_lab.studies.fsdp.rows import FsdpRow
 from sidelane_lab.studies.fsdp.step import Stepper
 from sidelane_lab.studies.fsdp.still import StillGather
 from sidelane_lab.studies.fsdp.study import FsdpOptions

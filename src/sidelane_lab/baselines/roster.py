@@ -13,8 +13,8 @@ from sidelane.collectives import Communicator
 from sidelane.config import COMPUTE, NOTHING
 from sidelane_lab.baselines.candidate import Implementation
 from sidelane_lab.baselines.own import Auto, Dma, InPlace, Kernels, OwnPartLeft
-from sidelane_lab.harness.running.asked import ONE_TENSOR, check_implementations, implementations
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.asked import ONE_TENSOR, check_implementations, implementations
+from sidelane_lab.harness.measure import Meter
 
 
 @dataclasses.dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.errors import last_line
-from sidelane_lab.harness.results.rows.soak import SOAKED, SoakRow
+from sidelane_lab.soak.rows import SOAKED, SoakRow
 from sidelane_lab.soak.tally import shortened
 
 COLUMNS = ("episodes", "failed", "calls", "calls/s", "refusals", "wrong", "errors", "left")

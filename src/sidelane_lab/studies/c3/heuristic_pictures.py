@@ -8,10 +8,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, ORANGE, Picture, save, where_from
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import HeuristicRow
+from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save
+from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.studies.c3.heuristic_tables import share_of
+from sidelane_lab.studies.c3.rows import HeuristicRow
 
 
 def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: Path) -> list[Picture]:
@@ -37,7 +37,7 @@ def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: P
     for colour, label in ((BLUE, "GEMM was profiled"), (ORANGE, "was not")):
         panels[-1].bar([0], [0], color=colour, label=label)
     panels[-1].legend(fontsize=7, frameon=False)
-    title = f"Heuristics: {where_from(results)}"
+    title = f"Heuristics: {results.where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = "Percent that each heuristic's choice takes longer than the best of the sweep, by pair."
     return [save(figure, "heuristics", title, text, directory)]

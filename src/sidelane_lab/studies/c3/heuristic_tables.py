@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.pairs import HeuristicRow
+from sidelane_lab.studies.c3.rows import HeuristicRow
 
 MOST_SHOWN = 20
 """Of choices with their reasons in a table."""

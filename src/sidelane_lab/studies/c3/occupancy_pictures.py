@@ -11,10 +11,18 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, GREEN, ORANGE, STYLES, Picture, file_name, save, where_from
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import OccupancyRow
+from sidelane_lab.harness.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    ORANGE,
+    STYLES,
+    file_name,
+    save,
+)
+from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.studies.c3.occupancy_tables import pair_of
+from sidelane_lab.studies.c3.rows import OccupancyRow
 
 COLOURS = (BLUE, ORANGE, GREEN)
 FIGURES = (("normalised", "time / sequential"), ("overlap_rate", "overlap rate, %"), ("time_us", "time, us"))
@@ -50,7 +58,7 @@ def _draw(rows: Sequence[OccupancyRow], results: Results, directory: Path) -> Pi
     _compared(below[0], below[1], rows, shapes)
     below[2].set_axis_off()
     pair = f"{first.gemm} with {first.collective} of {format_bytes(first.bytes)} by {first.implementation}"
-    title = f"Pipelined iterations, {pair}: {where_from(results)}"
+    title = f"Pipelined iterations, {pair}: {results.where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = f"Normalised time, overlap rate and time of pipelined iterations by thread blocks, {pair}."
     name = file_name(f"occupancy {first.gemm} {first.collective} {format_bytes(first.bytes)} {first.implementation}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sidelane.c3.shaping import choose, shaping_of
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.pairs import OccupancyRow
+from sidelane_lab.studies.c3.rows import OccupancyRow
 
 COLUMNS: tuple[str, ...] = (
     *("<shape", "<grid", "blocks", "resident", "<priority", "GEMM\nalone us", "sequential\nus", "overlapped\nus"),

@@ -10,18 +10,18 @@ from typing import TypeVar
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.report.drawing import (
+from sidelane_lab.harness.drawing import (
     COLOURS,
     STYLES,
-    Picture,
     file_name,
     label_ends,
     save,
     size_axis,
-    where_from,
 )
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.collectives import SEPARATE, CollectiveRow
+from sidelane_lab.harness.rows import SEPARATE
+from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives.tables import way_to_call
 
 R = TypeVar("R", bound=CollectiveRow)
 
@@ -29,6 +29,13 @@ R = TypeVar("R", bound=CollectiveRow)
 def _variant(row: CollectiveRow) -> str:
     """The variant; one line for what auto chose, whatever that was at each size."""
     return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""
+
+
+def draw_ways(rows: Sequence[CollectiveRow], results: Results, folder: Path) -> list[Picture]:
+    """A picture for each way to call a collective."""
+    return [
+        draw_sizes(way, alike, results, folder) for way, alike in grouped([r for r in rows if r.time_us], way_to_call)
+    ]
 
 
 def draw_sizes(
@@ -63,7 +70,7 @@ def draw_sizes(
     bandwidth.set_ylim(bottom=0)
     label_ends(bandwidth, ends, side="right")
     label_ends(time, starts, side="left")
-    title = f"{way}: {where_from(results)}"
+    title = f"{way}: {results.where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
     return save(figure, file_name(way), title, text, directory)

@@ -19,11 +19,13 @@ from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Implemen
 from sidelane_lab.baselines.listed import prepare
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Job, Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Job, Meter, Rounds
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.studies.collectives.pictures import draw_ways
+from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps
+from sidelane_lab.studies.collectives.tables import collective_tables
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
@@ -96,7 +98,7 @@ class CollectiveOptions(StudyOptions):
 
 
 def main(options: CollectiveOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: also for an implementation, a variant or a launch that is not known here.
@@ -109,7 +111,7 @@ def main(options: CollectiveOptions) -> Results | None:
         launches=options.launches,
         listed=options.tensors > 1,
     )
-    return run_study("collectives", CollectiveRow, _measure, options, "collectives")
+    return run_study(STUDY, options)
 
 
 def default_sizes(device_type: str) -> tuple[int, ...]:
@@ -141,12 +143,12 @@ def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> f
     return 10.0 * calls + passes * nbytes / 500e3
 
 
-def _measure(rank: Rank, options: CollectiveOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator[CollectiveRow]:
+    """Make the rows. Collective."""
     asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
     sizes = sorted(set(map(rounded, asked)))
-    sender = Sender(rank, len(sizes) * len(options.collectives))
+    sender.steps = len(sizes) * len(options.collectives)
     sender.note_rounding(asked, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
@@ -154,20 +156,16 @@ def _measure(rank: Rank, options: CollectiveOptions) -> int:
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     seeds = itertools.count(options.seed + 1)
-    count = 0
     for case in cases:
         calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)
         spread = f" in {case.tensors} tensors" if case.tensors > 1 else ""
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}{spread}, {calls} call{'s' * (calls > 1)} a sample")
         absent = absent_rows(roster, case) if case.nbytes == sizes[0] else []
-        for row in itertools.chain(absent, measure_case(roster, case, options, seeds)):
-            sender.row(row)
-            count += 1
+        yield from itertools.chain(absent, measure_case(roster, case, options, seeds))
     if options.profile and roster.kernels_of is not None:
         for line in _kernels(roster, cases, options, next(seeds)):
             sender.note(line)
     roster.close()
-    return count
 
 
 def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
@@ -352,3 +350,18 @@ def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Proble
         note="" if problem is None else problem.text,
         tensors=case.tensors,
     )
+
+
+STUDY = Study(
+    name="collectives",
+    title="Collectives by size and implementation",
+    legend=(
+        "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. The fastest"
+        " of each size is bold. Every output was compared with a reference in the same run."
+    ),
+    row=CollectiveRow,
+    tables=collective_tables,
+    plots=draw_ways,
+    measure=_measure,
+    progress="collectives",
+)

@@ -16,8 +16,8 @@ from sidelane.cli.table import (
     without_empty_columns,
 )
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.results.rows.flat import OF_LIBRARY
+from sidelane_lab.harness.rows import OF_LIBRARY
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 
 COLLECTIVE_COLUMNS: tuple[str, ...] = (
     "bytes",

@@ -8,8 +8,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.report.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, Picture, save
-from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, save
+from sidelane_lab.harness.study import Picture
+from sidelane_lab.studies.fsdp.rows import FsdpRow
 from sidelane_lab.studies.fsdp.tables import case_of, title_of
 
 COLOURS = {

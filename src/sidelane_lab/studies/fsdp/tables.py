@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
-from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 STEP_COLUMNS = (
     *("<implementation", "step\nms", "p10-p90\nms", "exposed\nms", "recovered\n%", "loss", "grad norm", "peak\nMB"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sidelane.cli.launch import Rank
-from sidelane_lab.harness.running.measure import MOST_HIDDEN_US, Job, Meter, Rounds
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Rounds
 from sidelane_lab.studies.fsdp.profiled import Profiled, profiled
 from sidelane_lab.studies.fsdp.step import TOLERANCE, Outcome, Stepper
 from sidelane_lab.studies.fsdp.ways import FLOORS, Ways

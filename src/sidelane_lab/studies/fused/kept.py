@@ -9,8 +9,8 @@ from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
 from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.operators import FusedRow
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies.fused.rows import FusedRow
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
 OWN, OWN_METHOD = "unfused_sidelane", "as the operator has it"

@@ -8,9 +8,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.report.drawing import BLUE, ORANGE, Picture, save
-from sidelane_lab.harness.results.rows.operators import FusedRow
+from sidelane_lab.harness.drawing import BLUE, ORANGE, save
+from sidelane_lab.harness.study import Picture
 from sidelane_lab.studies.fused.kept import BY_PROGRAMS
+from sidelane_lab.studies.fused.rows import FusedRow
 
 ORDERS = {"remote_first": BLUE, "oblivious": ORANGE}
 

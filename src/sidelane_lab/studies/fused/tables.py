@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
-from sidelane_lab.harness.results.rows.operators import ALONE, FusedRow
+from sidelane_lab.studies.fused.rows import ALONE, FusedRow
 
 FUSED_COLUMNS: tuple[str, ...] = (
     *("<shape", "<implementation", "<made of, schedule", "us", "bound\nus", "times the\nbest unfused"),

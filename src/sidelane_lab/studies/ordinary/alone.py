@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Prepared
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.ordinary import LEARNED, OrdinaryRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.collectives.study import calls_per_sample, hides_launches
 from sidelane_lab.studies.ordinary.checks import Problem, attempt, check, row_of, with_late
 from sidelane_lab.studies.ordinary.programs import LEARNING_CALLS
+from sidelane_lab.studies.ordinary.rows import LEARNED, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import PLACES, Way
 
 TOGETHER_EVERY = 4

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
-from sidelane_lab.harness.results.rows.ordinary import NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
-from sidelane_lab.harness.running.measure import Job, Meter
+from sidelane_lab.harness.measure import Job, Meter
 from sidelane_lab.studies.ordinary.checks import Problem, attempt, check, row_of
 from sidelane_lab.studies.ordinary.programs import SETTLING, ChangingProgram, Room
+from sidelane_lab.studies.ordinary.rows import NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import Way
 
 CALLS = {NEW_SEGMENT: 2}

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.collectives import bus_gbps
-from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.studies.collectives.rows import bus_gbps
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import Way
 
 

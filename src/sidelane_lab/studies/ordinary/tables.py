@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from sidelane.cli.table import (
     MISSING,
@@ -16,8 +17,10 @@ from sidelane.cli.table import (
     without_empty_columns,
 )
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.flat import OF_LIBRARY
-from sidelane_lab.harness.results.rows.ordinary import CHANGES, LEARNED, MAPPED, OrdinaryRow
+from sidelane_lab.harness.rows import OF_LIBRARY
+from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.studies.collectives.pictures import draw_sizes
+from sidelane_lab.studies.ordinary.rows import CHANGES, LEARNED, MAPPED, OrdinaryRow
 
 ALONE_COLUMNS: tuple[str, ...] = (
     *("bytes", "<implementation", "<tensors", "<variant", "time\nus", "p10-p90\nus", "bus\nGB/s"),
@@ -129,3 +132,10 @@ def _notes(rows: Sequence[OrdinaryRow], name_of: Callable[[OrdinaryRow], Sequenc
     """Why there is no time, and of mapped tensors how calls went; the file has the rest."""
     told = [row for row in rows if row.time_us is None or row.reach in (LEARNED, MAPPED)]
     return notes_of([(" ".join(filter(None, name_of(row))), row.note) for row in told])
+
+
+def draw_alone(rows: Sequence[OrdinaryRow], results: Results, folder: Path) -> list[Picture]:
+    """A picture for each way to call a collective that ran alone."""
+    alone = [row for row in rows if row.time_us and not row.gemm and not is_changing(row)]
+    ways = grouped(alone, way_to_call)
+    return [draw_sizes(way, alike, results, folder, line_of=lambda row: row.reach) for way, alike in ways]

@@ -10,8 +10,9 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import BLUE, GREEN, ORANGE, VERMILLION, Picture, file_name, save
-from sidelane_lab.harness.results.rows.calls import PREDICTED, PhaseRow
+from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
+from sidelane_lab.harness.study import Picture
+from sidelane_lab.studies.phases.rows import PREDICTED, PhaseRow
 from sidelane_lab.studies.phases.tables import phase_title
 
 PHASES = {"control": ORANGE, "schedule": VERMILLION, "copy": BLUE, "sync": GREEN}

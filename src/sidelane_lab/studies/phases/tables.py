@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.calls import PREDICTED, PhaseRow
+from sidelane_lab.studies.phases.rows import PREDICTED, PhaseRow
 
 PHASE_COLUMNS: tuple[str, ...] = (
     "bytes",

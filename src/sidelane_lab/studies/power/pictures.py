@@ -11,8 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.report.drawing import COLOURS, GREY, STYLES, Picture, file_name, label_ends, save, size_axis
-from sidelane_lab.harness.results.rows.calls import PowerRow
+from sidelane_lab.harness.drawing import (
+    COLOURS,
+    GREY,
+    STYLES,
+    file_name,
+    label_ends,
+    save,
+    size_axis,
+)
+from sidelane_lab.harness.study import Picture
+from sidelane_lab.studies.power.rows import PowerRow
 from sidelane_lab.studies.power.tables import power_title
 
 Ends = tuple[tuple[float, float], tuple[float, float]]

@@ -12,8 +12,8 @@ import matplotlib as mpl
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.harness.report.drawing import RC
-from sidelane_lab.harness.results.rows.calls import LIBRARY, MODEL, PowerRow
+from sidelane_lab.harness.drawing import RC
+from sidelane_lab.harness.rows import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.power import Draw, dma_power, hybrid_power, library_power
@@ -22,6 +22,7 @@ from sidelane_lab.papers.simulated.bands import Curves, bands
 from sidelane_lab.papers.simulated.curves import BANDS
 from sidelane_lab.papers.simulated.study import write_numbers
 from sidelane_lab.studies.power.pictures import Ends, draw_power
+from sidelane_lab.studies.power.rows import LIBRARY, PowerRow
 from sidelane_lab.studies.power.tables import power_tables
 
 PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(

@@ -23,17 +23,19 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import PowerRow
-from sidelane_lab.harness.results.rows.flat import LAUNCHES
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Job
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.rows import LAUNCHES
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.study import calls_per_sample
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.inputs import ReducedInput
 from sidelane_lab.studies.power.meter import Draw, Recorder
+from sidelane_lab.studies.power.pictures import draw_power
+from sidelane_lab.studies.power.rows import PowerRow
+from sidelane_lab.studies.power.tables import power_tables
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
@@ -85,7 +87,7 @@ class PowerOptions(StudyOptions):
 
 
 def main(options: PowerOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         UnavailableError: nothing here tells its power.
@@ -103,17 +105,17 @@ def main(options: PowerOptions) -> Results | None:
         chosen_from=(DMA,),
     )
     collectives = None if options.fill is None else result_files.read(options.fill)
-    results = run_study("power", PowerRow, _measure, options, "power")
+    results = run_study(STUDY, options)
     if results is not None and collectives is not None and options.fill is not None:
         result_files.write(options.fill, with_energy(collectives, results))
     return results
 
 
-def _measure(rank: Rank, options: PowerOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
+    """Make the rows. Collective."""
     sensor = local.power_sensor(rank.device.index)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
-    sender = Sender(rank, len(options.sizes) * len(options.collectives))
+    sender.steps = len(options.sizes) * len(options.collectives)
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
@@ -128,18 +130,14 @@ def _measure(rank: Rank, options: PowerOptions) -> int:
     roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
-    count = 0
     bench = PowerBench(roster, recorder, options, dist.new_group(backend="gloo"))
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
     for case in cases:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
-        for row in bench.rows(case):
-            sender.row(row)
-            count += 1
+        yield from bench.rows(case)
     recorder.close()
     sensor.close()
     roster.close()
-    return count
 
 
 class PowerBench:
@@ -318,3 +316,18 @@ class PowerBench:
         if problem is not None:
             return dataclasses.replace(row, correct=False if problem[1] else None)
         return dataclasses.replace(row, correct=True, **dataclasses.asdict(figures_of(points, self._idle)))
+
+
+STUDY = Study(
+    name="power",
+    title="Power and energy of collectives",
+    legend=(
+        "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
+        "over that. The least energy of each size is bold. Method: docs/lab/power.md."
+    ),
+    row=PowerRow,
+    tables=power_tables,
+    plots=lambda rows, results, folder: draw_power(rows, results.where, folder),
+    measure=_measure,
+    progress="power",
+)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.calls import MODEL, PowerRow
+from sidelane_lab.harness.rows import MODEL
+from sidelane_lab.studies.power.rows import PowerRow
 
 POWER_COLUMNS: tuple[str, ...] = (
     "bytes",

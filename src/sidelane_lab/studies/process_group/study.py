@@ -22,11 +22,12 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.groups import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow
-from sidelane_lab.harness.running.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Rounds
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.process_group.first import first_uses
+from sidelane_lab.studies.process_group.rows import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow
+from sidelane_lab.studies.process_group.tables import group_tables
 from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, Way, plain_call, wanted
 
 DTYPE = torch.bfloat16
@@ -69,7 +70,7 @@ def default_sizes(device_type: str) -> tuple[int, ...]:
 
 
 def main(options: GroupOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
@@ -79,11 +80,11 @@ def main(options: GroupOptions) -> Results | None:
     unknown = [name for name in options.implementations if name not in known]
     if unknown:
         raise ValueError(f"pg: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
-    return run_study("process_group", GroupRow, _measure, options, "process groups")
+    return run_study(STUDY, options)
 
 
-def _measure(rank: Rank, options: GroupOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[GroupRow]:
+    """Make the rows. Collective."""
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     asked = options.sizes or default_sizes(rank.device.type)
     sizes = sorted(set(map(rounded, asked)))
@@ -93,7 +94,7 @@ def _measure(rank: Rank, options: GroupOptions) -> int:
         for name in operations
         for nbytes in sizes
     ]
-    sender = Sender(rank, len(cases) + options.first)
+    sender.steps = len(cases) + options.first
     sender.note_rounding(asked, rounded)
     barrier = None
     if rank.device.type != "cpu":
@@ -103,20 +104,14 @@ def _measure(rank: Rank, options: GroupOptions) -> int:
     meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), Groups(rank)
     groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
     study = _Study(rank, meter, groups, options)
-    count = 0
     if options.first:
         sender.step("first use")
-        for row in first_uses(rank, meter, groups, [case for _, case in cases], options.seed):
-            sender.row(row)
-            count += 1
+        yield from first_uses(rank, meter, groups, [case for _, case in cases], options.seed)
     for name, case in cases:
         sender.step(f"{name} of {format_bytes(case.nbytes)}")
         with meter.on_stream():
-            for row in study.rows(name, case):
-                sender.row(row)
-                count += 1
+            yield from study.rows(name, case)
     study.close()
-    return count
 
 
 @dataclasses.dataclass(slots=True)
@@ -270,3 +265,21 @@ def calls_of(nbytes: int) -> int:
     (20, 10, 4)
     """
     return 20 if nbytes <= 1 << 20 else 10 if nbytes <= 64 << 20 else 4
+
+
+STUDY = Study(
+    name="process_group",
+    title="Calls of torch.distributed, by the process group",
+    legend=(
+        "The same program on the group of NCCL (Gloo on CPUs) and on Sidelane's. learned: ordinary ones, with "
+        "map_memory=learn; pooled: made in a sidelane.pool. Times of GPUs are the device's, medians over rounds of"
+        " the slowest rank; the fastest is bold. host: until a repeated call returns, behind a device that spins. "
+        "async: waited for at once; graph: calls of one CUDA graph. First use: from making the group to the end of"
+        " its first calls, and from a sharded model to the end of its first step, with an NCCL (Gloo) that is "
+        "warm."
+    ),
+    row=GroupRow,
+    tables=group_tables,
+    measure=_measure,
+    progress="process groups",
+)

@@ -15,8 +15,8 @@ from sidelane.cli.table import (
     without_empty_columns,
 )
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.flat import OF_LIBRARY
-from sidelane_lab.harness.results.rows.groups import FIRST, GroupRow
+from sidelane_lab.harness.rows import OF_LIBRARY
+from sidelane_lab.studies.process_group.rows import FIRST, GroupRow
 
 CALL_COLUMNS: tuple[str, ...] = (
     *("bytes", "<launch", "<group", "<tensors", "<variant", "time\nus", "p10-p90\nus", "host\nus"),

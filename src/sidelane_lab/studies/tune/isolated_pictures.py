@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.c3.isolated import GemmTimes, Isolated
 from sidelane.c3.measured import isolated_of
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import (
+from sidelane_lab.harness.drawing import (
     BLACK,
     BLUE,
     COLOURS,
@@ -21,13 +21,11 @@ from sidelane_lab.harness.report.drawing import (
     PURPLE,
     STYLES,
     VERMILLION,
-    Picture,
     save,
     size_axis,
-    where_from,
 )
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import IsolatedRow
+from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow
 
 LINES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, BLACK)
 SLOWDOWN = "time / time with all units"
@@ -39,7 +37,7 @@ def draw_isolated(rows: Sequence[IsolatedRow], results: Results, directory: Path
         known = isolated_of(rows)
     except ValueError:
         return []
-    where = where_from(results)
+    where = results.where
     found = (_gemms(known, where, directory), _given(known, where, directory), _sizes(known, where, directory))
     return [picture for picture in found if picture is not None]
 

@@ -9,7 +9,7 @@ from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolate
 from sidelane.c3.workload import Workload
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.pairs import IsolatedRow
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow
 
 
 def isolated_tables(rows: Sequence[IsolatedRow]) -> list[Table]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane_lab.harness.results.rows.flat import FlatRow
+from sidelane_lab.harness.rows import FlatRow
 
 SOAKED = (
     *("all_gather", "all_to_all", "uneven", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane_lab.harness.results.rows.flat import FlatRow
+from sidelane_lab.harness.rows import FlatRow
 
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"

@@ -1,4 +1,8 @@
-"""What rows of result files have in common."""
+"""Rows of result files. They are flat and their names are fixed, since other tools read them.
+
+A time that does not exist is null and ``note`` says why: a variant that is wrong or could not run
+is a row that says so.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,12 @@ from typing import Any, ClassVar, Self
 
 IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
 LAUNCHES = ("eager", "graph")
+MODEL = "model"
+"""Launch of a row that is predicted."""
+
+SEPARATE = "separate"
+"""Variant of a list of tensors in a call for each."""
+
 OF_LIBRARY = ("nccl", "nccl_ce", "gloo")
 
 Allowed = tuple[tuple[str, Sequence[str]], ...]

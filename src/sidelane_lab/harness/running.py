@@ -10,47 +10,22 @@ import dataclasses
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic
 
 import rich.console
 import rich.progress
 
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
-from sidelane.cli.output import refuse_unwritable
+from sidelane.cli.output import STDOUT, refuse_unwritable
 from sidelane.cli.terminal import progress_console, tables_console
 from sidelane.machine import local
-from sidelane_lab.harness.report import page as report
-from sidelane_lab.harness.report.drawing import Picture
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.files import Results, collect
-from sidelane_lab.harness.results.rows.calls import ChainRow, HostRow, PhaseRow, PowerRow
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.results.rows.every import Row
-from sidelane_lab.harness.results.rows.groups import GroupRow
-from sidelane_lab.harness.results.rows.operators import FusedRow, GemmRow
-from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
-from sidelane_lab.harness.results.rows.pairs import C3Row, IsolatedRow, OccupancyRow
-from sidelane_lab.harness.results.rows.training import FsdpRow
-
-R = TypeVar(
-    "R",
-    CollectiveRow,
-    C3Row,
-    OccupancyRow,
-    IsolatedRow,
-    PhaseRow,
-    PowerRow,
-    ChainRow,
-    HostRow,
-    FusedRow,
-    GemmRow,
-    OrdinaryRow,
-    FsdpRow,
-    GroupRow,
-)
+from sidelane_lab.harness import report
+from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.rows import FlatRow
+from sidelane_lab.harness.study import Picture, R, Results, Study, collect
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,20 +73,22 @@ class Sender:
 
     Args:
         rank: of this process.
-        steps: that the study will take.
+
+    Attributes:
+        steps: that the study will take; it is set before the first.
     """
 
-    def __init__(self, rank: Rank, steps: int) -> None:
+    def __init__(self, rank: Rank) -> None:
+        self.steps = 0
         self._rank = rank
-        self._steps = steps
         self._done = 0
 
     def step(self, text: str) -> None:
         """Say that the next step begins."""
-        self._send({"step": self._done, "of": self._steps, "text": text})
+        self._send({"step": self._done, "of": self.steps, "text": text})
         self._done += 1
 
-    def row(self, row: Row) -> None:
+    def row(self, row: FlatRow) -> None:
         """Hand over a row."""
         self._send({"row": row.to_dict()})
 
@@ -138,11 +115,14 @@ class Sender:
 class Follower(Generic[R]):
     """The user's side: keeps rows, shows a bar on a terminal and one line a step elsewhere."""
 
-    def __init__(self, row_type: type[R], console: rich.console.Console | None) -> None:
+    def __init__(
+        self, row_type: type[R], console: rich.console.Console | None, grown: Callable[[], None] = lambda: None
+    ) -> None:
         self.rows: list[R] = []
         self.notes: list[str] = []
         self._row_type: type[R] = row_type
         self._console = console
+        self._grown = grown
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
 
@@ -167,6 +147,7 @@ class Follower(Generic[R]):
         message = json.loads(line)
         if "row" in message:
             self.rows.append(self._row_type.from_dict(message["row"]))
+            self._grown()
         elif "note" in message:
             self.notes.append(message["note"])
             self._print(message["note"])
@@ -181,23 +162,22 @@ class Follower(Generic[R]):
 
 
 def run_study(
-    study: str,
-    row_type: type[R],
-    measure: Callable[..., int],
+    study: Study[R],
     options: StudyOptions,
-    title: str,
-    joined: Callable[[Sequence[R]], Sequence[R]] = tuple,
+    *,
+    place: LaunchTarget | None = None,
+    known: Sequence[R] = (),
+    grows: Path | None = None,
     further: Callable[[Sequence[R], Path], Sequence[Picture]] | None = None,
 ) -> Results | None:
-    """Run ``measure(rank, options)`` on every rank and publish the rows that rank 0 sends.
+    """Let every rank measure, and publish the rows that rank 0 sends.
 
     Args:
-        study: name.
-        row_type: of its rows.
-        measure: what every rank does.
-        options: of the study.
-        title: for people.
-        joined: makes the rows of the file from those that were sent, such as with rows of an earlier run.
+        study: what to run.
+        options: its options.
+        place: where to run it; None chooses by the options.
+        known: rows that are there already; of what is measured again the new one counts (``Study.key``).
+        grows: file that is written anew with every row; None writes none.
         further: puts pictures into the folder of the report that are drawn from no rows.
 
     Returns:
@@ -208,33 +188,101 @@ def run_study(
             and where ``timeout`` ends the process (SIGTERM, which is a KeyboardInterrupt here).
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
-    place = choose_target(options.ranks, options.device)
+    place = place or choose_target(options.ranks, options.device)
     check_targets(options)
+    refuse_unwritable(study.name, grows)
     progress, tables = (None, None) if options.quiet else (progress_console(), tables_console(options.json))
-    follower = Follower(row_type, progress)
+    empty = collect(study.name, (), device_type=place.device_type, ranks=place.world_size, command=options.command)
+
+    def results() -> Results:
+        return dataclasses.replace(empty, rows=merged(study.key, (*known, *follower.rows)))
+
+    def grown() -> None:
+        if grows is not None:
+            result_files.write(grows, results())
+
+    follower = Follower(study.row, progress, grown)
     if progress is not None and place.on_cpu and place.world_size > local.cores():
         progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None
     try:
         with _interrupted_by_sigterm():
-            if not follow(follower, measure, options, place, title):
+            assert study.measure is not None, study.name
+            if not follow(follower, study.measure, options, place, study.progress):
                 return None
     except (Exception, KeyboardInterrupt) as error:  # under torchrun it is whatever the rank raised
         if not follower.rows:
             raise
         failure = error
-    rows = joined(follower.rows)
-    if not rows:
-        raise ValueError(f"{study}: nothing that was asked for can run here ({_asked(options)})")
-    results = collect(study, rows, device_type=place.device_type, ranks=place.world_size, command=options.command)
-    publish(
-        results, options, tables, () if further is None or options.report is None else further(rows, options.report)
-    )
+    found = results()
+    if not found.rows:
+        raise ValueError(f"{study.name}: nothing that was asked for can run here ({_asked(options)})")
+    rows = study.rows_of(found)
+    publish(found, options, tables, () if further is None or options.report is None else further(rows, options.report))
     if progress is not None and options.report is not None:
         progress.print(f"report: {options.report / report.PAGE}", markup=False)
     if failure is not None:
         raise failure
-    return results
+    return found
+
+
+def follow(
+    follower: Follower[R],
+    measure: Callable[..., Iterable[FlatRow]],
+    options: StudyOptions,
+    place: LaunchTarget,
+    progress: str,
+) -> bool:
+    """Run ``measure(rank, options, sender)`` on every rank; ``follower`` shows and keeps what rank 0 sends.
+
+    Returns:
+        False on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    with follower.shown(progress):
+        finished = run_ranks(
+            _measure,
+            place.world_size,
+            measure,
+            options,
+            device_type=place.device_type,
+            timeout_s=options.timeout_s,
+            progress=follower,
+        )
+    return finished is not None
+
+
+def _measure(rank: Rank, measure: Callable[..., Iterable[FlatRow]], options: StudyOptions) -> int:
+    """Send the rows of a rank. Returns their number."""
+    sender, count = Sender(rank), 0
+    for row in measure(rank, options, sender):
+        sender.row(row)
+        count += 1
+    return count
+
+
+def merged(key: Callable[[R], Hashable] | None, rows: Sequence[R]) -> tuple[R, ...]:
+    """Rows; of those that have a key in common the last, in the place of the first."""
+    return tuple(rows) if key is None else tuple({key(row): row for row in rows}.values())
+
+
+def rows_there(study: Study[R], path: Path | None, place: LaunchTarget, *, same_software: bool = False) -> Sequence[R]:
+    """The rows of a file that a study goes on with; none where there is no file.
+
+    Raises:
+        ValueError: it is of another study, of another machine or, if that matters, of other software.
+    """
+    if path is None or path == STDOUT or not path.exists():
+        return ()
+    found = result_files.read(path)
+    here = collect(study.name, (), device_type=place.device_type, ranks=place.world_size)
+    theirs, ours = [(one.study, one.device, one.ranks) for one in (found, here)]
+    if theirs != ours or (same_software and found.software != here.software):
+        more = " with the same software" if same_software else ""
+        raise ValueError(f"{study.name}: {path} was measured elsewhere (value={theirs}, allowed={ours}{more})")
+    return study.rows_of(found)
 
 
 @contextmanager
@@ -252,29 +300,6 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def follow(
-    follower: Follower[R], measure: Callable[..., int], options: StudyOptions, place: LaunchTarget, title: str
-) -> bool:
-    """Run ``measure(rank, options)`` on every rank, and let ``follower`` show and keep what rank 0 sends.
-
-    Returns:
-        False on the other ranks under torchrun.
-
-    Raises:
-        RankFailedError: a rank failed.
-    """
-    with follower.shown(title):
-        finished = run_ranks(
-            measure,
-            place.world_size,
-            options,
-            device_type=place.device_type,
-            timeout_s=options.timeout_s,
-            progress=follower,
-        )
-    return finished is not None
 
 
 def _asked(options: StudyOptions) -> str:

@@ -6,7 +6,6 @@ name or its value, so that no picture needs its colours.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from sidelane.c3.strategies import strategies
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.files import Results
+from sidelane_lab.harness.study import Picture
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 BLACK, GREY = "#000000", "#666666"
@@ -48,15 +47,6 @@ RC: Any = {
     "svg.fonttype": "path",
     "svg.hashsalt": "sidelane",  # the same rows give the same file
 }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture on disk: ``name`` without ending; ``text`` says what it shows, for those who cannot see it."""
-
-    name: str
-    title: str
-    text: str
 
 
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
@@ -111,13 +101,6 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
             count += other_count
         clusters.append((mean, count))
     return [mean + gap * (index - (count - 1) / 2) for mean, count in clusters for index in range(count)]
-
-
-def where_from(results: Results) -> str:
-    """The ranks and the machine of a study, for titles."""
-    if results.on_cpu:
-        return f"{results.ranks} processes on {results.device}"
-    return f"{results.ranks} x {results.device}"
 
 
 def file_name(text: str) -> str:

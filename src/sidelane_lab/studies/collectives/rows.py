@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from sidelane_lab.harness.results.rows.flat import IMPLEMENTATIONS, LAUNCHES, Allowed, FlatRow
-
-SEPARATE = "separate"
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, SEPARATE, Allowed, FlatRow
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 
 SYMMETRIC, LEARNED, MAPPED, STAGED = "symmetric", "learned", "mapped", "staged"
 REACHES = (SYMMETRIC, LEARNED, MAPPED, STAGED, "")

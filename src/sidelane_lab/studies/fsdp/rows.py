@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sidelane_lab.harness.results.rows.flat import FlatRow
+from sidelane_lab.harness.rows import FlatRow
 
 TRAINED_BY = (
     *("nccl", "gloo", "nccl_ce", "sidelane_ag", "sidelane", "sidelane_copies"),

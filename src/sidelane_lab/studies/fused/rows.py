@@ -1,10 +1,10 @@
-"""Rows of operators: fused with their collective, and a linear layer alone."""
+"""Rows of operators that are fused with their collective."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from sidelane_lab.harness.results.rows.flat import LAUNCHES, FlatRow
+from sidelane_lab.harness.rows import LAUNCHES, FlatRow
 
 FUSED_OPS = (
     *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all", "all_to_all_gemm"),
@@ -59,35 +59,3 @@ class FusedRow(FlatRow):
     note: str = ""
     gbps: float | None = None
     skew_us: float | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GemmRow(FlatRow):
-    """A linear layer of a model, alone: ``result[m, n] = input[m, k] @ weight[n, k].T``.
-
-    Attributes:
-        model: name, behind a slash the GPUs that share a layer.
-        layer: which one.
-        m: tokens; n: outputs; k: inputs.
-        time_us: of one call, median over the samples; p10_us and p90_us likewise.
-        tflops: operations over the time.
-        gbps: fewest bytes that can move (each input read once, the result written once) over the time.
-        correct: rows of the result were compared with float64, before and after; None when it could not run.
-        note: why there is no time.
-    """
-
-    figures = ("time_us",)
-
-    model: str
-    layer: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    time_us: float | None
-    p10_us: float | None
-    p90_us: float | None
-    tflops: float | None
-    gbps: float | None
-    correct: bool | None
-    note: str = ""

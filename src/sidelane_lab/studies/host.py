@@ -20,26 +20,71 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from sidelane.cli.launch import Rank
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.candidate import (
+    Binds,
+    Entrant,
+    Implementation,
+    Tensors,
+    candidates_of,
+    nothing_to_wait_for,
+    views,
+)
+from sidelane_lab.baselines.own import Dma, Kernels
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import HostRow
-from sidelane_lab.harness.running.measure import SPIN_CYCLES_PER_US, Meter
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
-from sidelane_lab.studies.host.ways import Armed, Way, ways_of
+from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
 TRIGGERS_A_BATCH = 4
 """Triggers are timed singly, and vary: there are this many for each batch of calls."""
+
+HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRow(FlatRow):
+    """What a call takes the host: from its begin until it returns, while the device is busy with something else.
+
+    Attributes:
+        operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
+        bytes: gathered size.
+        symmetric: the tensors lie in symmetric memory (of NCCL: in its symmetric windows).
+        driver_calls: to the driver in one call, of Sidelane's own; null for others.
+        host_us: median over the batches of the slowest rank; p10_us and p90_us likewise.
+        best_us: fastest batch of any rank.
+        correct: outputs were compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    allowed = (("operation", HOST_OPERATIONS), ("implementation", IMPLEMENTATIONS))
+    figures = ("host_us",)
+
+    operation: str
+    bytes: int
+    implementation: str
+    variant: str
+    symmetric: bool
+    driver_calls: int | None
+    host_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    best_us: float | None
+    correct: bool | None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +108,13 @@ class HostOptions(StudyOptions):
 
 def main(options: HostOptions) -> Results | None:
     """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
-    return run_study("host", HostRow, _measure, options, "host time of a call")
+    return run_study(STUDY, options)
 
 
-def _measure(rank: Rank, options: HostOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostRow]:
+    """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
-    sender = Sender(rank, len(options.sizes))
+    sender.steps = len(options.sizes)
     if on_cpu:
         sender.note(f"{BLOCKS}; only trigger_from_host is timed")
     # What blocks anyway has nothing to be compared with.
@@ -83,15 +128,12 @@ def _measure(rank: Rank, options: HostOptions) -> int:
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     study = _Study(roster.meter, rank, options)
-    count = 0
     for case in cases:
         sender.step(f"host time of an all-gather of {format_bytes(case.nbytes)}")
         with roster.meter.on_stream():
             for way in ways_of(roster.implementations.values(), options.variants, case):
-                sender.row(study.row(case, way))
-                count += 1
+                yield study.row(case, way)
     roster.close()
-    return count
 
 
 class _Study:
@@ -160,10 +202,10 @@ class _Study:
         repeats = options.repeats * (TRIGGERS_A_BATCH if armed is not None else 1)
         longest = 50.0
         times = []
-        for number in range(options.warmup + repeats):
+        for batch in range(options.warmup + repeats):
             found = self._trigger(way, armed) if armed is not None else self._batch(way, longest)
             longest = max(longest, found)
-            if number >= options.warmup:
+            if batch >= options.warmup:
                 times.append(found)
         self._meter.finish(str(way))
         return self._meter.of_all_ranks(times)
@@ -230,3 +272,167 @@ def _clock_us() -> float:
     """What it takes to read the clock."""
     pairs = ((time.perf_counter_ns(), time.perf_counter_ns()) for _ in range(1000))
     return statistics.median(after - before for before, after in pairs) / 1e3
+
+
+@dataclasses.dataclass(slots=True)
+class Way:
+    """One way to have an all-gather done.
+
+    Attributes:
+        operation: which call is timed; by the names of the result file, as all of the next three.
+        tensors: where it reads and writes.
+        call: what is timed. What it returns is called after it where somebody must wait for the end.
+        communicator: whose call it is, if it is Sidelane's.
+        open: makes what must be armed before each call; None for calls that need nothing.
+    """
+
+    operation: str
+    implementation: str
+    variant: str
+    symmetric: bool
+    tensors: Tensors
+    call: Callable[[], object] = nothing_to_wait_for
+    communicator: Communicator | None = None
+    open: Callable[[], Armed] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.implementation} {self.variant}".rstrip()
+
+
+class Armed:
+    """A prelaunched all-gather: armed before each trigger, and waited for after it."""
+
+    def __init__(self, communicator: Communicator, tensors: Tensors, *, from_host: bool) -> None:
+        assert tensors.output is not None
+        self._handle = communicator.prepare_all_gather(tensors.output, tensors.input, host_trigger=from_host)
+        self._from_host = from_host
+        self.arm = self._handle.arm
+        self.trigger = self._handle.trigger_from_host if from_host else self._handle.trigger
+
+    def settle(self) -> None:
+        """Order the caller's next work behind the end, which ``trigger`` does itself."""
+        if self._from_host:
+            self._handle.wait()
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[Way]:
+    """Every way to do ``case``, an all-gather, out of place. Collective.
+
+    Args:
+        implementations: that take part, their buffers reserved.
+        variants: of Sidelane's.
+        case: what to do.
+    """
+    for implementation in implementations:
+        for candidate in candidates_of(
+            implementation, case.kind, only=variants, launches=(implementation.launches[0],)
+        ):
+            if candidate.in_place or candidate.prelaunch:
+                continue
+            if isinstance(implementation, Dma | Kernels):
+                yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))
+            else:
+                yield _baseline(implementation, candidate, case)
+        if isinstance(implementation, Dma):
+            yield from _triggers(implementation, case)
+
+
+def _triggers(own: Dma, case: Case) -> Iterator[Way]:
+    for from_host in (False, True):
+        for symmetric, tensors in _both(own, case):
+            operation = "trigger_from_host" if from_host else "trigger"
+            make = functools.partial(Armed, own.communicator, tensors, from_host=from_host)
+            yield Way(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
+
+
+def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
+    """Tensors in symmetric memory, and in ordinary memory."""
+    yield True, own.tensors(case, Entrant(own.name))
+    buffers = (
+        torch.empty(size, dtype=torch.uint8, device=case.device) for size in (case.output_bytes, case.input_bytes)
+    )
+    yield False, views(case, False, *buffers)
+
+
+def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
+    symmetric, tensors = where
+    communicator = own.communicator
+    assert tensors.output is not None
+    call = functools.partial(communicator.all_gather, tensors.output, tensors.input, variant=candidate.variant)
+    return Way("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
+
+
+def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> Way:
+    tensors = implementation.tensors(case, candidate)
+    symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
+    given = (case, tensors, candidate.variant)
+    call: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
+    if isinstance(implementation, Binds):
+        call = implementation.bind(*given)
+    return Way("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
+
+
+HOST_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<implementation",
+    "<variant",
+    "<tensors",
+    "driver\ncalls",
+    "host\nus",
+    "p10-p90\nus",
+    "best\nus",
+    "<correct",
+)
+
+
+def host_tables(rows: Sequence[HostRow]) -> list[Table]:
+    """One table an operation, in the order of the rows; what takes the host least at each size is set off."""
+    tables = []
+    for operation, alike in grouped(rows, lambda row: row.operation, ordered=False):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.bytes):
+            best = min((row.host_us for row in same if row.host_us is not None), default=None)
+            lines += [
+                Line(_host_cells(row), best=best is not None and row.host_us == best, rule=row is same[-1])
+                for row in same
+            ]
+        of_all = {row.note for row in alike}
+        names = [" ".join(_host_cells(row)[:4]) if len(of_all) > 1 else "all" for row in alike]
+        notes = notes_of(list(dict.fromkeys(zip(names, (row.note for row in alike), strict=True))))
+        tables.append(
+            without_empty_columns(Table(f"{operation}: host time", HOST_COLUMNS, tuple(lines), notes, keys=4))
+        )
+    return tables
+
+
+def _host_cells(row: HostRow) -> tuple[str, ...]:
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant,
+        "symmetric" if row.symmetric else "ordinary",
+        "" if row.driver_calls is None else str(row.driver_calls),
+        number(row.host_us),
+        "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}",
+        number(row.best_us),
+        verdict(row.correct),
+    )
+
+
+STUDY = Study(
+    name="host",
+    title="What a call takes the host",
+    legend=(
+        "Microseconds from the begin of a repeated call until it returns, behind a device that spins, so that no "
+        "call waits for it. Medians over batches of calls of the slowest rank; 'best' is the fastest batch of any "
+        "rank. A trigger fires a prelaunched call, which was armed before, uncounted. The least of each size is "
+        "bold."
+    ),
+    row=HostRow,
+    tables=host_tables,
+    measure=_measure,
+    progress="host time of a call",
+)
