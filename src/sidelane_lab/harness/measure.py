@@ -17,7 +17,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -92,6 +92,32 @@ class Rounds:
         return float(np.percentile(self.times_us, 90))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Problem:
+    """Why something has no time. ``wrong``: it ran, and its output was wrong."""
+
+    text: str
+    wrong: bool = False
+
+
+def outcome(rounds: Rounds | None, problem: Problem | None, said: str = "") -> dict[str, Any]:
+    """Columns of a row: its times, unless there is a problem; whether it is right; and a note.
+
+    Args:
+        rounds: the times; None where there are none.
+        problem: what is wrong; None: nothing.
+        said: the note where nothing is.
+    """
+    usable = None if problem is not None else rounds
+    return {
+        "time_us": None if usable is None else usable.median_us,
+        "p10_us": None if usable is None else usable.p10_us,
+        "p90_us": None if usable is None else usable.p90_us,
+        "correct": True if problem is None else False if problem.wrong else None,
+        "note": said if problem is None else problem.text,
+    }
+
+
 class Meter:
     """Measures on one rank, together with the meters of the other ranks: every rank makes the same calls.
 
@@ -159,6 +185,30 @@ class Meter:
         except Exception as problem:
             error = f"{type(problem).__name__}: {problem}"
         return self.agree(error)
+
+    def run(self, what: str, step: Callable[[], object]) -> Problem | None:
+        """Do something on all ranks and wait for the device. Returns what kept a rank from it; ``what`` is its name."""
+
+        def work() -> None:
+            step()
+            self.finish(what)
+
+        refused = self.attempt(work)
+        return None if refused is None else Problem(refused)
+
+    def check(self, what: str, step: Callable[[], object], compare: Callable[[], str | None]) -> Problem | None:
+        """Run and compare on all ranks, in two steps: a rank that could not run has nothing to compare. Collective.
+
+        Args:
+            what: name, for errors.
+            step: fills inputs, poisons outputs, and runs.
+            compare: what is wrong with the outputs.
+        """
+        problem = self.run(what, step)
+        if problem is not None:
+            return problem
+        wrong = self.attempt(compare)
+        return None if wrong is None else Problem(wrong, wrong=True)
 
     def of_all_ranks(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's numbers, by rank; all ranks have as many. Collective."""

@@ -201,7 +201,7 @@ def run_study(
         if grows is not None:
             result_files.write(grows, results())
 
-    follower = Follower(study.row, progress, grown)
+    follower: Follower[R] = Follower(study.row, progress, grown)
     if progress is not None and place.on_cpu and place.world_size > local.cores():
         progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None

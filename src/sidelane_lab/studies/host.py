@@ -22,7 +22,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from sidelane.cli.launch import Rank
@@ -42,7 +41,7 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.own import Dma, Kernels
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter
+from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -148,7 +147,7 @@ class _Study:
     def row(self, case: Case, way: Way) -> HostRow:
         """Check, time and check again. Collective."""
         armed: list[Armed] = []
-        problem = self._attempt(way, lambda: armed.append(way.open()) if way.open is not None else None)
+        problem = self._meter.run(str(way), lambda: armed.append(way.open()) if way.open is not None else None)
         one = armed[0] if armed else None
         problem = problem or self._check(case, way, one)
         blocks = self._on_cpu and way.operation != "trigger_from_host"
@@ -160,18 +159,8 @@ class _Study:
             one.close()
         return self._row(case, way, problem, samples, BLOCKS if blocks else "")
 
-    def _attempt(self, way: Way, step: Callable[[], object]) -> tuple[str, bool] | None:
-        """Returns what is wrong, and False: nothing ran."""
-
-        def work() -> None:
-            step()
-            self._meter.finish(str(way))
-
-        refused = self._meter.attempt(work)
-        return None if refused is None else (refused, False)
-
-    def _check(self, case: Case, way: Way, armed: Armed | None) -> tuple[str, bool] | None:
-        """Run once on a fresh input and compare. Returns what is wrong, and whether it ran and was wrong."""
+    def _check(self, case: Case, way: Way, armed: Armed | None) -> Problem | None:
+        """Run once on a fresh input and compare."""
         seed = next(self._seeds)
 
         def run() -> None:
@@ -187,14 +176,11 @@ class _Study:
                 if callable(end):
                     end()
 
-        problem = self._attempt(way, run)
-        if problem is None:
+        def compare() -> str | None:
             output = way.tensors.output
-            wrong = self._meter.attempt(
-                lambda: "there is no output" if output is None else output_error(case, output, seed)
-            )
-            problem = None if wrong is None else (wrong, True)
-        return problem
+            return "there is no output" if output is None else output_error(case, output, seed)
+
+        return self._meter.check(str(way), run, compare)
 
     def _samples(self, way: Way, armed: Armed | None) -> list[list[float]]:
         """Microseconds by rank and batch."""
@@ -240,7 +226,7 @@ class _Study:
             torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
 
     def _row(
-        self, case: Case, way: Way, problem: tuple[str, bool] | None, samples: list[list[float]] | None, note: str
+        self, case: Case, way: Way, problem: Problem | None, samples: list[list[float]] | None, note: str
     ) -> HostRow:
         variant, driver_calls = way.variant, None
         if problem is None and way.communicator is not None:
@@ -251,7 +237,7 @@ class _Study:
             driver_calls = submitted.counts.calls if way.open is None and not self._on_cpu else None
         usable = samples if problem is None else None
         slowest = None if usable is None else max(usable, key=statistics.median)
-        p10, median, p90 = (None,) * 3 if slowest is None else np.percentile(slowest, (10, 50, 90)).tolist()
+        columns = outcome(None if slowest is None else Rounds(tuple(slowest)), problem, note)
         return HostRow(
             operation=way.operation,
             bytes=case.nbytes,
@@ -259,12 +245,9 @@ class _Study:
             variant=variant,
             symmetric=way.symmetric,
             driver_calls=driver_calls,
-            host_us=median,
-            p10_us=p10,
-            p90_us=p90,
+            host_us=columns.pop("time_us"),
             best_us=None if usable is None else min(map(min, usable)),
-            correct=True if problem is None else False if problem[1] else None,
-            note=note if problem is None else problem[0],
+            **columns,
         )
 
 

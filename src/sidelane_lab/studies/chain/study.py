@@ -37,7 +37,7 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.measure import Job, Meter, Rounds
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -147,7 +147,7 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
     """
     meter = roster.meter
     ready: dict[Entrant, Chain] = {}
-    problems: dict[Entrant, tuple[str, bool]] = {}
+    problems: dict[Entrant, Problem] = {}
     with meter.on_stream():
         gemms = Gemms(case, meter)
         for implementation in roster.implementations.values():
@@ -198,33 +198,26 @@ def _chain(gemms: Gemms, collective: Prepared, implementation: Implementation) -
     return Chain(gemms, collective)
 
 
-def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: Iterator[int]) -> tuple[str, bool] | None:
+def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: Iterator[int]) -> Problem | None:
     candidate = chain.collective.candidate
     for step in chain.preparation():
         refused = meter.attempt(step)
         if refused is not None:
-            return f"{step.__name__}: {refused}", False
+            return Problem(f"{step.__name__}: {refused}")
     problem = _check(meter, gemms, chain.run, candidate, next(seeds))
     if problem is None and as_graph:
         refused = meter.attempt(chain.capture)
-        problem = None if refused is None else (f"capture: {refused}", False)
+        problem = None if refused is None else Problem(f"capture: {refused}")
     chain.collective.settle()
     return problem
 
 
-def _check(
-    meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int
-) -> tuple[str, bool] | None:
-    """Run on a fresh input and compare. Returns what is wrong, and whether it ran and was wrong. Collective."""
+def _check(meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int) -> Problem | None:
+    """Run on a fresh input and compare. Collective."""
 
     def step() -> None:
         gemms.refill(seed + 1000 * meter.rank)
         run()
-        meter.finish(str(candidate))
-
-    refused = meter.attempt(step)
-    if refused is not None:
-        return refused, False
 
     def compare() -> str | None:
         expected = gemms.expected()
@@ -232,8 +225,7 @@ def _check(
         # One product in two shapes may be summed in another order.
         return None if torch.allclose(gemms.y, expected, rtol=2e-2, atol=2e-2) else "the consumer's output is wrong"
 
-    wrong = meter.attempt(compare)
-    return None if wrong is None else (wrong, True)
+    return meter.check(str(candidate), step, compare)
 
 
 def _row(
@@ -242,9 +234,8 @@ def _row(
     variant: str,
     rounds: Rounds | None,
     alone: Rounds,
-    problem: tuple[str, bool] | None,
+    problem: Problem | None,
 ) -> ChainRow:
-    usable = rounds if problem is None else None
     return ChainRow(
         bytes=case.nbytes,
         dtype=str(case.dtype).removeprefix("torch."),
@@ -253,11 +244,7 @@ def _row(
         implementation=candidate.implementation,
         variant=variant,
         gemms_us=alone.median_us,
-        time_us=None if usable is None else usable.median_us,
-        p10_us=None if usable is None else usable.p10_us,
-        p90_us=None if usable is None else usable.p90_us,
-        correct=True if problem is None else False if problem[1] else None,
-        note="" if problem is None else problem[0],
+        **outcome(rounds, problem),
     )
 
 

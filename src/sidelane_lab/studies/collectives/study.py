@@ -20,7 +20,7 @@ from sidelane_lab.baselines.listed import prepare
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness.asked import check_asked
-from sidelane_lab.harness.measure import Job, Meter, Rounds
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.pictures import draw_ways
@@ -199,16 +199,8 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
 
 def absent_rows(roster: Roster, case: Case) -> list[CollectiveRow]:
     """One row for each implementation that belongs on this machine and cannot take part, with the reason."""
-    problems = {name: _Problem(f"takes no part: {reason}", wrong=False) for name, reason in roster.unavailable.items()}
+    problems = {name: Problem(f"takes no part: {reason}") for name, reason in roster.unavailable.items()}
     return [_row(case, Entrant(name), None, problem) for name, problem in problems.items()]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Problem:
-    """Why a candidate has no time; ``wrong``: it ran, and its output was wrong."""
-
-    text: str
-    wrong: bool
 
 
 def measure_case(
@@ -218,12 +210,12 @@ def measure_case(
     meter = roster.meter
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
     prepared: dict[Entrant, Prepared] = {}
-    problems: dict[Entrant, _Problem] = {}
+    problems: dict[Entrant, Problem] = {}
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = _prepare(meter, functools.partial(prepare, candidate, case, implementation, calls), next(seeds))
-                if isinstance(bound, _Problem):
+                bound = ready(meter, functools.partial(prepare, candidate, case, implementation, calls), next(seeds))
+                if isinstance(bound, Problem):
                     problems[candidate] = bound
                 else:
                     bound.settle()
@@ -231,7 +223,7 @@ def measure_case(
         rounds = time_candidates(meter, prepared, case, options)
         for candidate, bound in prepared.items():
             # After hundreds of calls, and twice back to back where that can be: what a first call does not show.
-            problem = _check(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
+            problem = checked(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
             if problem is not None:
                 problems[candidate] = problem
             bound.release()
@@ -255,49 +247,41 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 
-def _prepare(meter: Meter, make: Callable[[], Prepared], seed: int) -> Prepared | _Problem:
+def ready(meter: Meter, make: Callable[[], Prepared], seed: int) -> Prepared | Problem:
     """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
     made: list[Prepared] = []
     refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
     if refused is not None:
         for prepared in made:
             prepared.release()
-        return _Problem(refused, wrong=False)
+        return Problem(refused)
     (prepared,) = made
-    problem: _Problem | None = None
+    problem: Problem | None = None
     if prepared.candidate.launch == "graph":
         # A first call outside of a capture: libraries connect and allocate in it. Every step is agreed on before the
         # next, since a rank that cannot go on must not leave the others waiting on their devices.
-        problem = _attempt_run(meter, prepared, seed, runs=1)
+        problem = meter.run(prepared.label, functools.partial(_run, prepared, seed, 1))
         if problem is None:
             refused = meter.attempt(prepared.capture)
-            problem = None if refused is None else _Problem(f"capture: {refused}", wrong=False)
+            problem = None if refused is None else Problem(f"capture: {refused}")
     if problem is None:
-        problem = _check(meter, prepared, seed, runs=1)
+        problem = checked(meter, prepared, seed)
     if problem is not None:
         prepared.release()
         return problem
     return prepared
 
 
-def _check(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _Problem | None:
+def checked(meter: Meter, prepared: Prepared, seed: int, *, runs: int = 1) -> Problem | None:
     """Run on fresh input and poisoned output, and compare. Collective."""
-    problem = _attempt_run(meter, prepared, seed, runs=runs)
-    if problem is not None:
-        return problem
-    wrong = meter.attempt(lambda: prepared.error(seed))
-    return None if wrong is None else _Problem(wrong, wrong=True)
+    run = functools.partial(_run, prepared, seed, runs)
+    return meter.check(prepared.label, run, lambda: prepared.error(seed))
 
 
-def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _Problem | None:
-    def step() -> None:
-        prepared.fill(seed)
-        for _ in range(runs):
-            prepared.run()
-        meter.finish(prepared.label)
-
-    refused = meter.attempt(step)
-    return None if refused is None else _Problem(refused, wrong=False)
+def _run(prepared: Prepared, seed: int, runs: int) -> None:
+    prepared.fill(seed)
+    for _ in range(runs):
+        prepared.run()
 
 
 def time_candidates(
@@ -329,9 +313,9 @@ def hides_launches(case: Case, candidate: Entrant) -> bool:
     return case.device.type != "cpu" and (candidate.launch == "graph" or expected_us >= HIDDEN_LAUNCH_US)
 
 
-def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Problem | None) -> CollectiveRow:
-    usable = rounds if problem is None else None
-    time_us = None if usable is None else usable.median_us
+def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: Problem | None) -> CollectiveRow:
+    columns = outcome(rounds, problem)
+    time_us = columns["time_us"]
     return CollectiveRow(
         collective=case.kind,
         bytes=case.nbytes,
@@ -341,14 +325,10 @@ def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Proble
         implementation=candidate.implementation,
         variant=candidate.variant,
         prelaunch=candidate.prelaunch,
-        time_us=time_us,
-        p10_us=None if usable is None else usable.p10_us,
-        p90_us=None if usable is None else usable.p90_us,
         bus_gbps=None if time_us is None else bus_gbps(case.kind, case.nbytes, case.world_size, time_us),
         energy_mj=None,
-        correct=True if problem is None else False if problem.wrong else None,
-        note="" if problem is None else problem.text,
         tensors=case.tensors,
+        **columns,
     )
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.cli.launch import Rank, choose_target
-from sidelane_lab.harness.measure import Meter, Rounds
+from sidelane_lab.harness.measure import Meter, Problem, Rounds
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
@@ -29,7 +29,7 @@ from sidelane_lab.studies.fsdp.profiled import ATTENTION, COPY_IN, COPY_OUT, GEM
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 from sidelane_lab.studies.fsdp.step import Stepper
 from sidelane_lab.studies.fsdp.tables import fsdp_tables
-from sidelane_lab.studies.fsdp.trial import Found, Problem, Trial
+from sidelane_lab.studies.fsdp.trial import Found, Trial
 from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, names_on
 
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -27,7 +27,7 @@ from sidelane.collectives import Communicator
 from sidelane.config import current, profile_folder
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.harness.drawing import file_name
-from sidelane_lab.harness.measure import Job, Meter, Rounds
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
@@ -153,7 +153,7 @@ class _Case:
         self._comm = comm
         self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
         self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")
-        self._problems: dict[Key, tuple[str, bool]] = {}
+        self._problems: dict[Key, Problem] = {}
         self._errors: dict[Key, float] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -221,7 +221,7 @@ class _Case:
         refused = self._meter.attempt(step)
         if refused is not None:
             jobs.pop(key, None)
-            self._problems[key] = (refused, False)
+            self._problems[key] = Problem(refused)
 
     def _checked(self, key: Key, run: Callable[[], torch.Tensor]) -> bool:
         """Run once on fresh inputs and compare, all ranks."""
@@ -234,7 +234,7 @@ class _Case:
 
         refused = self._meter.attempt(step)
         if refused is not None:
-            self._problems[key] = (refused, False)
+            self._problems[key] = Problem(refused)
             return False
         errors: list[float] = []
 
@@ -247,7 +247,7 @@ class _Case:
         worst = max(map(max, self._meter.of_all_ranks(errors or [float("nan")])))
         self._errors[key] = worst
         if refused is not None or not worst <= TOLERANCE[found[0].dtype]:
-            self._problems[key] = (refused or f"the largest error is {worst:.2g} of the largest element", True)
+            self._problems[key] = Problem(refused or f"the largest error is {worst:.2g} of the largest element", True)
             return False
         return True
 
@@ -274,24 +274,20 @@ class _Case:
         problem = self._problems.get(key)
         time = rounds.get(key) if problem is None else None
         is_part, read = key[0] in ALONE, None if key[0] == COLLECTIVE else self._case.read_bytes
-        note = problem[0] if problem is not None else self._why(key) if key[0] == AUTO else ""
+        columns = outcome(time, problem, self._why(key) if key[0] == AUTO and problem is None else "")
         return FusedRow(
             op=self._case.op,
             shape=self._case.shape,
             implementation=implementation,
             schedule=key[1],
             launch=key[2],
-            time_us=None if time is None else time.median_us,
-            p10_us=None if time is None else time.p10_us,
-            p90_us=None if time is None else time.p90_us,
             compute_us=alone[0],
             comm_us=alone[1],
             bound_us=None if None in alone else max(part for part in alone if part is not None),
             max_rel_err=self._errors.get(key),
-            correct=None if is_part else True if problem is None else False if problem[1] else None,
-            note=note,
             gbps=None if time is None or read is None else read / time.median_us / 1e3,
             skew_us=None if time is None or self._comm.world_size == 1 else time.skew_us,
+            **(columns | ({"correct": None} if is_part else {})),
         )
 
     def _why(self, key: Key) -> str:

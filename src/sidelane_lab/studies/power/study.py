@@ -25,11 +25,11 @@ from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.asked import check_asked
-from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.measure import Job, Problem
 from sidelane_lab.harness.rows import LAUNCHES
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.studies.collectives.study import calls_per_sample
+from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.inputs import ReducedInput
 from sidelane_lab.studies.power.meter import Draw, Recorder
@@ -168,14 +168,14 @@ class PowerBench:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
         good: dict[Entrant, Prepared] = {}
-        problems: dict[Entrant, tuple[str, bool]] = {}
+        problems: dict[Entrant, Problem] = {}
         with meter.on_stream():
             inputs: list[ReducedInput] = []
-            refused = None
+            refused: str | None = None
             if case.kind in REDUCING:
                 refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
-                found = (refused, False) if refused else self._prepare(candidate, case, implementation)
+                found = Problem(refused) if refused else self._prepare(candidate, case, implementation)
                 if isinstance(found, Prepared):
                     good[candidate] = found
                 else:
@@ -188,7 +188,7 @@ class PowerBench:
                 for candidate in names[shift:] + names[:shift]:  # each round begins with another one
                     points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
             for candidate, prepared in good.items():
-                wrong = self._check(prepared)
+                wrong = checked(meter, prepared, next(self._seeds))
                 if wrong is not None:
                     problems[candidate] = wrong
                 prepared.release()
@@ -212,34 +212,14 @@ class PowerBench:
         others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
         return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
 
-    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | tuple[str, bool]:
-        """Run once, capture, check. If that fails: what is wrong, and whether its bytes were. Collective."""
-        meter, seed = self._meter, next(self._seeds)
+    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | Problem:
+        """Run once, capture, check. If that fails: what is wrong. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
-        made: list[Prepared] = []
-        problem = meter.attempt(lambda: made.append(Prepared(candidate, case, implementation, calls)))
-        if problem is None and candidate.launch == "graph":
-            problem = meter.attempt(lambda: self._run_once(made[0], seed)) or meter.attempt(made[0].capture)
-        wrong = (problem, False) if problem is not None else self._check(made[0])
-        if wrong is None:
-            made[0].settle()
-            return made[0]
-        for prepared in made:
-            prepared.release()
-        return wrong
-
-    def _check(self, prepared: Prepared) -> tuple[str, bool] | None:
-        seed = next(self._seeds)
-        refused = self._meter.attempt(lambda: self._run_once(prepared, seed))
-        if refused is not None:
-            return refused, False
-        wrong = self._meter.attempt(lambda: prepared.error(seed))
-        return None if wrong is None else (wrong, True)
-
-    def _run_once(self, prepared: Prepared, seed: int) -> None:
-        prepared.fill(seed)
-        prepared.run()
-        self._meter.finish(prepared.label)
+        make = functools.partial(Prepared, candidate, case, implementation, calls)
+        found = ready(self._meter, make, next(self._seeds))
+        if isinstance(found, Prepared):
+            found.settle()
+        return found
 
     def _replays(self, good: Mapping[Entrant, Prepared]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""
@@ -293,9 +273,7 @@ class PowerBench:
         times, counts, samples = torch.stack(everyone).T.tolist()
         return Point(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
-    def _row(
-        self, case: Case, candidate: Entrant, points: Sequence[Point], problem: tuple[str, bool] | None
-    ) -> PowerRow:
+    def _row(self, case: Case, candidate: Entrant, points: Sequence[Point], problem: Problem | None) -> PowerRow:
         row = PowerRow(
             collective=case.kind,
             bytes=case.nbytes,
@@ -311,10 +289,10 @@ class PowerBench:
             energy_above_idle_mj=None,
             counters_agree_percent=None,
             correct=None,
-            note=problem[0] if problem is not None else "nothing was run",
+            note=problem.text if problem is not None else "nothing was run",
         )
         if problem is not None:
-            return dataclasses.replace(row, correct=False if problem[1] else None)
+            return dataclasses.replace(row, correct=False if problem.wrong else None)
         return dataclasses.replace(row, correct=True, **dataclasses.asdict(figures_of(points, self._idle)))
 
 

@@ -22,7 +22,7 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Rounds
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.process_group.first import first_uses
@@ -121,7 +121,7 @@ class _Program:
     Attributes:
         once: makes one call, or what stands for it in a graph.
         several: makes the calls of a sample.
-        problem: what is wrong with it, and whether it ran and was wrong.
+        problem: what is wrong with it.
         made_by: what made its calls, and Sidelane's variant.
     """
 
@@ -130,7 +130,7 @@ class _Program:
     buffers: Buffers
     once: Callable[[], object]
     several: Callable[[], object]
-    problem: tuple[str, bool] | None = None
+    problem: Problem | None = None
     made_by: tuple[str, str] = ("", "")
     host_us: float | None = None
 
@@ -163,7 +163,7 @@ class _Study:
             one.host_us = None if self._on_cpu or one.launch == GRAPH else self._host_us(one, calls)
             one.problem = self._check(operation, case, one)
         for one in programs:
-            times = None if one.problem is not None else rounds.get(f"{one.way.name}, {one.launch}")
+            times = rounds.get(f"{one.way.name}, {one.launch}")
             yield _row(operation, case, one, times)
 
     def close(self) -> None:
@@ -188,13 +188,13 @@ class _Study:
             graphs: list[torch.cuda.CUDAGraph] = []
             refused = self._meter.attempt(lambda: graphs.extend(captured(once, count) for count in (1, calls)))
             if refused is not None:
-                made.problem = (refused, False)
+                made.problem = Problem(refused)
                 return made
             made.once, made.several, made.made_by = graphs[0].replay, graphs[1].replay, way.made_by(operation)
         made.problem = self._check(operation, case, made)
         return made
 
-    def _check(self, operation: str, case: Case, one: _Program) -> tuple[str, bool] | None:
+    def _check(self, operation: str, case: Case, one: _Program) -> Problem | None:
         """Run once on a fresh input and compare."""
         seed = next(self._seeds)
 
@@ -202,15 +202,13 @@ class _Study:
             poison(one.buffers.output)
             fill_input(case, one.buffers.input, seed)
             one.once()
-            self._meter.finish(f"{operation} of {one.way.name}")
 
-        refused = self._meter.attempt(run)
-        if refused is not None:
-            return refused, False
-        if one.launch != GRAPH:  # a replay is in no report
-            one.made_by = one.way.made_by(operation)
-        wrong = self._meter.attempt(lambda: output_error(case, one.buffers.output, seed))
-        return None if wrong is None else (wrong, True)
+        def compare() -> str | None:
+            if one.launch != GRAPH:  # a replay is in no report
+                one.made_by = one.way.made_by(operation)
+            return output_error(case, one.buffers.output, seed)
+
+        return self._meter.check(f"{operation} of {one.way.name}", run, compare)
 
     def _timed(self, programs: list[_Program], calls: int) -> dict[str, Rounds]:
         hidden_us = min(CALL_US * calls, MOST_HIDDEN_US)
@@ -246,15 +244,11 @@ def _row(operation: str, case: Case, one: _Program, times: Rounds | None) -> Gro
         implementation=one.way.implementation,
         tensors=one.way.tensors,
         launch=one.launch,
-        time_us=None if times is None else times.median_us,
-        p10_us=None if times is None else times.p10_us,
-        p90_us=None if times is None else times.p90_us,
         host_us=one.host_us if one.problem is None else None,
         made_by=one.made_by[0],
         variant=one.made_by[1],
         held_mb=None,
-        correct=True if one.problem is None else False if one.problem[1] else None,
-        note="" if one.problem is None else one.problem[0],
+        **outcome(times, one.problem),
     )
 
 
