@@ -39,13 +39,10 @@ from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.checked import Checked
 from sidelane_lab.studies.demo.figures import overlap_percents
 from sidelane_lab.studies.demo.measured import measured
-from sidelane_lab.studies.fsdp.rows import FsdpRow
-from sidelane_lab.studies.fsdp.tables import fsdp_tables
+from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
-from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow
-from sidelane_lab.studies.ordinary.tables import ordinary_tables
-from sidelane_lab.studies.process_group.rows import GroupRow
-from sidelane_lab.studies.process_group.tables import group_tables
+from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
+from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
 from sidelane_lab.studies.tune.changes import changes_table
 
 WIDTHS = (40, 80, 200)

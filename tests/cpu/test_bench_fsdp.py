@@ -20,15 +20,15 @@ from sidelane.cli.launch import Rank
 from sidelane_lab.harness.drawing import save
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.fsdp import pictures, study
+from sidelane_lab.studies.fsdp import rows as pictures
+from sidelane_lab.studies.fsdp import study
 from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
 from sidelane_lab.studies.fsdp.engines import WindowGather
 from sidelane_lab.studies.fsdp.profiled import Kernel, group_of, summed
-from sidelane_lab.studies.fsdp.rows import FsdpRow
+from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fsdp.step import Stepper
 from sidelane_lab.studies.fsdp.still import StillGather
 from sidelane_lab.studies.fsdp.study import FsdpOptions
-from sidelane_lab.studies.fsdp.tables import fsdp_tables
 from sidelane_lab.studies.fsdp.trial import Trial
 from sidelane_lab.studies.fsdp.ways import Way, Ways, gathered_bytes, names_on
 

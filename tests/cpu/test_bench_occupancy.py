@@ -24,8 +24,7 @@ from sidelane_lab.pairs.run import Workers
 from sidelane_lab.pairs.spans import Trace, shared_share
 from sidelane_lab.studies.c3 import occupancy
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
-from sidelane_lab.studies.c3.occupancy_tables import gain
-from sidelane_lab.studies.c3.rows import OccupancyRow
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, gain
 
 
 class FakeDevice:

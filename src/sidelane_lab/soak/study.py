@@ -18,9 +18,8 @@ from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.study import Results, Study, collect
 from sidelane_lab.soak.episode import CALLS, CPU, SIZES, Episode, Setting
-from sidelane_lab.soak.rows import SOAKED, SoakRow
+from sidelane_lab.soak.rows import SOAKED, SoakRow, soak_tables
 from sidelane_lab.soak.shown import shown
-from sidelane_lab.soak.tables import soak_tables
 from sidelane_lab.soak.tally import shortened
 from sidelane_lab.soak.world import Verdict, run_episode
 

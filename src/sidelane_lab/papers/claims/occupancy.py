@@ -16,7 +16,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import POINTS, Role, Verdict, error_of
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline, run_pipeline, sequential_us
 from sidelane_lab.papers.claims.verdicts import judge, with_summary
-from sidelane_lab.studies.c3.rows import OccupancyRow
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 
 MEDIAN, WORST = 0.05, 0.15
 """Targets of the whole (issue 22)."""

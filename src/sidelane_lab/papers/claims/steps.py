@@ -11,8 +11,7 @@ from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.papers.claims.verdicts import judge, with_summary
 from sidelane_lab.studies.fsdp.cases import SHORT
-from sidelane_lab.studies.fsdp.rows import FsdpRow
-from sidelane_lab.studies.fsdp.tables import case_of
+from sidelane_lab.studies.fsdp.rows import FsdpRow, case_of
 
 WORST, WORST_GAIN = 0.05, 1 / 3
 """Targets of issue 25: of a step, and of the gain by Sidelane."""

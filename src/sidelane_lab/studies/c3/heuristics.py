@@ -29,9 +29,8 @@ from sidelane_lab.pairs.judged import Sweep, Verdict, Way, judge
 from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.foretold import workload_of
-from sidelane_lab.studies.c3.heuristic_pictures import draw_heuristics
-from sidelane_lab.studies.c3.heuristic_tables import heuristic_tables
-from sidelane_lab.studies.c3.rows import C3Row, HeuristicRow
+from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow, draw_heuristics, heuristic_tables
+from sidelane_lab.studies.c3.rows import C3Row
 
 TILE = 128
 """Rows and columns of a block of a library's GEMM, about; the heuristic compares it with tens of workgroups."""

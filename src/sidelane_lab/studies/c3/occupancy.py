@@ -32,9 +32,7 @@ from sidelane_lab.pairs.pipelined import Pipelined, Schedule
 from sidelane_lab.pairs.product import GemmRun
 from sidelane_lab.pairs.run import Workers
 from sidelane_lab.pairs.spans import Trace
-from sidelane_lab.studies.c3.occupancy_pictures import draw_occupancy
-from sidelane_lab.studies.c3.occupancy_tables import occupancy_tables
-from sidelane_lab.studies.c3.rows import OccupancyRow
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
+from sidelane_lab.harness.rows import FlatRow
 
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
@@ -63,94 +63,3 @@ class C3Row(FlatRow):
     units: int = 0
     sweep: str = ""
     orders: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeuristicRow(FlatRow):
-    """What a heuristic chose for a pair, against the best of a sweep.
-
-    Attributes:
-        heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
-            units for the collective, by look-up tables; ``spared``: units that a GEMM beside copy engines does
-            without; ``auto``: the strategy.
-        gemm, bytes: as in :class:`C3Row`.
-        seen: the GEMM is one that was profiled.
-        chosen: by the heuristic, in words.
-        best: of the sweep.
-        time_us: under what was chosen.
-        best_us: under what was best.
-        lost_percent: by the choice.
-        right: nothing is lost, but for half a percent.
-        note: the reason that the heuristic gave, or why nothing could be judged.
-    """
-
-    figures = ("time_us",)
-
-    heuristic: str
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
-    seen: bool
-    chosen: str
-    best: str
-    time_us: float | None
-    best_us: float | None
-    lost_percent: float | None
-    right: bool | None
-    note: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OccupancyRow(FlatRow):
-    """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
-
-    Attributes:
-        bytes: as in :class:`CollectiveRow`.
-        shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
-        grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
-        blocks: of the grid.
-        resident: blocks that a compute unit holds at once; 0 where nobody knows.
-        shared_bytes: shared memory that a block asks for.
-        priority: the collectives' stream goes before the GEMMs'.
-        in_order: a GEMM waits for the one of the iteration before.
-        iterations: of a pipeline.
-        gemm_us, comm_us: of one, alone.
-        sequential_us: of the iterations, one operation after another.
-        time_us: of the iterations, overlapped.
-        normalised: time over sequential, median over rounds.
-        overlap_rate: percent of the collectives' time during which a GEMM ran.
-        correct: the results of both were compared with a reference in this run.
-        note: why there is no time.
-    """
-
-    allowed = (("implementation", IMPLEMENTATIONS),)
-    figures = ("time_us", "normalised")
-
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
-    implementation: str
-    shape: str
-    grid: str
-    blocks: int
-    resident: int
-    shared_bytes: int
-    priority: bool
-    in_order: bool
-    iterations: int
-    gemm_us: float | None
-    comm_us: float | None
-    sequential_us: float | None
-    time_us: float | None
-    normalised: float | None
-    overlap_rate: float | None
-    correct: bool | None
-    note: str = ""

@@ -23,9 +23,7 @@ from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.studies.collectives.pictures import draw_ways
-from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps
-from sidelane_lab.studies.collectives.tables import collective_tables
+from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps, collective_tables, draw_ways
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}

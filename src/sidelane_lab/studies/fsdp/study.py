@@ -24,11 +24,9 @@ from sidelane_lab.harness.measure import Meter, Problem, Rounds
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
-from sidelane_lab.studies.fsdp.pictures import draw_steps
 from sidelane_lab.studies.fsdp.profiled import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled
-from sidelane_lab.studies.fsdp.rows import FsdpRow
+from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
 from sidelane_lab.studies.fsdp.step import Stepper
-from sidelane_lab.studies.fsdp.tables import fsdp_tables
 from sidelane_lab.studies.fsdp.trial import Found, Trial
 from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, names_on
 

@@ -32,8 +32,6 @@ def in_parts(pieces: int) -> str:
 OF_EXPERTS = re.compile(rf"(\d+) {EXPERTS}")
 """The shape of a case with several experts a rank ends so."""
 
-BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
-
 
 def with_programs(schedule: str, count: int) -> str:
     """The schedule of an operator with so many programs on each compute unit.

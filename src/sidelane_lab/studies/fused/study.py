@@ -31,10 +31,8 @@ from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
-from sidelane_lab.studies.fused.row_pictures import draw_fused
-from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow
+from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow, draw_fused, fused_tables
 from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
-from sidelane_lab.studies.fused.tables import fused_tables
 
 CALLS = 8
 """In a sample."""

@@ -28,8 +28,7 @@ from sidelane_lab.studies.c3.tables import too_few_cores
 from sidelane_lab.studies.ordinary.alone import measure_alone
 from sidelane_lab.studies.ordinary.changing import measure_changing
 from sidelane_lab.studies.ordinary.pairs import measure_pair
-from sidelane_lab.studies.ordinary.rows import OrdinaryRow
-from sidelane_lab.studies.ordinary.tables import draw_alone, ordinary_tables
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
 from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
 
 ALONE, BESIDE, CHANGING = "alone", "beside", "changing"

@@ -26,13 +26,11 @@ from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.phases import check as phases_check
 from sidelane_lab.studies.phases.pace import Pacer
-from sidelane_lab.studies.phases.pictures import draw_phases
 from sidelane_lab.studies.phases.predict import phase_row, predicted_row
 from sidelane_lab.studies.phases.programs import GRAPH, OPENING, OPERATIONS, TRANSFERS, Operation, operations
 from sidelane_lab.studies.phases.rig import Rig
-from sidelane_lab.studies.phases.rows import PhaseRow
+from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import slowest, split
-from sidelane_lab.studies.phases.tables import phase_tables
 from sidelane_lab.studies.phases.turns import Call
 
 FALLBACK_MACHINE = "h200x4"

@@ -21,9 +21,7 @@ from sidelane_lab.model.published import PUBLISHED_VARIANTS
 from sidelane_lab.papers.simulated.bands import Curves, bands
 from sidelane_lab.papers.simulated.curves import BANDS
 from sidelane_lab.papers.simulated.study import write_numbers
-from sidelane_lab.studies.power.pictures import Ends, draw_power
-from sidelane_lab.studies.power.rows import LIBRARY, PowerRow
-from sidelane_lab.studies.power.tables import power_tables
+from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power, power_tables
 
 PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
     {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}}

@@ -33,9 +33,7 @@ from sidelane_lab.studies.collectives.study import calls_per_sample, checked, re
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.inputs import ReducedInput
 from sidelane_lab.studies.power.meter import Draw, Recorder
-from sidelane_lab.studies.power.pictures import draw_power
-from sidelane_lab.studies.power.rows import PowerRow
-from sidelane_lab.studies.power.tables import power_tables
+from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")

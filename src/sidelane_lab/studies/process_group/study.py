@@ -26,8 +26,7 @@ from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.process_group.first import first_uses
-from sidelane_lab.studies.process_group.rows import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow
-from sidelane_lab.studies.process_group.tables import group_tables
+from sidelane_lab.studies.process_group.rows import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow, group_tables
 from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, Way, plain_call, wanted
 
 DTYPE = torch.bfloat16

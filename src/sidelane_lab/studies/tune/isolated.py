@@ -30,9 +30,7 @@ from sidelane_lab.harness.running import (
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.tune.isolated_batches import batches_of
 from sidelane_lab.studies.tune.isolated_measure import Bench
-from sidelane_lab.studies.tune.isolated_pictures import draw_isolated
-from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key, key_of
-from sidelane_lab.studies.tune.isolated_tables import isolated_tables
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key, draw_isolated, isolated_tables, key_of
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
 SIZES = {"cpu": (1 << 12, 1 << 20), "gpu": (1 << 16, 1 << 20, 16 << 20, 128 << 20, 896 << 20)}

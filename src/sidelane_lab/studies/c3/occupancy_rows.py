@@ -1,7 +1,8 @@
-"""The occupancy study as pictures: times and overlap rates by blocks (overlap paper, figures 2 to 6)."""
+"""Rows of the occupancy study as tables and pictures: times and overlap rates by blocks (overlap paper, 2 to 6)."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import grouped
+from sidelane.c3.shaping import choose, shaping_of
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     BLACK,
@@ -20,9 +22,114 @@ from sidelane_lab.harness.drawing import (
     file_name,
     save,
 )
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.study import Picture, Results
-from sidelane_lab.studies.c3.occupancy_tables import pair_of
-from sidelane_lab.studies.c3.rows import OccupancyRow
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OccupancyRow(FlatRow):
+    """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
+
+    Attributes:
+        bytes: as in :class:`CollectiveRow`.
+        shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
+        grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
+        blocks: of the grid.
+        resident: blocks that a compute unit holds at once; 0 where nobody knows.
+        shared_bytes: shared memory that a block asks for.
+        priority: the collectives' stream goes before the GEMMs'.
+        in_order: a GEMM waits for the one of the iteration before.
+        iterations: of a pipeline.
+        gemm_us, comm_us: of one, alone.
+        sequential_us: of the iterations, one operation after another.
+        time_us: of the iterations, overlapped.
+        normalised: time over sequential, median over rounds.
+        overlap_rate: percent of the collectives' time during which a GEMM ran.
+        correct: the results of both were compared with a reference in this run.
+        note: why there is no time.
+    """
+
+    allowed = (("implementation", IMPLEMENTATIONS),)
+    figures = ("time_us", "normalised")
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    implementation: str
+    shape: str
+    grid: str
+    blocks: int
+    resident: int
+    shared_bytes: int
+    priority: bool
+    in_order: bool
+    iterations: int
+    gemm_us: float | None
+    comm_us: float | None
+    sequential_us: float | None
+    time_us: float | None
+    normalised: float | None
+    overlap_rate: float | None
+    correct: bool | None
+    note: str = ""
+
+
+COLUMNS: tuple[str, ...] = (
+    *("<shape", "<grid", "blocks", "resident", "<priority", "GEMM\nalone us", "sequential\nus", "overlapped\nus"),
+    *("normalised", "overlap\nrate %", "<correct"),
+)
+
+
+def occupancy_tables(rows: Sequence[OccupancyRow]) -> list[Table]:
+    """One table a pair and implementation; the least time is set off, and what shaping gains is a note."""
+    tables = []
+    for _, same in grouped(rows, pair_of, ordered=False):
+        first = next((row for row in same if row.comm_us is not None), same[0])
+        least = min((row.time_us for row in same if row.time_us is not None), default=None)
+        title = (
+            f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
+            f"{format_bytes(first.bytes)} by {first.implementation}: {first.iterations} iterations, collective alone "
+            f"{number(first.comm_us)} us" + (", GEMMs in order" if first.in_order else "")
+        )
+        lines = tuple(Line(_cells(row), best=least is not None and row.time_us == least) for row in same)
+        notes = (*notes_of([(" ".join(_cells(row)[:4]), row.note) for row in same]), *gain(same))
+        tables.append(without_empty_columns(Table(title, COLUMNS, lines, notes, keys=5)))
+    return tables
+
+
+def pair_of(row: OccupancyRow) -> tuple[object, ...]:
+    """What rows of one table have in common."""
+    return row.gemm, row.dtype, row.collective, row.bytes, row.implementation, row.in_order
+
+
+def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
+    """What the best shape and priority save over the fastest grid without any of it, in words; empty without one."""
+    timed = [row for row in rows if row.time_us is not None]
+    try:
+        return (choose([shaping_of(row, timed) for row in timed]).reason,)
+    except ValueError:
+        return ()
+
+
+def _cells(row: OccupancyRow) -> tuple[str, ...]:
+    return (
+        row.shape,
+        row.grid,
+        str(row.blocks) if row.blocks else "",
+        str(row.resident) if row.resident else "",
+        "yes" if row.priority else "no",
+        number(row.gemm_us),
+        number(row.sequential_us),
+        number(row.time_us),
+        "" if row.normalised is None else f"{row.normalised:.2f}",
+        "" if row.overlap_rate is None else f"{row.overlap_rate:.0f}",
+        verdict(row.correct),
+    )
+
 
 COLOURS = (BLUE, ORANGE, GREEN)
 FIGURES = (("normalised", "time / sequential"), ("overlap_rate", "overlap rate, %"), ("time_us", "time, us"))
