@@ -165,7 +165,7 @@ def test_what_is_asked_for_is_checked() -> None:
     for wrong in ("7b:1x4096", "8b:4096", "8b:0x4096"):
         with pytest.raises(ValueError, match=r"allowed=8b or 70b and sequences x tokens, as in 8b:2x4096"):
             FsdpOptions(cases=(wrong,))
-    with pytest.raises(ValueError, match=r"reduce_dtype \(value='int8', allowed=bfloat16, float32"):
+    with pytest.raises(ValueError, match=r"reduce_dtype \(value=int8, allowed=bfloat16, float32"):
         FsdpOptions(reduce_dtype="int8")
     with pytest.raises(ValueError, match=r"implementations \(value=nccl_ce, allowed=gloo, sidelane_ag"):
         study.main(FsdpOptions(**QUICK, implementations=("nccl_ce",)))

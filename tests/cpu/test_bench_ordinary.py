@@ -218,7 +218,7 @@ def test_the_command_knows_what_the_study_knows() -> None:
         ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
         ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
         ({"pairs": ("8192_97M",)}, "not a GEMM"),
-        ({"repeats": 0}, "must be positive"),
+        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
     ],
 )
 def test_options_are_checked(given: dict[str, Any], text: str) -> None:

@@ -99,9 +99,9 @@ def test_what_is_wrong_has_no_time(pool: RankPool, raises: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"operations": ("reduce",)}, "pg: operations (value='reduce', allowed=all_reduce, "),
-        ({"operations": ()}, "pg: operations (value='', allowed=all_reduce, "),
-        ({"repeats": 0}, "pg: rounds (value=0, 0, allowed="),
+        ({"operations": ("reduce",)}, "pg: operations (value=reduce, allowed=all_reduce, "),
+        ({"operations": ()}, "pg: operations (value=none, allowed=all_reduce, "),
+        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
         ({"implementations": ("nccl",)}, "pg: implementations (value=nccl, allowed=gloo, sidelane)"),
     ],
 )

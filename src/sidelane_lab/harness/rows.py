@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Self
 
 IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
@@ -75,6 +75,13 @@ class FlatRow:
 def _plain(value: Any) -> Any:
     # Five significant digits are more than any clock here gives, and keep the files readable.
     return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def require_all(where: str, name: str, values: Collection[str], allowed: Collection[str]) -> None:
+    """Refuse values that are not among ``allowed``, saying where and which."""
+    unknown = [value for value in values if value not in allowed]
+    if unknown:
+        raise ValueError(f"{where}: {name} (value={', '.join(unknown)}, allowed={', '.join(allowed)})")
 
 
 def require(where: str, name: str, value: str, allowed: Sequence[str]) -> None:

@@ -27,10 +27,13 @@ from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.rows import FlatRow
 from sidelane_lab.harness.study import Picture, R, Results, Study, collect
 
+LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
+"""The least value of options that a study may have, and of the members of a tuple."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What every study lets a user say.
+    """What every study lets a user say. ``LEAST`` holds options that many of them have; ``budget_s`` is above 0.
 
     Attributes:
         ranks: processes; None takes every accelerator, or a few processes on the CPU.
@@ -61,6 +64,13 @@ class StudyOptions:
             raise ValueError(
                 f"{type(self).__name__}: time-outs must be positive (value={self.timeout_s}, {self.step_timeout_s})"
             )
+        for name, least in LEAST.items():
+            given = getattr(self, name, least)
+            if min(given if isinstance(given, tuple) else (given,), default=least) < least:
+                raise ValueError(f"{type(self).__name__}: {name} (value={given}, allowed={least} and more)")
+        budget_s = getattr(self, "budget_s", None)
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"{type(self).__name__}: budget_s (value={budget_s}, allowed=more than 0)")
 
     @property
     def step_s(self) -> float:
@@ -195,7 +205,8 @@ def run_study(
     empty = collect(study.name, (), device_type=place.device_type, ranks=place.world_size, command=options.command)
 
     def results() -> Results:
-        return dataclasses.replace(empty, rows=merged(study.key, (*known, *follower.rows)))
+        rows = merged(study.key, [*known, *follower.rows])
+        return dataclasses.replace(empty, rows=rows)
 
     def grown() -> None:
         if grows is not None:

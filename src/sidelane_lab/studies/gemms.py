@@ -19,7 +19,7 @@ from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
 from sidelane_lab.harness.measure import Job, Meter
-from sidelane_lab.harness.rows import FlatRow
+from sidelane_lab.harness.rows import FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 
@@ -111,9 +111,7 @@ def projections(models: tuple[str, ...] = (), dtype: str = "bfloat16") -> tuple[
     Raises:
         ValueError: no such model.
     """
-    unknown = [model for model in models if model not in MODELS]
-    if unknown:
-        raise ValueError(f"projections: models (value={', '.join(unknown)}, allowed={', '.join(MODELS)})")
+    require_all("projections", "models", models, MODELS)
     return tuple(
         Projection(name, layer, Gemm(tokens, outputs, inputs, dtype))
         for name, model in MODELS.items()

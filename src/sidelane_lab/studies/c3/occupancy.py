@@ -26,6 +26,7 @@ from sidelane_lab.baselines.candidate import Prepared, candidates_of
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.pairs.pipelined import Pipelined, Schedule
@@ -84,13 +85,11 @@ class OccupancyOptions(StudyOptions):
         StudyOptions.__post_init__(self)
         for text in self.workloads:
             parse_workload(text, dtype=self.dtype)
-        unknown = [name for name in self.shapes if name not in SHAPES]
-        if unknown or not self.workloads or not self.collectives or not self.shapes:
-            raise ValueError(f"OccupancyOptions: shapes (value={self.shapes}, allowed={', '.join(SHAPES)})")
+        require_all("OccupancyOptions", "shapes", self.shapes or ("none",), SHAPES)
+        if not self.workloads or not self.collectives:
+            raise ValueError("OccupancyOptions: at least one workload and one collective are needed (value=none)")
         if self.blocks and min(self.blocks) < 0:
             raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"OccupancyOptions: repeats, warmup (value={self.repeats}, {self.warmup}, allowed=1, 0)")
         Schedule(self.iterations)
 
 

@@ -116,10 +116,6 @@ class C3Options(StudyOptions):
             named(name)
         if self.resume and (self.json is None or self.json == STDOUT):
             raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"C3Options: budget_s (value={self.budget_s}, allowed=more than 0)")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"C3Options: repeats and warmup must be positive (value={self.repeats}, {self.warmup})")
 
 
 def main(options: C3Options) -> Results | None:

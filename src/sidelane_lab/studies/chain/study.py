@@ -38,7 +38,7 @@ from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.chain.ways import CALLS, WIDTH, Chain, Gemms, PrelaunchedChain
@@ -100,9 +100,7 @@ class ChainOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        allowed = (*LAUNCHES, PRELAUNCHED)
-        if not set(self.launches) <= set(allowed):
-            raise ValueError(f"ChainOptions: launches (value={self.launches}, allowed={', '.join(allowed)})")
+        require_all("ChainOptions", "launches", self.launches, (*LAUNCHES, PRELAUNCHED))
 
 
 def main(options: ChainOptions) -> Results | None:

@@ -21,6 +21,7 @@ from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps, collective_tables, draw_ways
@@ -79,20 +80,12 @@ class CollectiveOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        for kind in self.collectives:
-            if kind not in KINDS:
-                raise ValueError(f"CollectiveOptions: collectives (value={kind}, allowed={', '.join(KINDS)})")
-        if not set(self.places) <= {"in", "out"}:
-            raise ValueError(f"CollectiveOptions: places (value={self.places}, allowed=in, out)")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"CollectiveOptions: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
+        where = type(self).__name__
+        require_all(where, "collectives", self.collectives, KINDS)
+        require_all(where, "places", self.places, ("in", "out"))
+        require_all(where, "dtype", (self.dtype,), ELEMENT_BYTES)
         if not 1 <= self.tensors <= MOST_TENSORS:
             raise ValueError(f"CollectiveOptions: tensors (value={self.tensors}, allowed=1..{MOST_TENSORS})")
-        if self.repeats < 1 or self.warmup < 0 or any(size < 1 for size in self.sizes):
-            raise ValueError(
-                f"CollectiveOptions: repeats, warmup and sizes must be positive "
-                f"(value={self.repeats}, {self.warmup}, {self.sizes})"
-            )
 
 
 def main(options: CollectiveOptions) -> Results | None:

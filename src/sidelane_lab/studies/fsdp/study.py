@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from sidelane.cli.launch import Rank, choose_target
 from sidelane_lab.harness.measure import Meter, Problem, Rounds
+from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
@@ -57,11 +58,7 @@ class FsdpOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if self.reduce_dtype not in REDUCE_DTYPES:
-            allowed = ", ".join(REDUCE_DTYPES)
-            raise ValueError(f"fsdp: reduce_dtype (value={self.reduce_dtype!r}, allowed={allowed})")
-        if self.warmup < 0 or self.repeats < 1:
-            raise ValueError(f"fsdp: rounds (value={self.warmup}, {self.repeats}, allowed=0 and more, 1 and more)")
+        require_all("fsdp", "reduce_dtype", (self.reduce_dtype,), REDUCE_DTYPES)
         self.parsed()
 
     def parsed(self) -> list[StepCase]:
@@ -76,9 +73,7 @@ def main(options: FsdpOptions) -> Results | None:
         ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
     """
     known = names_on(choose_target(options.ranks, options.device).device_type)
-    unknown = [name for name in options.implementations if name not in known]
-    if unknown:
-        raise ValueError(f"fsdp: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
+    require_all("fsdp", "implementations", options.implementations, known)
     return run_study(STUDY, options)
 
 

@@ -28,6 +28,7 @@ from sidelane.config import current, profile_folder
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
@@ -71,8 +72,7 @@ class FusedOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if not set(self.ops) <= set(FUSED_OPS):
-            raise ValueError(f"FusedOptions: ops (value={', '.join(self.ops)}, allowed={', '.join(FUSED_OPS)})")
+        require_all("FusedOptions", "ops", self.ops, FUSED_OPS)
         if self.results is not None and not self.keep:
             raise ValueError(
                 "fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)"

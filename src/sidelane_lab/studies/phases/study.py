@@ -69,11 +69,8 @@ class PhasesOptions(StudyOptions):
         if not self.operations or not self.variants:
             raise ValueError("PhasesOptions: at least one operation and one variant are needed (value=none)")
         operations(self.operations, self.variants, 1)
-        if self.calls < 1 or self.warmup < 1 or any(size < 1 for size in self.sizes):
-            raise ValueError(
-                f"PhasesOptions: calls, warmup and sizes must be positive "
-                f"(value={self.calls}, {self.warmup}, {self.sizes})"
-            )
+        if self.warmup < 1:
+            raise ValueError(f"PhasesOptions: warmup (value={self.warmup}, allowed=1 and more)")
         if self.predict:
             find(self.predict)
 

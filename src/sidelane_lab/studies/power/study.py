@@ -26,7 +26,7 @@ from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job, Problem
-from sidelane_lab.harness.rows import LAUNCHES
+from sidelane_lab.harness.rows import LAUNCHES, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
@@ -69,19 +69,14 @@ class PowerOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if not set(self.collectives) <= set(KINDS) or not self.collectives:
-            raise ValueError(f"PowerOptions: collectives (value={self.collectives}, allowed={', '.join(KINDS)})")
-        if self.launch not in LAUNCHES:
-            raise ValueError(f"PowerOptions: launch (value={self.launch!r}, allowed={', '.join(LAUNCHES)})")
-        if not set(self.places) <= {"in", "out"}:
-            raise ValueError(f"PowerOptions: places (value={self.places}, allowed=in, out)")
+        require_all("PowerOptions", "collectives", self.collectives or ("none",), KINDS)
+        require_all("PowerOptions", "launch", (self.launch,), LAUNCHES)
+        require_all("PowerOptions", "places", self.places, ("in", "out"))
         if self.seconds <= 2 * SETTLE_S or self.rounds < 1 or self.idle_s < SETTLE_S or not self.sizes:
             raise ValueError(
                 f"PowerOptions: seconds, rounds, idle_s and sizes (value={self.seconds}, {self.rounds}, {self.idle_s}, "
                 f"{self.sizes}, allowed=more than {2 * SETTLE_S}, 1 and more, {SETTLE_S} and more, at least one)"
             )
-        if any(size < 1 for size in self.sizes):
-            raise ValueError(f"PowerOptions: sizes must be positive (value={self.sizes})")
 
 
 def main(options: PowerOptions) -> Results | None:

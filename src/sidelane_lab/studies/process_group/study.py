@@ -23,6 +23,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.process_group.first import first_uses
@@ -55,12 +56,7 @@ class GroupOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        unknown = [name for name in self.operations if name not in OPERATIONS]
-        if unknown or not self.operations:
-            given, allowed = ", ".join(unknown), ", ".join(OPERATIONS)
-            raise ValueError(f"pg: operations (value={given!r}, allowed={allowed})")
-        if self.warmup < 0 or self.repeats < 1:
-            raise ValueError(f"pg: rounds (value={self.warmup}, {self.repeats}, allowed=0 and more, 1 and more)")
+        require_all("pg", "operations", self.operations or ("none",), OPERATIONS)
 
 
 def default_sizes(device_type: str) -> tuple[int, ...]:
@@ -76,9 +72,7 @@ def main(options: GroupOptions) -> Results | None:
     """
     device_type = choose_target(options.ranks, options.device).device_type
     known = list(dict.fromkeys(name for name, _ in wanted((), device_type)))
-    unknown = [name for name in options.implementations if name not in known]
-    if unknown:
-        raise ValueError(f"pg: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
+    require_all("pg", "implementations", options.implementations, known)
     return run_study(STUDY, options)
 
 

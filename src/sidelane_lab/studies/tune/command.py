@@ -71,8 +71,6 @@ class TuneOptions(CollectiveOptions):
         CollectiveOptions.__post_init__(self)
         if self.tensors != 1:
             raise ValueError(f"TuneOptions: tensors (value={self.tensors}, allowed=1: no choice is made by lists)")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"TuneOptions: budget_s must be positive (value={self.budget_s})")
 
 
 def main(options: TuneOptions) -> Profile | None:

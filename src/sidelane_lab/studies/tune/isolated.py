@@ -21,6 +21,7 @@ from sidelane.cli.output import STDOUT
 from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import (
     Sender,
     StudyOptions,
@@ -71,16 +72,9 @@ class IsolatedOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if self.dtype not in GEMM_DTYPES:
-            raise ValueError(f"IsolatedOptions: dtype (value={self.dtype!r}, allowed={', '.join(GEMM_DTYPES)})")
+        require_all("IsolatedOptions", "dtype", (self.dtype,), GEMM_DTYPES)
         for text in self.gemms:
             parse_gemm(text, self.dtype)
-        if self.sizes and min(self.sizes) < 1:
-            raise ValueError(f"IsolatedOptions: sizes (value={self.sizes}, allowed=1 or more)")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"IsolatedOptions: budget_s (value={self.budget_s}, allowed=more than 0)")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"IsolatedOptions: repeats, warmup (value={self.repeats}, {self.warmup}, allowed=1, 0)")
 
 
 def main(options: IsolatedOptions) -> Results | None:
