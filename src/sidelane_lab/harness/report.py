@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import rich.console
 
-from sidelane.cli.table import Table
+from sidelane.cli.table import Line, Table, grouped
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
-from sidelane_lab.harness.study import Picture, Results, study_of
+from sidelane_lab.harness.study import Picture, R, Results, study_of
 
 CPU_WARNING = (
     "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "
@@ -36,6 +37,34 @@ tr.best td { font-weight: 600; background: #e8f1f8 } tr.rule td { border-bottom:
 .warn { background: #fff3d6; padding: .6em 1em } .about td { text-align: left } img { max-width: 100%; margin: .6em 0 }
 code { background: #f2f2f2; padding: .1em .3em } .note { color: #555; font-size: 13px }
 """
+
+
+def lines_of(
+    rows: Iterable[R],
+    by: Callable[[R], Any],
+    value: Callable[[R], float | None],
+    cells: Callable[[R], tuple[str, ...]],
+    *,
+    ordered: bool = True,
+) -> tuple[Line, ...]:
+    """Lines of a table in groups, each by value; the first of a group is set off if it has one.
+
+    Args:
+        rows: to show.
+        by: what rows of a group have in common.
+        value: the less of it the better; None: there is none.
+        cells: of a row.
+        ordered: by ``by`` and by value; else groups and rows stay in their order, and all with the least are set off.
+    """
+    lines: list[Line] = []
+    for _, same in grouped(rows, by, ordered=ordered):
+        shown = sorted(same, key=lambda row: (value(row) is None, value(row) or 0.0)) if ordered else same
+        least = min((found for row in same if (found := value(row)) is not None), default=None)
+        best = [row for row in shown if least is not None and value(row) == least]
+        if ordered:
+            best = best[:1]
+        lines += [Line(cells(row), any(row is one for one in best), row is shown[-1]) for row in shown]
+    return tuple(lines)
 
 
 def tables_of(results: Results) -> list[Table]:

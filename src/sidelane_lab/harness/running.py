@@ -106,16 +106,18 @@ class Sender:
         """Say something that is no row: a reason, a choice."""
         self._send({"note": text})
 
-    def note_rounding(self, asked: Iterable[int], rounded: Callable[[int], int]) -> None:
-        """Say which sizes are not measured as they were asked for.
+    def rounded(self, asked: Iterable[int], rounded: Callable[[int], int]) -> list[int]:
+        """Return what is measured for sizes that were asked for, in ascending order; say which ones it is not.
 
         Args:
             asked: bytes.
             rounded: what is measured in place of a size.
         """
-        changed = [f"{nbytes} as {taken}" for nbytes in asked if (taken := rounded(nbytes)) != nbytes]
+        taken = {nbytes: rounded(nbytes) for nbytes in asked}
+        changed = [f"{nbytes} as {size}" for nbytes, size in taken.items() if size != nbytes]
         if changed:
             self.note(f"rounded up to bytes that {self._rank.world_size} ranks share evenly: {', '.join(changed)}")
+        return sorted(set(taken.values()))
 
     def _send(self, message: dict[str, object]) -> None:
         if self._rank.rank == 0:

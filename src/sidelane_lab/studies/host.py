@@ -120,12 +120,9 @@ def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostR
     wanted = options.implementations or (("dma", "auto") if on_cpu else ())
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sorted(set(map(rounded, options.sizes)))
-    sender.note_rounding(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes, rounded)
     cases = [Case(Kind.ALL_GATHER, size, torch.bfloat16, rank.rank, rank.world_size, rank.device) for size in sizes]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     study = _Study(roster.meter, rank, options)
     for case in cases:
         sender.step(f"host time of an all-gather of {format_bytes(case.nbytes)}")

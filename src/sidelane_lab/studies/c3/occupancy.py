@@ -167,9 +167,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
     sender.steps = len(workloads)
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
     cases = [case_of(rank, workload) for workload in workloads]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     lanes = Lanes.on(rank.device)
     second = None if on_cpu else torch.cuda.Stream(rank.device)
     seeds = itertools.count(options.seed + 1)

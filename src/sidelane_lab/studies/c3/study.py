@@ -167,7 +167,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
             yield from rows_not_run(left_out, reason, options.strategies)
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
-        sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
+        sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(
         rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True, with_others=True
     )
@@ -185,9 +185,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     if not cases:
         roster.close()
         return
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     instruments = C3Instruments(roster.meter, options)
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)

@@ -38,6 +38,7 @@ from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.report import lines_of
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -116,14 +117,11 @@ def _measure(rank: Rank, options: ChainOptions, sender: Sender) -> Iterator[Chai
     def rounded(nbytes: int) -> int:
         return -(-nbytes // step) * step
 
-    sizes = sorted(set(map(rounded, options.sizes)))
+    sizes = sender.rounded(options.sizes, rounded)
     sender.steps = len(sizes)
-    sender.note_rounding(options.sizes, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
     cases = [Case(Kind.ALL_GATHER, size, dtype, rank.rank, rank.world_size, rank.device) for size in sizes]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:
         sender.step(f"chain over an all-gather of {format_bytes(case.nbytes)}")
@@ -268,17 +266,9 @@ def chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
     """Sidelane's best against the library's, then one table for each way to launch; each size's fastest is set off."""
     tables = [_chain_summary(rows)] if rows else []
     for launch, alike in grouped(rows, lambda row: row.launch):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.bytes):
-            ranked = sorted(same, key=lambda row: (row.time_us is None, row.time_us))
-            lines += [
-                Line(_chain_cells(row), best=place == 0 and row.time_us is not None, rule=row is ranked[-1])
-                for place, row in enumerate(ranked)
-            ]
+        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.time_us, _chain_cells)
         notes = notes_of([(" ".join(_chain_cells(row)[:4]).rstrip(), row.note) for row in alike])
-        tables.append(
-            Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, tuple(lines), notes, keys=4)
-        )
+        tables.append(Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, lines, notes, keys=4))
     return tables
 
 

@@ -30,6 +30,7 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
+from sidelane_lab.harness.report import lines_of
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, SEPARATE, Allowed, FlatRow
 from sidelane_lab.harness.study import Picture, Results
 
@@ -120,17 +121,9 @@ def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
     calls = grouped(listed, lambda row: (row.collective, row.dtype, row.in_place, row.tensors))
     tables = [_list_summary(alike) for _, alike in calls]
     for _, alike in grouped(rows, lambda row: (row.collective, row.dtype, row.in_place, row.launch, row.tensors)):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.bytes):
-            ranked = sorted(same, key=lambda row: (row.time_us is None, row.time_us or 0.0))
-            lines += [
-                Line(_collective_cells(row), best=place == 0 and row.time_us is not None, rule=row is ranked[-1])
-                for place, row in enumerate(ranked)
-            ]
+        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.time_us, _collective_cells)
         notes = notes_of([(f"{' '.join(_collective_cells(row)[:3]).rstrip()}", row.note) for row in alike])
-        tables.append(
-            without_empty_columns(Table(way_to_call(alike[0]), COLLECTIVE_COLUMNS, tuple(lines), notes, keys=3))
-        )
+        tables.append(without_empty_columns(Table(way_to_call(alike[0]), COLLECTIVE_COLUMNS, lines, notes, keys=3)))
     return tables
 
 

@@ -138,14 +138,11 @@ def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator
     """Make the rows. Collective."""
     asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
-    sizes = sorted(set(map(rounded, asked)))
+    sizes = sender.rounded(asked, rounded)
     sender.steps = len(sizes) * len(options.collectives)
-    sender.note_rounding(asked, rounded)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
-    roster.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:
         calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)

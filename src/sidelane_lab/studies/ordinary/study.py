@@ -152,7 +152,7 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     plan = plan_of(rank, options)
     sender.steps = len(plan.alone) + len(plan.pairs) + len(plan.changing)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sender.note_rounding((*options.sizes, *options.changing), rounded)
+    sender.rounded((*options.sizes, *options.changing), rounded)
     roster, ways = make_ways(rank, make_meter(rank, options.step_s), options.step_s)
     if plan.reserved:
         roster.reserve(

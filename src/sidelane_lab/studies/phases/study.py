@@ -103,13 +103,12 @@ def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[Pha
     on_cpu = rank.device.type == "cpu"
     asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sorted(set(map(rounded, asked)))
+    sizes = sender.rounded(asked, rounded)
     launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
     by_size = [operations(options.operations, options.variants, nbytes) for nbytes in sizes]
     sender.steps = len(sizes)
-    sender.note_rounding(asked, rounded)
     machine, note = _described(rank, options)
     if machine.world_size < rank.world_size:
         sender.note(f"nothing is predicted: {machine.title} has fewer GPUs than there are ranks")

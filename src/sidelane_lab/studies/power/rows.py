@@ -11,7 +11,7 @@ from types import MappingProxyType
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     COLOURS,
@@ -22,6 +22,7 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
+from sidelane_lab.harness.report import lines_of
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow
 from sidelane_lab.harness.study import Picture
 
@@ -84,17 +85,11 @@ def power_tables(rows: Sequence[PowerRow]) -> list[Table]:
     """One table for each way to call a collective; the least energy of each size is set off."""
     tables = []
     for _, alike in grouped(rows, lambda row: (row.collective, row.in_place, row.launch)):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.bytes):
-            ranked = sorted(same, key=lambda row: (row.energy_mj is None, row.energy_mj or 0.0))
-            lines += [
-                Line(_power_cells(row), best=place == 0 and row.energy_mj is not None, rule=row is ranked[-1])
-                for place, row in enumerate(ranked)
-            ]
+        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.energy_mj, _power_cells)
         idle = next((f", idle {row.idle_watts:.0f} W" for row in alike if row.idle_watts is not None), "")
         notes = notes_of([(" ".join(_power_cells(row)[:3]).rstrip(), row.note) for row in alike])
         title = f"{power_title(alike[0])}: W a GPU{idle}, energy of all GPUs for one call"
-        tables.append(without_empty_columns(Table(title, POWER_COLUMNS, tuple(lines), notes, keys=3)))
+        tables.append(without_empty_columns(Table(title, POWER_COLUMNS, lines, notes, keys=3)))
     return tables
 
 

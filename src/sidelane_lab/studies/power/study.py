@@ -113,16 +113,13 @@ def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[Powe
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sorted(set(map(rounded, options.sizes)))
-    sender.note_rounding(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes, rounded)
     cases = [
         Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
         for kind in options.collectives
         for nbytes in sizes
     ]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options, dist.new_group(backend="gloo"))
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
     for case in cases:

@@ -80,7 +80,7 @@ def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[Grou
     """Make the rows. Collective."""
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     asked = options.sizes or default_sizes(rank.device.type)
-    sizes = sorted(set(map(rounded, asked)))
+    sizes = sender.rounded(asked, rounded)
     operations = [name for name in OPERATIONS if name in options.operations]
     cases = [
         (name, Case(KINDS[name], nbytes, DTYPE, rank.rank, rank.world_size, rank.device))
@@ -88,7 +88,6 @@ def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[Grou
         for nbytes in sizes
     ]
     sender.steps = len(cases) + options.first
-    sender.note_rounding(asked, rounded)
     barrier = None
     if rank.device.type != "cpu":
         from sidelane_lab.baselines.baselines_cuda import device_barrier

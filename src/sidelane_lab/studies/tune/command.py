@@ -173,9 +173,7 @@ def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[Colle
     sender.steps = len(cases)
     wanted = (DMA,) if rank.device.type == "cpu" else (DMA, SM)
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     assert options.budget_s is not None
     deadline = time.monotonic() + options.budget_s
