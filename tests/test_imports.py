@@ -208,6 +208,20 @@ def test_command_line_and_package_do_without_torch():
     run_python("import sys, sidelane, sidelane.cli; assert 'torch' not in sys.modules, 'help would take seconds'")
 
 
+def test_a_study_is_loaded_by_its_name_and_alone():
+    """The harness knows none before somebody names one; each is declared in the module that ``STUDIES`` names."""
+    run_python("""
+import sys
+from sidelane_lab.harness import report, running
+from sidelane_lab.harness.study import studies, study_of
+def loaded(): return {name for name in sys.modules if name.startswith(("sidelane_lab.studies.", "sidelane_lab.soak"))}
+assert not loaded(), loaded()
+study_of("gemms")
+assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
+assert [study_of(name).name for name in studies()] == list(studies())
+""")
+
+
 def run_python(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
