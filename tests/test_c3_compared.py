@@ -9,12 +9,12 @@ import pytest
 from click.testing import CliRunner
 
 from sidelane.cli import main
-from sidelane_lab.harness.report import pictures
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness import report
+from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
-from sidelane_lab.studies.c3 import foretold
+from sidelane_lab.studies.c3 import foretold, pictures
 from sidelane_lab.studies.c3.grouped_pictures import draw_groups
+from sidelane_lab.studies.c3.rows import C3Row
 
 MEASURED = Path(__file__).parent.parent / "results" / "h200x4" / "c3.json"
 
@@ -41,7 +41,7 @@ def test_a_report_of_a_known_machine_has_its_predictions(tmp_path: Path, monkeyp
     rows = [row for row in results.rows if isinstance(row, C3Row)]
     monkeypatch.setattr(pictures, "draw_strategies", lambda *given: [])
     monkeypatch.setattr(pictures, "draw_groups", lambda rows, predicted, *given: drawn.append(predicted) or [])
-    assert pictures.draw(results, tmp_path) == []
+    assert report.draw(results, tmp_path) == []
     compared = foretold.compare(named("h200x4"), rows)
     assert not any(one.row.chosen for one in compared)
     speedups = foretold.speedups(compared)

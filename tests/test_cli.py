@@ -27,20 +27,19 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
-from sidelane_lab.harness.running import study
-from sidelane_lab.harness.running.asked import check_asked
+from sidelane_lab.harness import running as study
+from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.papers.claims import command as claims
 from sidelane_lab.papers.simulated import fused as sim_fused
 from sidelane_lab.papers.simulated import overlap as sim_overlap
 from sidelane_lab.papers.simulated import plan as sim_plan
 from sidelane_lab.papers.simulated import study as sim_study
+from sidelane_lab.studies import host as host_study
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.chain import study as chain_study
 from sidelane_lab.studies.collectives import study as collective_study
-from sidelane_lab.studies.host import study as host_study
 from sidelane_lab.studies.tune import command as tune_command
-from sidelane_lab.studies.tune import isolated
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -477,7 +476,7 @@ def test_what_is_kept_for_the_user_is_refused_like_it(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    for module in (study, tune_command, isolated):
+    for module in (study, tune_command):
         monkeypatch.setattr(module, "follow", lambda *_: pytest.fail("it was measured"))
     result = run(*arguments.split(), "--device", "cpu")
     assert result.exit_code == 2 and f"{tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr

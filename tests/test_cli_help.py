@@ -16,7 +16,7 @@ from sidelane.cli import loading
 from sidelane.cli.guided import GROUPS, Command
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 from sidelane_lab.cli import model as cli_model
-from sidelane_lab.harness.running.asked import implementations
+from sidelane_lab.harness.asked import implementations
 from sidelane_lab.model.layer import MODELS
 
 NAMES = sorted(cli.main.list_commands())
@@ -129,9 +129,7 @@ def test_an_error_of_a_setting_says_where_settings_are(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(config, "_stack", [])
     monkeypatch.setenv("SIDELANE_BESIDE", "everything")
-    monkeypatch.setattr(
-        "sidelane_lab.harness.running.study.run_ranks", lambda *_, **__: pytest.fail("ranks were started")
-    )
+    monkeypatch.setattr("sidelane_lab.harness.running.run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
     result = run("collective", "--device", "cpu")
     assert result.exit_code == 2 and "SIDELANE" not in result.stdout
     assert "Error: Config: beside (value='everything', allowed=nothing, compute)" in result.stderr

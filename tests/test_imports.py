@@ -18,6 +18,8 @@ PACKAGES = ("sidelane", "sidelane_lab")
 LAYERS = (
     ("sidelane_lab.cli",),
     ("sidelane_lab.studies",),
+    ("sidelane_lab.baselines",),
+    ("sidelane_lab.harness",),
     ("sidelane_lab.model",),
     ("sidelane_lab.pairs",),
     ("sidelane_lab.sim",),
@@ -37,8 +39,8 @@ LAYERS = (
 )
 HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}
 
-# These count as one room, since the harness's tables and pictures import those of every study.
-STUDIES = ("baselines", "explain", "harness", "papers", "soak", "studies")
+# These count as one room: what papers claim is held against studies, and studies predict as papers do.
+STUDIES = ("explain", "papers", "soak", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
@@ -204,6 +206,20 @@ def needs_vendor(path: Path) -> bool:
 
 def test_command_line_and_package_do_without_torch():
     run_python("import sys, sidelane, sidelane.cli; assert 'torch' not in sys.modules, 'help would take seconds'")
+
+
+def test_a_study_is_loaded_by_its_name_and_alone():
+    """The harness knows none before somebody names one; each is declared in the module that ``STUDIES`` names."""
+    run_python("""
+import sys
+from sidelane_lab.harness import report, running
+from sidelane_lab.harness.study import studies, study_of
+def loaded(): return {name for name in sys.modules if name.startswith(("sidelane_lab.studies.", "sidelane_lab.soak"))}
+assert not loaded(), loaded()
+study_of("gemms")
+assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
+assert [study_of(name).name for name in studies()] == list(studies())
+""")
 
 
 def run_python(script: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from sidelane_lab.harness.report.pictures import draw
-from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.report import draw
+from sidelane_lab.harness.study import read
 
 MEASURED = Path(__file__).parent.parent / "results" / "h200x2" / "isolated.json"
 

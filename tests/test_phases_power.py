@@ -14,15 +14,16 @@ from click.testing import CliRunner, Result
 from sidelane import cli
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.collectives import PHASED
-from sidelane_lab.harness.report import page as report
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import Results, read, write
-from sidelane_lab.harness.results.rows.calls import PhaseRow, PowerRow
+from sidelane_lab.harness import report
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.studies.phases import predict as phases_predict
 from sidelane_lab.studies.phases import study as phases_study
 from sidelane_lab.studies.phases.programs import OPERATIONS
+from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power import study as power_study
+from sidelane_lab.studies.power.rows import PowerRow
 
 MB = 1 << 20
 PHASE = PhaseRow(

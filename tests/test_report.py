@@ -12,15 +12,14 @@ import pytest
 import rich.console
 from matplotlib.axes import Axes
 
-from sidelane_lab.harness.report import page as report
-from sidelane_lab.harness.report.drawing import label_ends
-from sidelane_lab.harness.report.pictures import draw
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import ChainRow
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
-from sidelane_lab.harness.results.rows.pairs import C3Row
-from sidelane_lab.studies.collectives import pictures
+from sidelane_lab.harness import report
+from sidelane_lab.harness.drawing import label_ends
+from sidelane_lab.harness.report import draw, tables_of
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.chain.study import ChainRow
+from sidelane_lab.studies.collectives import rows as pictures
+from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps
 
 FROM = {
     "machine": "h200x4",

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from sidelane.cli import provenance
-from sidelane_lab.harness.results import files as results
-from sidelane_lab.harness.results.files import Results, collect, read, write
-from sidelane_lab.harness.results.rows.calls import ChainRow, HostRow
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
-from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
-from sidelane_lab.harness.results.rows.pairs import C3Row
-from sidelane_lab.harness.running import study
+from sidelane_lab.harness import running as study
+from sidelane_lab.harness import study as results
+from sidelane_lab.harness.study import Results, collect, read, write
+from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.chain.study import ChainRow
+from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps
+from sidelane_lab.studies.host import STUDY, HostRow
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 
 COLLECTIVE = CollectiveRow(
     "all_gather", 1024, "bfloat16", False, "eager", "dma", "b2b", False, 12.345678, 11.0, 14.0, 0.25, None, True
@@ -258,6 +259,6 @@ def test_a_study_that_is_ended_keeps_its_rows(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "host.json"
     options = study.StudyOptions(device="cpu", ranks=1, json=path, quiet=True)
     with pytest.raises(KeyboardInterrupt):
-        study.run_study("host", HostRow, lambda rank, options: 1, options, "the host")
+        study.run_study(STUDY, options)
     assert list(read(path).rows) == [HOST]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

@@ -21,11 +21,8 @@ from sidelane.cli.output import STDOUT
 from sidelane.cli.table import Line, Table
 from sidelane.program.collective import Kind
 from sidelane_lab.explain import call as explain
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results import files
-from sidelane_lab.harness.results.rows.groups import GroupRow
-from sidelane_lab.harness.results.rows.ordinary import CHANGES, OrdinaryRow
-from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.harness import study as files
+from sidelane_lab.harness.report import tables_of
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
 from sidelane_lab.model.strategies import predict, predictable
@@ -42,10 +39,10 @@ from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.checked import Checked
 from sidelane_lab.studies.demo.figures import overlap_percents
 from sidelane_lab.studies.demo.measured import measured
-from sidelane_lab.studies.fsdp.tables import fsdp_tables
+from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
-from sidelane_lab.studies.ordinary.tables import ordinary_tables
-from sidelane_lab.studies.process_group.tables import group_tables
+from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
+from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
 from sidelane_lab.studies.tune.changes import changes_table
 
 WIDTHS = (40, 80, 200)

@@ -21,11 +21,11 @@ from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.own import Auto, Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.calls import ChainRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.study import read
 from sidelane_lab.studies.chain import study as chain_study
-from sidelane_lab.studies.chain.study import CALLS, ChainOptions
+from sidelane_lab.studies.chain import ways as chain_ways
+from sidelane_lab.studies.chain.study import CALLS, ChainOptions, ChainRow
 
 CPU = torch.device("cpu")
 ROUNDS = 2
@@ -61,7 +61,7 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
         Rows; the steps of prelaunched chains; what each handle says to being armed once more.
     """
     torch.set_num_threads(1)
-    chain_study.WIDTH = chain_study.CONSUMED = 16
+    chain_ways.WIDTH = chain_ways.CONSUMED = 16
     steps: list[str] = []
     handles: list[Prelaunched] = []
     with communicator(group) as comm:
@@ -74,7 +74,7 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
             handles.append(prepare_all_gather(output, input[1:] if wrong else input, **named))
             return handles[-1]
 
-        class Watched(chain_study._Gemms):
+        class Watched(chain_study.Gemms):
             def produce(self, shard: torch.Tensor) -> None:
                 if any(handle.armed for handle in handles):
                     steps.append("produce")
@@ -87,7 +87,7 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
                 super().consume(whole)
 
         comm.prepare_all_gather = prepare
-        chain_study._Gemms = Watched
+        chain_study.Gemms = Watched
         dma = Dma(comm)
         made = (Gloo(group), Forgetful(group), dma, Auto(dma))
         roster = Roster(Meter(CPU, group=group), {implementation.name: implementation for implementation in made})

@@ -17,18 +17,18 @@ from matplotlib.figure import Figure
 from ranks import crew
 
 from sidelane.cli.launch import Rank
-from sidelane_lab.harness.report.drawing import save
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.training import FsdpRow
-from sidelane_lab.harness.running.measure import Meter
-from sidelane_lab.studies.fsdp import pictures, study
+from sidelane_lab.harness.drawing import save
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.study import read
+from sidelane_lab.studies.fsdp import rows as pictures
+from sidelane_lab.studies.fsdp import study
 from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
 from sidelane_lab.studies.fsdp.engines import WindowGather
 from sidelane_lab.studies.fsdp.profiled import Kernel, group_of, summed
+from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fsdp.step import Stepper
 from sidelane_lab.studies.fsdp.still import StillGather
 from sidelane_lab.studies.fsdp.study import FsdpOptions
-from sidelane_lab.studies.fsdp.tables import fsdp_tables
 from sidelane_lab.studies.fsdp.trial import Trial
 from sidelane_lab.studies.fsdp.ways import Way, Ways, gathered_bytes, names_on
 
@@ -165,7 +165,7 @@ def test_what_is_asked_for_is_checked() -> None:
     for wrong in ("7b:1x4096", "8b:4096", "8b:0x4096"):
         with pytest.raises(ValueError, match=r"allowed=8b or 70b and sequences x tokens, as in 8b:2x4096"):
             FsdpOptions(cases=(wrong,))
-    with pytest.raises(ValueError, match=r"reduce_dtype \(value='int8', allowed=bfloat16, float32"):
+    with pytest.raises(ValueError, match=r"reduce_dtype \(value=int8, allowed=bfloat16, float32"):
         FsdpOptions(reduce_dtype="int8")
     with pytest.raises(ValueError, match=r"implementations \(value=nccl_ce, allowed=gloo, sidelane_ag"):
         study.main(FsdpOptions(**QUICK, implementations=("nccl_ce",)))

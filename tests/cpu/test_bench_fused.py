@@ -12,11 +12,10 @@ from click.testing import CliRunner
 from sidelane import cli
 from sidelane.choice.fused import Table
 from sidelane.execute.timeline import Interval
-from sidelane_lab.harness.report.pictures import draw
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import Results, read
-from sidelane_lab.harness.results.rows.operators import ALONE, FUSED_OPS, FusedRow
+from sidelane_lab.harness.report import draw, tables_of
+from sidelane_lab.harness.study import Results, read
 from sidelane_lab.studies.fused import study
+from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow
 from sidelane_lab.studies.fused.study import FusedOptions
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

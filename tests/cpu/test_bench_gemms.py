@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from sidelane.c3.workload import CPU_GEMM_FLOPS
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import Results, read
-from sidelane_lab.harness.results.rows.operators import GemmRow
-from sidelane_lab.studies.gemms import study
-from sidelane_lab.studies.gemms.shapes import FITTED, MODELS, SEEN, projections
-from sidelane_lab.studies.gemms.study import COLD_BYTES, GemmOptions, calls_of
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import Results, read
+from sidelane_lab.studies import gemms as study
+from sidelane_lab.studies.gemms import COLD_BYTES, FITTED, MODELS, SEEN, GemmOptions, GemmRow, calls_of, projections
 
 
 def test_every_layer_is_checked_and_timed(tmp_path: Path) -> None:

@@ -15,13 +15,11 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import Results, read
-from sidelane_lab.harness.results.rows.calls import HostRow
-from sidelane_lab.harness.running.measure import Meter
-from sidelane_lab.studies.host import study as host_study
-from sidelane_lab.studies.host.study import BLOCKS, HostOptions
-from sidelane_lab.studies.host.ways import Way, ways_of
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import Results, read
+from sidelane_lab.studies import host as host_study
+from sidelane_lab.studies.host import BLOCKS, HostOptions, HostRow, Way, ways_of
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "repeats": 2, "timeout_s": 100.0}

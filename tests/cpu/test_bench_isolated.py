@@ -19,18 +19,19 @@ from sidelane.c3.workload import Bound, Workload, parse_workload
 from sidelane.cli import main
 from sidelane.cli.launch import Rank, RankFailedError
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import read, write
-from sidelane_lab.harness.results.rows.pairs import HeuristicRow, IsolatedRow
+from sidelane_lab.harness import running
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import read, write
 from sidelane_lab.pairs.outcome import GEMM, judge
 from sidelane_lab.studies.c3 import heuristics
+from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow
 from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
 from sidelane_lab.studies.c3.pair_rows import rows_of
 from sidelane_lab.studies.c3.study import is_bound_by_memory
 from sidelane_lab.studies.tune import isolated
 from sidelane_lab.studies.tune.isolated import IsolatedOptions
 from sidelane_lab.studies.tune.isolated_batches import batches_of
-from sidelane_lab.studies.tune.isolated_rows import key_of
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, key_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "command": "test"}
 
@@ -88,7 +89,7 @@ def test_curves_and_choices_from_rows() -> None:
 
 
 def results_of(rows: tuple[IsolatedRow, ...]) -> Any:
-    from sidelane_lab.harness.results.files import collect
+    from sidelane_lab.harness.study import collect
 
     return collect("isolated", rows, device_type="cpu", ranks=2, command="test")
 
@@ -119,33 +120,33 @@ def test_batches_of_which_the_file_has_rows_are_left_out() -> None:
 def following(
     rows: tuple[IsolatedRow, ...], seen: list[Any], failure: BaseException | None = None
 ) -> Callable[..., bool]:
-    def follow(keeper: Any, measure: Any, options: Any, place: Any, title: str) -> bool:
+    def run_ranks(measure: Any, ranks: int, name: str, options: Any, *, progress: Any, **others: Any) -> int:
         seen.append(options.done)
         for one in rows:
-            keeper(json.dumps({"row": one.to_dict()}))
+            progress(json.dumps({"row": one.to_dict()}))
         if failure is not None:
             raise failure
-        return True
+        return len(rows)
 
-    return follow
+    return run_ranks
 
 
 def test_what_was_measured_is_kept_when_a_rank_fails_and_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options, seen = IsolatedOptions(**OPTIONS, output=tmp_path / "c3.json"), []  # type: ignore[var-annotated]
-    monkeypatch.setattr(isolated, "follow", following(ROWS[:6], seen, RankFailedError("rank 1 hangs", 1)))
+    monkeypatch.setattr(running, "run_ranks", following(ROWS[:6], seen, RankFailedError("rank 1 hangs", 1)))
     with pytest.raises(RankFailedError):
         isolated.main(options)
     assert read(tmp_path / "c3.json").rows == ROWS[:6]
     newer = dataclasses.replace(ROWS[5], time_us=1450.0, note="")
-    monkeypatch.setattr(isolated, "follow", following((newer, *ROWS[6:]), seen))
+    monkeypatch.setattr(running, "run_ranks", following((newer, *ROWS[6:]), seen))
     results = isolated.main(options)
     assert results is not None
     assert results.rows == (*ROWS[:5], newer, *ROWS[6:]) == read(tmp_path / "c3.json").rows
     # What has no time is tried again.
     assert seen == [frozenset(), frozenset(map(key_of, ROWS[:5]))]
-    monkeypatch.setattr(isolated, "follow", following(ROWS[:1], seen))
+    monkeypatch.setattr(running, "run_ranks", following(ROWS[:1], seen))
     isolated.main(dataclasses.replace(options, fresh=True))
     assert read(tmp_path / "c3.json").rows == ROWS[:1] and seen[-1] == frozenset()
 
@@ -153,7 +154,7 @@ def test_what_was_measured_is_kept_when_a_rank_fails_and_gone_on_with(
 def test_a_file_of_another_machine_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c3.json"
     write(path, dataclasses.replace(results_of(ROWS), device="another"))
-    monkeypatch.setattr(isolated, "follow", following((), []))
+    monkeypatch.setattr(running, "run_ranks", following((), []))
     with pytest.raises(ValueError, match="measured elsewhere"):
         isolated.main(IsolatedOptions(**OPTIONS, output=path))
     assert read(path).device == "another"

@@ -27,11 +27,11 @@ from sidelane_lab.baselines.listed import COALESCED, PreparedList, coalesced, is
 from sidelane_lab.baselines.own import Auto, Dma
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.study import read
 from sidelane_lab.studies.collectives import study as collective_study
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.collectives.study import CollectiveOptions, calls_per_sample, measure_case
 
 CPU = torch.device("cpu")

@@ -24,15 +24,15 @@ from sidelane_lab.baselines import baselines_cpu
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import read
 from sidelane_lab.studies.ordinary import study as ordinary_study
 from sidelane_lab.studies.ordinary.alone import measure_alone
 from sidelane_lab.studies.ordinary.changing import measure_changing
 from sidelane_lab.studies.ordinary.pairs import PairTimes, measure_pair
 from sidelane_lab.studies.ordinary.programs import SETTLING
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
 from sidelane_lab.studies.ordinary.ways import Own, make_ways
 
@@ -218,7 +218,7 @@ def test_the_command_knows_what_the_study_knows() -> None:
         ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
         ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
         ({"pairs": ("8192_97M",)}, "not a GEMM"),
-        ({"repeats": 0}, "must be positive"),
+        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
     ],
 )
 def test_options_are_checked(given: dict[str, Any], text: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from sidelane.program import collective as define
 from sidelane.program.builders.alternating import SLOT_BYTES
 from sidelane.program.collective import Buffer, Collective
-from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.study import read
 from sidelane_lab.studies.phases import check as phases_check
 from sidelane_lab.studies.phases import study as phases_study
 from sidelane_lab.studies.phases.programs import OPERATIONS

@@ -18,11 +18,11 @@ from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
-from sidelane_lab.harness.results.rows.calls import PowerRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.power import study as power_study
 from sidelane_lab.studies.power.inputs import LARGEST, ReducedInput, calls_between
 from sidelane_lab.studies.power.meter import Recorder
+from sidelane_lab.studies.power.rows import PowerRow
 from sidelane_lab.studies.power.study import PowerBench, PowerOptions
 
 CPU = torch.device("cpu")

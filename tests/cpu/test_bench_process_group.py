@@ -14,11 +14,11 @@ import sidelane
 from sidelane.cli.launch import Rank
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.cli import process_group as command
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.groups import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import read
 from sidelane_lab.studies.process_group import study as group_study
+from sidelane_lab.studies.process_group.rows import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
 from sidelane_lab.studies.process_group.study import GroupOptions
 from sidelane_lab.studies.process_group.ways import KINDS, Way
 
@@ -99,9 +99,9 @@ def test_what_is_wrong_has_no_time(pool: RankPool, raises: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"operations": ("reduce",)}, "pg: operations (value='reduce', allowed=all_reduce, "),
-        ({"operations": ()}, "pg: operations (value='', allowed=all_reduce, "),
-        ({"repeats": 0}, "pg: rounds (value=0, 0, allowed="),
+        ({"operations": ("reduce",)}, "pg: operations (value=reduce, allowed=all_reduce, "),
+        ({"operations": ()}, "pg: operations (value=none, allowed=all_reduce, "),
+        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
         ({"implementations": ("nccl",)}, "pg: implementations (value=nccl, allowed=gloo, sidelane)"),
     ],
 )

@@ -25,17 +25,17 @@ from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
-from sidelane_lab.harness.results.files import Results, read
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.results.rows.pairs import C3Row
-from sidelane_lab.harness.running.measure import Meter
-from sidelane_lab.harness.running.study import Follower
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.running import Follower, merged
+from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
-from sidelane_lab.studies.c3.pair_rows import is_done, key_of_row, merged, rows_not_run, rows_of, too_large
+from sidelane_lab.studies.c3.pair_rows import is_done, key_of_row, rows_not_run, rows_of, too_large
+from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.c3.study import C3Instruments, C3Options
 from sidelane_lab.studies.collectives import study as collective_study
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.collectives.study import (
     CollectiveOptions,
     absent_rows,
@@ -378,7 +378,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
         C3Options(workloads=("cb1_1M",), not_run=(("cb1_1M", "no"),))
     with pytest.raises(ValueError, match="resume"):
         dataclasses.replace(options, json=None)
-    with pytest.raises(ValueError, match="of something else"):
+    with pytest.raises(ValueError, match="measured elsewhere"):
         c3_study.main(dataclasses.replace(options, ranks=3))
 
 
@@ -390,9 +390,9 @@ def rows_there(results: Results | None) -> list[C3Row]:
 def test_rows_of_two_runs() -> None:
     old, new = (rows_not_run(parse_workload("cb1_1M"), why, ("serial", "conccl")) for why in ("old", "new"))
     more = rows_not_run(parse_workload("cb2_1M"), "old", ("serial",))
-    joined = merged([*old, *more], [new[1], *rows_not_run(parse_workload("cb1_1M"), "new", ("c3_sp",))])
+    joined = merged(key_of_row, [*old, *more, new[1], *rows_not_run(parse_workload("cb1_1M"), "new", ("c3_sp",))])
     assert [(row.gemm, row.strategy, row.note[-3:]) for row in joined] == [
-        ("cb1", "serial", "old"), ("cb1", "conccl", "new"), ("cb1", "c3_sp", "new"), ("cb2", "serial", "old"),
+        ("cb1", "serial", "old"), ("cb1", "conccl", "new"), ("cb2", "serial", "old"), ("cb1", "c3_sp", "new"),
     ]  # fmt: skip
     done = {key_of_row(row) for row in joined}
     assert is_done(parse_workload("cb1_1M"), ("serial", "c3_sp"), done)
@@ -472,14 +472,12 @@ def test_rows_until_a_failure_are_published(
 ) -> None:
     row = CollectiveRow("all_gather", 64, "uint8", False, "eager", "gloo", "", False, 1.0, 1.0, 1.0, 0.1, None, True)
 
-    def half_way(
-        function: Any, world_size: int, options: Any, *, progress: Follower[CollectiveRow], **others: Any
-    ) -> None:
+    def half_way(function: Any, world_size: int, *asked: Any, progress: Follower[CollectiveRow], **others: Any) -> None:
         progress(json.dumps({"step": 0, "of": 2, "text": "all_gather"}))
         progress(json.dumps({"row": row.to_dict()}))
         raise failure
 
-    monkeypatch.setattr("sidelane_lab.harness.running.study.run_ranks", half_way)
+    monkeypatch.setattr("sidelane_lab.harness.running.run_ranks", half_way)
     with pytest.raises(type(failure), match="hangs"):
         collective_study.main(CollectiveOptions(**QUICK, json=tmp_path / "collectives.json"))
     assert read(tmp_path / "collectives.json").rows == (row,)
@@ -491,7 +489,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("it was measured")
 
-    monkeypatch.setattr("sidelane_lab.harness.running.study.run_ranks", never)
+    monkeypatch.setattr("sidelane_lab.harness.running.run_ranks", never)
     (tmp_path / "file").touch()
     for name, value in (("json", tmp_path / "file" / "x.json"), ("json", tmp_path), ("report", tmp_path / "file")):
         with pytest.raises(ValueError, match=rf"^--{name}: {value}.*\(allowed="):

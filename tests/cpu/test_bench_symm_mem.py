@@ -18,8 +18,8 @@ from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, SymmetricMemory
 from sidelane_lab.baselines.candidate import Entrant, Prepared, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, fill_input
 from sidelane_lab.baselines.roster import Roster
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
 
 CPU = torch.device("cpu")

@@ -21,9 +21,8 @@ from sidelane.choice import Abilities
 from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind, ReduceOp, Reduction
-from sidelane_lab.harness.report.tables import tables_of
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.soak import SOAKED, SoakRow
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import read
 from sidelane_lab.soak import endings, study, world
 from sidelane_lab.soak.described import Call, Form, Part, Spot
 from sidelane_lab.soak.endings import ENDINGS, Told, objections
@@ -32,6 +31,7 @@ from sidelane_lab.soak.judge import Judge, WrongBytesError
 from sidelane_lab.soak.mistakes import MISTAKES
 from sidelane_lab.soak.performance import perform
 from sidelane_lab.soak.plan import Plan
+from sidelane_lab.soak.rows import SOAKED, SoakRow
 from sidelane_lab.soak.seat import Outcome, Seat
 from sidelane_lab.soak.steps import (
     Capture,

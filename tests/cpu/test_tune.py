@@ -13,8 +13,8 @@ from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin, in_force, read
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
-from sidelane_lab.harness.results.files import Results, write
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.study import Results, write
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.tune import command as tune
 from sidelane_lab.studies.tune.changes import changes_table
 from sidelane_lab.studies.tune.command import TuneOptions, passes

@@ -17,11 +17,12 @@ from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import main
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.pairs import C3Row, HeuristicRow
+from sidelane_lab.harness.study import read
 from sidelane_lab.pairs.judged import CHOICE, HEURISTICS, LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, Sweep, judge
 from sidelane_lab.studies.c3 import heuristics
+from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow
 from sidelane_lab.studies.c3.heuristics import HeuristicsOptions, sweeps_of
+from sidelane_lab.studies.c3.rows import C3Row
 
 SHAPE = Gemm(8192, 8192, 8192)
 H200 = hidden_shares("h200")
@@ -121,7 +122,7 @@ def test_sweeps_of_a_result_file() -> None:
 
 
 def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
-    from sidelane_lab.harness.results.files import collect, write
+    from sidelane_lab.harness.study import collect, write
 
     files = {name: tmp_path / f"{name}.json" for name in ("c3", "isolated", "heuristics")}
     write(

@@ -11,7 +11,7 @@ from made_up_device import FakeDevice
 
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
-from sidelane_lab.harness.running.measure import Job, Meter
+from sidelane_lab.harness.measure import Job, Meter
 from sidelane_lab.pairs.run import Pairs, Workers
 
 

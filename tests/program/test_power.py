@@ -15,15 +15,15 @@ from sidelane.machine import local, nvidia_power
 from sidelane.machine.nvidia_power import NvmlSensor
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import PowerRow
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.study import Results
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.meter import Draw, Reading, Recorder, draw_of
 from sidelane_lab.studies.power.predict import PredictOptions, predicted
+from sidelane_lab.studies.power.rows import PowerRow
 
 MB = 1 << 20
 

@@ -15,10 +15,7 @@ import rich.console
 from sidelane.c3.workload import Gemm
 from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.results.files import Results, read, write
-from sidelane_lab.harness.results.rows.calls import PowerRow
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.claims import Role
 from sidelane_lab.model.gemm import gemm_us
@@ -40,7 +37,10 @@ from sidelane_lab.papers.claims.results import (
     role_problems,
 )
 from sidelane_lab.papers.claims.verdicts import in_between, nearest
-from sidelane_lab.studies.gemms.shapes import FITTED, SEEN
+from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.gemms import FITTED, SEEN
+from sidelane_lab.studies.power.rows import PowerRow
 
 H200, PAIR = named("h200x4"), named("h200x2")
 NBYTES = 896 << 20

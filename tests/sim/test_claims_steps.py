@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from sidelane.cli.output import STDOUT
-from sidelane_lab.harness.results.files import Results, read, write
-from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.claims import Role
 from sidelane_lab.model.layer import MODELS, Step, parts_us
 from sidelane_lab.model.training import SUSTAINED, compute_us, step_times
 from sidelane_lab.papers.claims import command
 from sidelane_lab.papers.claims.steps import FLOORS, judge_steps, predict_step
+from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 H200 = named("h200x4")
 STEP = Step(dataclasses.replace(MODELS["llama-8b-like"], layers=6), 8192, 4096)

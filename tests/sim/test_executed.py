@@ -10,8 +10,7 @@ import pytest
 from sidelane.c3.workload import parse_gemm, parse_workload
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Reduce
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.device import run_device
 from sidelane_lab.model.executed import REDUCE_UNITS, dependencies, executed_program, executed_run
@@ -20,6 +19,7 @@ from sidelane_lab.model.kernels import dma_gangs, dma_us
 from sidelane_lab.model.published import library_us, published_program
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.sim import simulate
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 
 H200, MI300X = named("h200x4"), named("mi300x8")
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "h200x4" / "collectives.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named, parse
 from sidelane_lab.model import fused as fused_model
 from sidelane_lab.model.fused import FusedKernel, Work, run_fused

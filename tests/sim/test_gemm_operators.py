@@ -11,8 +11,7 @@ import pytest
 
 from sidelane.program.ir import Flag
 from sidelane.program.pieces import split_program
-from sidelane_lab.harness.results.files import Results, write
-from sidelane_lab.harness.results.rows.operators import FUSED_OPS, FusedRow
+from sidelane_lab.harness.study import Results, write
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.fused import FusedKernel, Work, run_fused
 from sidelane_lab.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
@@ -22,6 +21,7 @@ from sidelane_lab.model.split import chain_us, split_us
 from sidelane_lab.papers.simulated import fused as sim_fused
 from sidelane_lab.papers.simulated import fused_results, fused_shapes
 from sidelane_lab.sim import simulate
+from sidelane_lab.studies.fused.rows import FUSED_OPS, FusedRow
 from sidelane_lab.studies.fused.shapes import MEANING, half_for_one
 
 H200 = named("h200x4")

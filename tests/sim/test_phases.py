@@ -14,12 +14,12 @@ from sidelane.collectives.plan import Agreement, make_program
 from sidelane.program.builders import alternation
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
-from sidelane_lab.harness.results.rows.calls import PhaseRow
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.claims_dma import DmaContext
 from sidelane_lab.studies.phases import predict as phases_predict
 from sidelane_lab.studies.phases.predict import PredictOptions, predicted_row
 from sidelane_lab.studies.phases.programs import OPERATIONS, TURNING, Operation, operations
+from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.phases.split import FIELDS, Sample, predict, slowest, split
 
 MI300X, H200 = named("mi300x8"), named("h200x4")

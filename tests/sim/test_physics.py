@@ -12,7 +12,7 @@ import pytest
 from sidelane.c3.strategy import percent_of_ideal
 from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.harness.results.files import read
+from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.gemm import gemm_us, is_memory_bound, roofline_us
 from sidelane_lab.model.kernels import dma_us

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from sidelane.c3.strategies import strategies
 from sidelane.c3.workload import parse_workload
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.report import drawing
+from sidelane_lab.harness import drawing
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.claims import published
 from sidelane_lab.model.fused_study import FusedStudy

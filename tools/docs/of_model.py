@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from docs.measured import RESULTS, Cells
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.training import FsdpRow
+from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import MODELS, Step, parts_us
 from sidelane_lab.model.training import compute_us, sustained
 from sidelane_lab.papers.claims.steps import FLOORS, judge_steps
+from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 STEPS = {
     "nccl": "NCCL",

@@ -18,8 +18,7 @@ from docs.measured import RESULTS
 from docs.source import attributes, to_markdown
 from sidelane import cli
 from sidelane.cli.guided import Commands
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.every import ROWS
+from sidelane_lab.harness.study import Results, studies, study_of
 
 WIDTH = 116
 
@@ -111,7 +110,8 @@ def result_files() -> str:
         *_described(Results),
         "",
     ]
-    for study, row in ROWS.items():
+    for study in studies():
+        row = study_of(study).row
         summary = " ".join(inspect.cleandoc(row.__doc__ or "").split("\n\n")[0].split())
         lines += [f"## {study}", "", *_filled(to_markdown(summary)), "", *_described(row), ""]
     return "\n".join(lines).rstrip() + "\n"

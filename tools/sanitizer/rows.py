@@ -83,7 +83,7 @@ def is_bad(row: Row) -> bool:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """A file like those of other studies (``sidelane_lab.harness.results``), with what its rows cannot say."""
+    """A file like those of other studies (``sidelane_lab.harness.study``), with what its rows cannot say."""
     device, _ = provenance.accelerator_name()
     said = subprocess.run([jobs.find_sanitizer(), "--version"], capture_output=True, text=True, check=False, timeout=30)
     version = re.search(r"Version (\S+)", said.stdout)

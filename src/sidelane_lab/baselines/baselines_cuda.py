@@ -46,7 +46,7 @@ from sidelane_lab.baselines.candidate import (
 )
 from sidelane_lab.baselines.listed import COALESCED, coalesced, separately
 from sidelane_lab.baselines.reference import ROOT, Case
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 
 BOTH, OUT_OF_PLACE, IN_PLACE = (False, True), (False,), (True,)
 WINDOW = "window"

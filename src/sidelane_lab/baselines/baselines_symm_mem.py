@@ -48,7 +48,7 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Entrant, Tensors, nothing_to_wait_for, views
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 
 
 class SymmetricMemory:

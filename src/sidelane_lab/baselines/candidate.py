@@ -19,7 +19,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
 from sidelane.program.variant import Variant
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
-from sidelane_lab.harness.running.measure import Job
+from sidelane_lab.harness.measure import Job
 
 # PyTorch 2.13 renamed both and warns of the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

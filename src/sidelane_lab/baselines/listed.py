@@ -29,7 +29,7 @@ from sidelane_lab.baselines.candidate import (
     nothing_to_wait_for,
 )
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
-from sidelane_lab.harness.results.rows.collectives import SEPARATE
+from sidelane_lab.harness.rows import SEPARATE
 
 COALESCED = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 """What torch hands over as one operation, ``all_gather_into_tensor_coalesced`` and so on, from inside its manager."""

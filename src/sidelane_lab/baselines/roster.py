@@ -13,8 +13,9 @@ from sidelane.collectives import Communicator
 from sidelane.config import COMPUTE, NOTHING
 from sidelane_lab.baselines.candidate import Implementation
 from sidelane_lab.baselines.own import Auto, Dma, InPlace, Kernels, OwnPartLeft
-from sidelane_lab.harness.running.asked import ONE_TENSOR, check_implementations, implementations
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness.asked import ONE_TENSOR, check_implementations, implementations
+from sidelane_lab.harness.measure import Meter
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +55,12 @@ class Roster:
                 self.meter.finish(f"allocating the buffers of {name}")
         # Some allocate, and clear, on the default stream whatever the current one is.
         self.meter.finish("allocating the buffers")
+
+    def reserve_for(self, cases: Collection[Case], note: Callable[[str], None]) -> None:
+        """Allocate buffers for the largest of some cases, and say what takes no part. Collective."""
+        self.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))
+        for name, reason in self.unavailable.items():
+            note(f"{name} takes no part: {reason}")
 
     def close(self) -> None:
         """Release everything, last made first. Not after a failure: releasing can wait for a peer."""

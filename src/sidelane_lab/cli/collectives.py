@@ -356,7 +356,7 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     """Measure a GEMM, an all-gather of its result and a GEMM that reads that, with no host between."""
     with plain_errors():
         from sidelane.cli.launch import choose_target
-        from sidelane_lab.harness.running.asked import check_asked
+        from sidelane_lab.harness.asked import check_asked
         from sidelane_lab.studies.chain import study as chain_study
 
         place = choose_target(others["ranks"], others["device"])
@@ -404,7 +404,7 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
 def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     """Measure the microseconds that a call, and a trigger of a prelaunched one, take the host."""
     with plain_errors():
-        from sidelane_lab.studies.host import study as host_study
+        from sidelane_lab.studies import host as host_study
 
         if sizes:
             others["sizes"] = sizes

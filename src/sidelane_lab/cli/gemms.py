@@ -30,6 +30,6 @@ def gemms(json: Path | None, **others: Any) -> None:
     `sidelane claims --machine` compares them with what the machine's description predicts.
     """
     with plain_errors():
-        from sidelane_lab.studies.gemms import study as gemm_study
+        from sidelane_lab.studies import gemms as gemm_study
 
         gemm_study.main(gemm_study.GemmOptions(json=json, **others))

@@ -14,11 +14,11 @@ from sidelane.cli import provenance
 from sidelane.cli.launch import LaunchTarget, choose_target, under_torchrun
 from sidelane.cli.output import STDOUT
 from sidelane.cli.terminal import progress_console, tables_console
-from sidelane_lab.harness.report import page as report
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.files import Results, collect
-from sidelane_lab.harness.results.rows.soak import SOAKED, SoakRow
+from sidelane_lab.harness import report
+from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.study import Results, Study, collect
 from sidelane_lab.soak.episode import CALLS, CPU, SIZES, Episode, Setting
+from sidelane_lab.soak.rows import SOAKED, SoakRow, soak_tables
 from sidelane_lab.soak.shown import shown
 from sidelane_lab.soak.tally import shortened
 from sidelane_lab.soak.world import Verdict, run_episode
@@ -261,3 +261,17 @@ def _empty(episode: Episode) -> SoakRow:
         leftovers=0,
         **zeros,
     )
+
+
+STUDY = Study(
+    name="soak",
+    title="Random calls, with faults among them",
+    legend=(
+        "A call counts once for all of its ranks, each of which compared every byte that it must get, what lies "
+        "around it, and what it must not touch. Refusals: wrong calls of one rank or all, and calls that differed "
+        "between ranks. Endings but 'good' are faults, of which every other rank must hear in time, and of whose "
+        "they are."
+    ),
+    row=SoakRow,
+    tables=soak_tables,
+)

@@ -1,0 +1,20 @@
+"""Studies, each declared at the end of the module that measures it."""
+
+STUDIES = {
+    "collectives": "sidelane_lab.studies.collectives.study",
+    "c3": "sidelane_lab.studies.c3.study",
+    "heuristics": "sidelane_lab.studies.c3.heuristics",
+    "occupancy": "sidelane_lab.studies.c3.occupancy",
+    "isolated": "sidelane_lab.studies.tune.isolated",
+    "phases": "sidelane_lab.studies.phases.study",
+    "power": "sidelane_lab.studies.power.study",
+    "chain": "sidelane_lab.studies.chain.study",
+    "host": "sidelane_lab.studies.host",
+    "fused": "sidelane_lab.studies.fused.study",
+    "gemms": "sidelane_lab.studies.gemms",
+    "fsdp": "sidelane_lab.studies.fsdp.study",
+    "soak": "sidelane_lab.soak.study",
+    "ordinary": "sidelane_lab.studies.ordinary.study",
+    "process_group": "sidelane_lab.studies.process_group.study",
+}
+"""The module of each study, by its name in result files."""

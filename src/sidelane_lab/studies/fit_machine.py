@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.results.rows.operators import GemmRow
+from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines.spec import Machine, Quantity, Source, Topology
 from sidelane_lab.papers.claims.gemms import GemmTime, gemm_times, predict_gemms
 from sidelane_lab.papers.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
-from sidelane_lab.studies.gemms.shapes import FITTED
+from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.gemms import FITTED, GemmRow
 
 LIBRARY = {kind: str(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)}
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.calls import ChainRow
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import Verdict
 from sidelane_lab.model.executed import executed_run
 from sidelane_lab.model.published import library_us
 from sidelane_lab.papers.claims.verdicts import judge
+from sidelane_lab.studies.chain.study import ChainRow
 
 
 def judge_chains(machine: Machine, rows: Sequence[object]) -> list[Verdict]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
+from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
 from sidelane_lab.model.claims import Role, Verdict, numbers
 
 SHADES = {Role.INPUT: ORANGE, Role.FITTED: GREEN, Role.SEEN: PURPLE, Role.HELD_OUT: BLUE}

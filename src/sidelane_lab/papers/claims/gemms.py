@@ -7,15 +7,14 @@ import statistics
 from collections.abc import Sequence
 
 from sidelane.c3.workload import Gemm
-from sidelane_lab.harness.results.rows.calls import ChainRow
-from sidelane_lab.harness.results.rows.operators import GemmRow
-from sidelane_lab.harness.results.rows.pairs import C3Row
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import Role, Verdict
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.papers.claims.verdicts import judge, with_summary
-from sidelane_lab.studies.chain.shapes import chain_gemms
-from sidelane_lab.studies.gemms.shapes import FITTED, SEEN
+from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.chain.study import ChainRow
+from sidelane_lab.studies.chain.ways import chain_gemms
+from sidelane_lab.studies.gemms import FITTED, SEEN, GemmRow
 
 MEDIAN, WORST = 0.05, 0.15
 """Targets of issue 25."""

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.pairs import OccupancyRow
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import POINTS, Role, Verdict, error_of
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline, run_pipeline, sequential_us
 from sidelane_lab.papers.claims.verdicts import judge, with_summary
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 
 MEDIAN, WORST = 0.05, 0.15
 """Targets of the whole (issue 22)."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.rows.calls import PowerRow
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import Role, Verdict
 from sidelane_lab.model.power import dma_power, hybrid_power, library_power
 from sidelane_lab.papers.claims.verdicts import judge, with_summary
 from sidelane_lab.studies.power.predict import IN_PLACE, PREDICTED_VARIANTS
+from sidelane_lab.studies.power.rows import PowerRow
 
 MEDIAN, WORST = 0.10, 0.20
 """Targets of the whole."""

@@ -21,9 +21,7 @@ from sidelane.c3.workload import Gemm
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import Role, Verdict, with_ranges
 from sidelane_lab.model.device import run_device
@@ -38,6 +36,8 @@ from sidelane_lab.papers.claims.occupancy import judge_occupancy
 from sidelane_lab.papers.claims.power import judge_power
 from sidelane_lab.papers.claims.steps import judge_steps
 from sidelane_lab.papers.claims.verdicts import AT_LEAST, judge, judge_ends, nearest, with_summary
+from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 
 C3_MEDIAN, C3_WORST = 0.03, 0.10
 COLLECTIVE_MEDIAN, COLLECTIVE_WORST, WINNERS = 0.07, 0.25, 0.95

@@ -11,7 +11,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import Line, Table
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, ORANGE, RC, save_both
+from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, RC, save_both
 from sidelane_lab.model.claims import Role, Verdict
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, RC, STYLES, VERMILLION, save_both
+from sidelane_lab.harness.drawing import BLACK, BLUE, RC, STYLES, VERMILLION, save_both
 from sidelane_lab.model.claims import published
 from sidelane_lab.model.layer import Step
 from sidelane_lab.model.slowdown import MODELS, SEQUENCE, TOKENS, overlapped, platforms, plausible

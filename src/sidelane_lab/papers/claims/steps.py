@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sidelane_lab.harness.results.rows.training import FsdpRow
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import Role, Verdict
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.papers.claims.verdicts import judge, with_summary
 from sidelane_lab.studies.fsdp.cases import SHORT
-from sidelane_lab.studies.fsdp.tables import case_of
+from sidelane_lab.studies.fsdp.rows import FsdpRow, case_of
 
 WORST, WORST_GAIN = 0.05, 1 / 3
 """Targets of issue 25: of a step, and of the gain by Sidelane."""

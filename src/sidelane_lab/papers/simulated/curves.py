@@ -12,8 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report import drawing
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION
+from sidelane_lab.harness import drawing
+from sidelane_lab.harness.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    STYLES,
+    VERMILLION,
+)
 from sidelane_lab.model.study import SIZES
 from sidelane_lab.papers.simulated.bands import Band
 

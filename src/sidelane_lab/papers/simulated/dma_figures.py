@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 from sidelane.c3.workload import parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report import drawing
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, RC, VERMILLION
+from sidelane_lab.harness import drawing
+from sidelane_lab.harness.drawing import BLACK, BLUE, RC, VERMILLION
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import published
 from sidelane_lab.model.claims_dma import DmaContext

@@ -17,8 +17,8 @@ from sidelane.c3.strategy import ideal_speedup
 from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report import drawing
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, GREY, ORANGE, PURPLE, RC, SKY, VERMILLION
+from sidelane_lab.harness import drawing
+from sidelane_lab.harness.drawing import BLACK, BLUE, GREY, ORANGE, PURPLE, RC, SKY, VERMILLION
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import published
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us

@@ -11,7 +11,6 @@ from typing import Any
 
 from sidelane.cli.table import Line, Table, grouped, number
 from sidelane.cli.terminal import progress_console, say_written, tables_console
-from sidelane_lab.harness.results.rows.operators import FUSED_OPS
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims_fused import MACHINE, SECTIONS
@@ -34,6 +33,7 @@ from sidelane_lab.papers.simulated import fused_figures, fused_results, fused_sk
 from sidelane_lab.papers.simulated.fused_shapes import operators_of
 from sidelane_lab.papers.simulated.study import write_numbers
 from sidelane_lab.sim import write_chrome_trace
+from sidelane_lab.studies.fused.rows import FUSED_OPS
 from sidelane_lab.studies.fused.shapes import MEANING, ON_GPUS
 
 TRACED = "embedding_all_to_all"

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, GREY, RC, VERMILLION, save
+from sidelane_lab.harness.drawing import BLACK, BLUE, GREY, RC, VERMILLION, save
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import published
 from sidelane_lab.model.claims_fused import best, mean

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.cli.table import Line, Table, grouped, number
-from sidelane_lab.harness.results import files
-from sidelane_lab.harness.results.rows.operators import ALONE, FusedRow
+from sidelane_lab.harness import study as files
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims import error_of
 from sidelane_lab.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
@@ -23,6 +22,7 @@ from sidelane_lab.model.norm_operator import AllReduceNorm
 from sidelane_lab.model.operators import OBLIVIOUS, REMOTE_FIRST, TiledGemm, predict_fused, predict_unfused
 from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.papers.simulated.fused_shapes import operators_of
+from sidelane_lab.studies.fused.rows import ALONE, FusedRow
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
 COMPUTE, COLLECTIVE, UNFUSED, FUSED = "compute alone", "collective alone", "unfused, process group", "fused"

@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import Line, Table, number
-from sidelane_lab.harness.report.drawing import RC, file_name, save
+from sidelane_lab.harness.drawing import RC, file_name, save
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import Embedding, FusedOperator, FusedTimes, Gemv, predict_fused
 from sidelane_lab.papers.simulated.bands import Curves, bands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 
-from sidelane_lab.harness.report.drawing import BLACK
+from sidelane_lab.harness.drawing import BLACK
 
 PUBLISHED_OF = "mi300x8"
 """The machine of the ConCCL and DMA collectives papers, on whose pictures their values are drawn."""

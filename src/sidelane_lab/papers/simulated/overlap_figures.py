@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from sidelane_lab.harness.report import drawing
-from sidelane_lab.harness.report.drawing import BLACK, RC
+from sidelane_lab.harness import drawing
+from sidelane_lab.harness.drawing import BLACK, RC
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.claims_overlap import BLOCKS, PAIRS, PLATFORMS, measure

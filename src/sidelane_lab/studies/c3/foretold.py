@@ -15,15 +15,15 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.report.drawing import RC
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.drawing import RC
+from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.strategies import objection, predict
 from sidelane_lab.papers.claims.results import predict_together
 from sidelane_lab.papers.claims.verdicts import in_between, nearest
 from sidelane_lab.studies.c3.grouped_pictures import draw_groups
+from sidelane_lab.studies.c3.rows import C3Row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

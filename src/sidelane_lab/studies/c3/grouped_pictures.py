@@ -13,9 +13,9 @@ from sidelane.c3.strategy import Mover
 from sidelane.c3.workload import C3Class
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import BLACK, BLUE, COLOURS, GREY, Picture, save, where_from
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, save
+from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.studies.c3.rows import C3Row
 
 FEWEST_PAIRS = 3
 """Below that there is nothing to average."""
@@ -63,7 +63,7 @@ def _ideal(pairs: Sequence[Sequence[C3Row]], results: Results, directory: Path) 
     axes.set_xticks(range(len(pairs)), names, rotation=45, ha="right", fontsize=7)
     axes.set_ylabel("ideal speedup")
     axes.set_ylim(bottom=1.0)
-    title = f"Ideal speedup: {where_from(results)}"
+    title = f"Ideal speedup: {results.where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return save(figure, "c3-ideal", title, "Ideal speedup of every pair over serial execution.", directory)
 
@@ -112,7 +112,7 @@ def _mean_speedups(
     axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
     axes.set_ylabel("mean speedup over serial")
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18))
-    title = f"Computation and collectives {what}: {where_from(results)}"
+    title = f"Computation and collectives {what}: {results.where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = "Mean speedup over serial execution by collective and class, with the ideal."
     return save(figure, name, title, text, directory)

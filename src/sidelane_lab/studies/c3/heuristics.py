@@ -19,9 +19,8 @@ from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import provenance
 from sidelane.cli.table import grouped
 from sidelane.cli.terminal import tables_console
-from sidelane_lab.harness.results.files import Results, read
-from sidelane_lab.harness.results.rows.pairs import C3Row, HeuristicRow
-from sidelane_lab.harness.running.study import check_targets, publish
+from sidelane_lab.harness.running import check_targets, publish
+from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
@@ -30,6 +29,8 @@ from sidelane_lab.pairs.judged import Sweep, Verdict, Way, judge
 from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.foretold import workload_of
+from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow, draw_heuristics, heuristic_tables
+from sidelane_lab.studies.c3.rows import C3Row
 
 TILE = 128
 """Rows and columns of a block of a library's GEMM, about; the heuristic compares it with tens of workgroups."""
@@ -191,3 +192,18 @@ def row_of(workload: Workload, verdict: Verdict) -> HeuristicRow:
         right=verdict.right,
         note=verdict.reason,
     )
+
+
+STUDY = Study(
+    name="heuristics",
+    title="Heuristics against the best of a sweep",
+    legend=(
+        "launch_order: who of a GEMM and a collective is first, by workgroups; launch_order_3: of three kernels; "
+        "partition: units for the collective, by look-up tables; spared: units that a GEMM beside copy engines "
+        "does without; auto: the strategy, over all. Right: within half a percent of the best of the sweep. "
+        "Reasons are in the file."
+    ),
+    row=HeuristicRow,
+    tables=heuristic_tables,
+    plots=draw_heuristics,
+)

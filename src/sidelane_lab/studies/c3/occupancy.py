@@ -24,15 +24,16 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Prepared, candidates_of
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import OccupancyRow
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Job
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.pairs.pipelined import Pipelined, Schedule
 from sidelane_lab.pairs.product import GemmRun
 from sidelane_lab.pairs.run import Workers
 from sidelane_lab.pairs.spans import Trace
+from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:
@@ -84,21 +85,19 @@ class OccupancyOptions(StudyOptions):
         StudyOptions.__post_init__(self)
         for text in self.workloads:
             parse_workload(text, dtype=self.dtype)
-        unknown = [name for name in self.shapes if name not in SHAPES]
-        if unknown or not self.workloads or not self.collectives or not self.shapes:
-            raise ValueError(f"OccupancyOptions: shapes (value={self.shapes}, allowed={', '.join(SHAPES)})")
+        require_all("OccupancyOptions", "shapes", self.shapes or ("none",), SHAPES)
+        if not self.workloads or not self.collectives:
+            raise ValueError("OccupancyOptions: at least one workload and one collective are needed (value=none)")
         if self.blocks and min(self.blocks) < 0:
             raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"OccupancyOptions: repeats, warmup (value={self.repeats}, {self.warmup}, allowed=1, 0)")
         Schedule(self.iterations)
 
 
 def main(options: OccupancyOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
     device_type = choose_target(options.ranks, options.device).device_type
     check_asked(device_type, options.collectives, implementations=options.implementations, with_auto=True)
-    return run_study("occupancy", OccupancyRow, _measure, options, "pipelined iterations")
+    return run_study(STUDY, options)
 
 
 class Shaped(Protocol):
@@ -155,8 +154,8 @@ class OnUnits:
         self.launches[number % len(self.launches)]()
 
 
-def _measure(rank: Rank, options: OccupancyOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[OccupancyRow]:
+    """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
@@ -165,16 +164,13 @@ def _measure(rank: Rank, options: OccupancyOptions) -> int:
         scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank) for text, kind in texts
     ]
     wanted = options.implementations or tuple(name for name in LIBRARY if (name == "gloo") == on_cpu)
-    sender = Sender(rank, len(workloads))
+    sender.steps = len(workloads)
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=True)
     cases = [case_of(rank, workload) for workload in workloads]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     lanes = Lanes.on(rank.device)
     second = None if on_cpu else torch.cuda.Stream(rank.device)
     seeds = itertools.count(options.seed + 1)
-    count = 0
     for workload, case in zip(workloads, cases, strict=True):
         sender.step(workload.name)
         for implementation in roster.implementations.values():
@@ -182,11 +178,8 @@ def _measure(rank: Rank, options: OccupancyOptions) -> int:
             for entrant in entrants:
                 run = Prepared(entrant, case, implementation)
                 pair = Pair(roster, workload, run, lanes, second, options)
-                for row in pair.rows(rank.device, seeds):
-                    sender.row(row)
-                    count += 1
+                yield from pair.rows(rank.device, seeds)
     roster.close()
-    return count
 
 
 class Pair:
@@ -355,3 +348,20 @@ def _driver(device: torch.device) -> Driver:
     from sidelane.execute.cuda.driver import Driver
 
     return Driver(device)
+
+
+STUDY = Study(
+    name="occupancy",
+    title="Pipelined iterations by the shape of the GEMM",
+    legend=(
+        "Iterations of a GEMM and a collective: the collective of one next to the GEMMs of the following. "
+        "normalised = overlapped / sequential, both in the same shape; overlap rate: share of the collectives' "
+        "time during which a GEMM ran, by time stamps of the device. resident: blocks of the GEMM that a compute "
+        "unit holds. Medians over rounds of the slowest rank; the least time of each pair is bold."
+    ),
+    row=OccupancyRow,
+    tables=occupancy_tables,
+    plots=draw_occupancy,
+    measure=_measure,
+    progress="pipelined iterations",
+)

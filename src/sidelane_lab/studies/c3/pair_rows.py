@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from sidelane.c3.isolated import Isolated
 from sidelane.c3.strategies import strategies as all_strategies
@@ -12,8 +12,8 @@ from sidelane.c3.workload import Workload
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.pairs import C3Row
 from sidelane_lab.pairs.outcome import Outcome, Result
+from sidelane_lab.studies.c3.rows import C3Row
 
 AUTO = "auto"
 """Strategy of the row that says what was picked."""
@@ -100,13 +100,6 @@ def key_of_row(row: C3Row) -> Key:
 def is_done(workload: Workload, strategies: Collection[str], done: Collection[Key]) -> bool:
     """Every strategy that was asked for has a row of the pair."""
     return all(key_of(workload, name) in done for name in strategies or [one.name for one in all_strategies()])
-
-
-def merged(known: Iterable[C3Row], new: Iterable[C3Row]) -> tuple[C3Row, ...]:
-    """All rows; of what was measured twice the last, in the place of the first."""
-    rows = {key_of_row(row): row for row in (*known, *new)}
-    pairs = dict.fromkeys(key[:-1] for key in rows)  # strategies that were added later stand with their pair
-    return tuple(row for pair in pairs for key, row in rows.items() if key[:-1] == pair)
 
 
 def _with_units(picked: C3Row, outcome: Outcome) -> C3Row:

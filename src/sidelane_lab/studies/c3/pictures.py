@@ -11,12 +11,34 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import BLACK, COLOURS, GREY, VERMILLION, Picture, file_name, save, where_from
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.drawing import (
+    BLACK,
+    COLOURS,
+    GREY,
+    VERMILLION,
+    file_name,
+    save,
+)
+from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.studies.c3.foretold import compare, speedups
+from sidelane_lab.studies.c3.grouped_pictures import draw_groups
+from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.c3.tables import too_few_cores
 
 PAIRS_A_PICTURE = 4
+
+
+def draw_pairs(rows: Sequence[C3Row], results: Results, folder: Path) -> list[Picture]:
+    """Pairs as groups of bars, next to predictions of a machine that is described; then a picture a collective."""
+    pairs = [row for row in rows if row.speedup is not None]
+    machine = named(results.machine) if results.machine in machine_names() else None
+    predicted = {} if machine is None else speedups(compare(machine, pairs))
+    return draw_groups(pairs, predicted, results, folder) + [
+        picture
+        for collective, alike in grouped(pairs, lambda row: row.collective)
+        for picture in draw_strategies(collective, alike, results, folder)
+    ]
 
 
 def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, directory: Path) -> list[Picture]:
@@ -50,7 +72,7 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
                 axes.set_xlabel(unit)
         panels[0][0].set_ylim(len(names) - 0.4, -0.6)
         panels[0][0].set_yticks(range(len(names)), names)
-        title = f"GEMM with {collective}: {where_from(results)}"
+        title = f"GEMM with {collective}: {results.where}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         note = too_few_cores(results)
         if note:

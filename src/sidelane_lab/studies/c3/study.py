@@ -19,7 +19,7 @@ from sidelane.c3.strategies import named
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
-from sidelane.cli.launch import LaunchTarget, Rank, choose_target
+from sidelane.cli.launch import Rank, choose_target
 from sidelane.cli.output import STDOUT
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
@@ -28,11 +28,10 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Prepared, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results.files import Results, collect, read
-from sidelane_lab.harness.results.rows.pairs import C3Row
-from sidelane_lab.harness.running.asked import OTHER_CALLS, check_asked
-from sidelane_lab.harness.running.measure import Job, Meter
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.asked import OTHER_CALLS, check_asked
+from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.harness.running import Sender, StudyOptions, rows_there, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import is_memory_bound
@@ -44,11 +43,13 @@ from sidelane_lab.studies.c3.pair_rows import (
     Key,
     is_done,
     key_of_row,
-    merged,
     rows_not_run,
     rows_of,
     too_large,
 )
+from sidelane_lab.studies.c3.pictures import draw_pairs
+from sidelane_lab.studies.c3.rows import C3Row
+from sidelane_lab.studies.c3.tables import c3_tables, too_few_cores
 from sidelane_lab.studies.c3.traces import traced, write_trace
 
 HIDE_LAUNCH_US = 500.0
@@ -115,14 +116,10 @@ class C3Options(StudyOptions):
             named(name)
         if self.resume and (self.json is None or self.json == STDOUT):
             raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"C3Options: budget_s (value={self.budget_s}, allowed=more than 0)")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"C3Options: repeats and warmup must be positive (value={self.repeats}, {self.warmup})")
 
 
 def main(options: C3Options) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: also for an implementation or a variant that is not known here.
@@ -137,31 +134,11 @@ def main(options: C3Options) -> Results | None:
         with_auto=True,
         with_others=True,
     )
-    known = _rows_there(options, place) if options.resume else ()
+    known = rows_there(STUDY, options.json, place) if options.resume else ()
     done = frozenset(key_of_row(row) for row in known if not row.note.startswith(NOT_RUN))
     options = dataclasses.replace(options, known=isolated_here(options), done=done)
-    return run_study(
-        *("c3", C3Row, _measure, options, "computation and communication"),
-        joined=functools.partial(merged, known),
-        further=None if options.timeline is None else functools.partial(traced, options.timeline),
-    )
-
-
-def _rows_there(options: C3Options, place: LaunchTarget) -> tuple[C3Row, ...]:
-    """Rows of the file that grows.
-
-    Raises:
-        ValueError: it is of another study, or of another machine.
-    """
-    assert options.json is not None, "C3Options sees to that"
-    if not options.json.exists():
-        return ()
-    found = read(options.json)
-    here = collect("c3", (), device_type=place.device_type, ranks=place.world_size)
-    theirs, ours = [(one.study, one.device, one.ranks) for one in (found, here)]
-    if theirs != ours:
-        raise ValueError(f"c3: resume: {options.json} is of something else (value={theirs}, allowed={ours})")
-    return tuple(row for row in found.rows if isinstance(row, C3Row))
+    further = None if options.timeline is None else functools.partial(traced, options.timeline)
+    return run_study(STUDY, options, known=known, further=further)
 
 
 def isolated_here(options: C3Options) -> Isolated | None:
@@ -170,8 +147,8 @@ def isolated_here(options: C3Options) -> Isolated | None:
     return isolated_times(options.isolated, place.device_type, place.world_size)
 
 
-def _measure(rank: Rank, options: C3Options) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
+    """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
@@ -181,19 +158,16 @@ def _measure(rank: Rank, options: C3Options) -> int:
         for kind in options.collectives
     ]
     workloads = [one for one in workloads if not is_done(one, options.strategies, options.done)]
-    sender = Sender(rank, len(workloads))
-    count = 0
+    sender.steps = len(workloads)
     for text, reason in options.not_run:
         for kind in options.collectives:
             left_out = scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
             if is_done(left_out, options.strategies, options.done):
                 continue
-            for row in rows_not_run(left_out, reason, options.strategies):
-                sender.row(row)
-                count += 1
+            yield from rows_not_run(left_out, reason, options.strategies)
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
-        sender.note_rounding(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
+        sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
     roster = make_roster(
         rank, wanted=options.implementations, timeout_s=options.step_s, with_auto=True, with_others=True
     )
@@ -207,15 +181,11 @@ def _measure(rank: Rank, options: C3Options) -> int:
             cases.append(case)
             continue
         workloads.remove(workload)
-        for row in rows_not_run(workload, needed, options.strategies):
-            sender.row(row)
-            count += 1
+        yield from rows_not_run(workload, needed, options.strategies)
     if not cases:
         roster.close()
-        return count
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+        return
+    roster.reserve_for(cases, sender.note)
     instruments = C3Instruments(roster.meter, options)
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
@@ -252,13 +222,10 @@ def _measure(rank: Rank, options: C3Options) -> int:
         if options.third:
             orders = _orders(outcome, runs, instruments, rank.device, options.seed + 1_000_000 * number + 500_000)
             rows[0] = dataclasses.replace(rows[0], orders=orders)
-        for row in rows:
-            sender.row(row)
-            count += 1
+        yield from rows
         for line in _explanations(outcome, instruments.late):
             sender.note(line)
     roster.close()
-    return count
 
 
 def _orders(
@@ -362,3 +329,21 @@ def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
     if gemm.divisor > 1:
         what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
         yield f"  scaled for CPUs: {what} (--full-size: not)"
+
+
+STUDY = Study(
+    name="c3",
+    title="Computation and communication side by side",
+    legend=(
+        "speedup = (GEMM alone + best collective alone) / together; ideal = the same sum / the longer of the two; "
+        "% of ideal = 100 (speedup - 1) / (ideal - 1). The best collective is the fastest of every implementation "
+        "measured; '% of ideal (library)' takes NCCL's (Gloo's on CPUs) in its place, as the papers do."
+    ),
+    row=C3Row,
+    tables=c3_tables,
+    plots=draw_pairs,
+    warning=too_few_cores,
+    key=key_of_row,
+    measure=_measure,
+    progress="computation and communication",
+)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies.c3.rows import C3Row
 
 C3_COLUMNS: tuple[str, ...] = (
     "<strategy",

@@ -10,11 +10,12 @@ from typing import Protocol
 from sidelane.c3.workload import Workload
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import Picture, file_name
-from sidelane_lab.harness.results.rows.pairs import C3Row
+from sidelane_lab.harness.drawing import file_name
+from sidelane_lab.harness.study import Picture
 from sidelane_lab.pairs.spans import Trace
 from sidelane_lab.papers.simulated.figures import draw_timeline
 from sidelane_lab.sim import Interval, write_chrome_trace
+from sidelane_lab.studies.c3.rows import C3Row
 
 
 class Everyones(Protocol):

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from sidelane.choice.candidate import applicable
 from sidelane.cli.launch import Rank
-from sidelane.collectives import Communicator
-from sidelane.collectives.prelaunched import Prelaunched, prelaunchable
+from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
+from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
@@ -38,18 +37,48 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import PRELAUNCHED, ChainRow
-from sidelane_lab.harness.results.rows.flat import LAUNCHES
-from sidelane_lab.harness.running.measure import Job, Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
-from sidelane_lab.studies.chain.shapes import CONSUMED, WIDTH
-
-CALLS = 8
-"""Chains in a sample."""
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.report import lines_of
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.studies.chain.ways import CALLS, WIDTH, Chain, Gemms, PrelaunchedChain
 
 ALONE = Entrant("", "GEMMs alone")
 ALONE_AS_GRAPH = dataclasses.replace(ALONE, launch="graph")
+
+PRELAUNCHED = "prelaunched"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChainRow(FlatRow):
+    """A GEMM, an all-gather of what it made and a GEMM that reads what was gathered, one behind the other.
+
+    Attributes:
+        bytes: gathered size.
+        launch: eager or graph; ``prelaunched`` where the all-gather was submitted ahead of the producer, and fired
+            behind it by one write (docs/internals/prelaunch.md).
+        gemms_us: both GEMMs with nothing between them, launched as the chain is (``prelaunched``: eager).
+        time_us: of the chain, median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
+        correct: the consumer's output was compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    allowed = (("launch", (*LAUNCHES, PRELAUNCHED)), ("implementation", IMPLEMENTATIONS))
+    figures = ("time_us",)
+
+    bytes: int
+    dtype: str
+    in_place: bool
+    launch: str
+    implementation: str
+    variant: str
+    gemms_us: float
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    correct: bool | None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,165 +101,32 @@ class ChainOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        allowed = (*LAUNCHES, PRELAUNCHED)
-        if not set(self.launches) <= set(allowed):
-            raise ValueError(f"ChainOptions: launches (value={self.launches}, allowed={', '.join(allowed)})")
+        require_all("ChainOptions", "launches", self.launches, (*LAUNCHES, PRELAUNCHED))
 
 
 def main(options: ChainOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
-    return run_study("chain", ChainRow, _measure, options, "producer, all-gather, consumer")
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
+    return run_study(STUDY, options)
 
 
-def _measure(rank: Rank, options: ChainOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: ChainOptions, sender: Sender) -> Iterator[ChainRow]:
+    """Make the rows. Collective."""
     dtype = torch.float32 if rank.device.type == "cpu" else torch.bfloat16
     step = rank.world_size * WIDTH * dtype.itemsize
 
     def rounded(nbytes: int) -> int:
         return -(-nbytes // step) * step
 
-    sizes = sorted(set(map(rounded, options.sizes)))
-    sender = Sender(rank, len(sizes))
-    sender.note_rounding(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes, rounded)
+    sender.steps = len(sizes)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
     cases = [Case(Kind.ALL_GATHER, size, dtype, rank.rank, rank.world_size, rank.device) for size in sizes]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
-    count = 0
     for case in cases:
         sender.step(f"chain over an all-gather of {format_bytes(case.nbytes)}")
-        for row in measure_case(roster, case, options, seeds):
-            sender.row(row)
-            count += 1
+        yield from measure_case(roster, case, options, seeds)
     roster.close()
-    return count
-
-
-class _Chain:
-    """One way to run the chain. Its GEMMs share weights and the consumer's output with those of the others."""
-
-    def __init__(self, gemms: _Gemms, collective: Prepared) -> None:
-        self.collective = collective
-        self._gemms = gemms
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def preparation(self) -> tuple[Callable[[], None], ...]:
-        """What must come before the first run, in steps each of which can fail."""
-        return ()
-
-    def run(self) -> None:
-        """Produce, gather, consume, once."""
-        tensors = self.collective.tensors
-        self._gemms.produce(tensors.input)
-        self.collective.start()()
-        assert tensors.output is not None, "implementations that allocate their output take no part"
-        self._gemms.consume(tensors.output)
-
-    def capture(self) -> None:
-        """Go over to a graph that holds the chains of one sample."""
-        self._graph = captured(self.run, CALLS)
-
-    def sample(self) -> None:
-        """All chains of a sample."""
-        if self._graph is not None:
-            self._graph.replay()
-            return
-        for _ in range(CALLS):
-            self.run()
-
-    def job(self) -> Job:
-        """All chains of a sample, timed as a study of collectives times its calls."""
-        if self._graph is not None:
-            return Job(self._graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
-        return Job(self.run, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)
-
-    def release(self) -> None:
-        """Drop the graph, and what :meth:`preparation` made. All ranks alike."""
-        self._graph = None
-        self.collective.release()
-
-
-class _PrelaunchedChain(_Chain):
-    """The chain with its all-gather armed ahead of the producer, and fired behind it."""
-
-    def __init__(self, gemms: _Gemms, collective: Prepared, communicator: Communicator) -> None:
-        super().__init__(gemms, collective)
-        self._communicator = communicator
-        self._handle: Prelaunched | None = None
-
-    def preparation(self) -> tuple[Callable[[], None], ...]:
-        output, input = self.collective.tensors.output, self.collective.tensors.input
-        assert output is not None, "Sidelane writes into tensors that it is given"
-
-        def load() -> None:
-            # CUDA loads a kernel at its first launch, which would wait for what is armed.
-            self._gemms.produce(input)
-            self._gemms.consume(output)
-
-        def prepare() -> None:
-            self._handle = self._communicator.prepare_all_gather(output, input, variant=self.collective.variant)
-
-        return load, prepare
-
-    def run(self) -> None:
-        """Arm, produce, fire, consume, once. Nothing else may come between the first and the third."""
-        handle, tensors = self._handle, self.collective.tensors
-        assert handle is not None, "its preparation comes first"
-        assert tensors.output is not None
-        handle.arm()
-        try:
-            self._gemms.produce(tensors.input)
-        finally:
-            handle.trigger()  # without a product, too: the peers wait for this rank's copies
-        self._gemms.consume(tensors.output)
-
-    def release(self) -> None:
-        if self._handle is not None:
-            self._handle.close()
-        self._handle = None
-        super().release()
-
-
-class _Gemms:
-    """Producer and consumer of one case."""
-
-    def __init__(self, case: Case, meter: Meter) -> None:
-        rows = case.nbytes // (WIDTH * case.dtype.itemsize)
-        dtype, device = case.dtype, case.device
-        self.x = torch.empty(rows // case.world_size, WIDTH, dtype=dtype, device=device)
-        self.w = torch.randn(WIDTH, WIDTH, dtype=dtype, device=device) / WIDTH**0.5
-        self.v = torch.randn(WIDTH, CONSUMED, dtype=dtype, device=device) / WIDTH**0.5
-        self.y = torch.empty(rows, CONSUMED, dtype=dtype, device=device)
-        self.shard = torch.empty_like(self.x)
-        self.whole = torch.zeros(rows, WIDTH, dtype=dtype, device=device)
-        self._world_size = case.world_size
-        self._meter = meter
-
-    def refill(self, seed: int) -> None:
-        """A fresh input of the producer, and poison where the consumer writes."""
-        self.x.copy_(torch.randn(self.x.shape, generator=torch.Generator().manual_seed(seed)))
-        self.y.fill_(float("nan"))
-
-    def produce(self, shard: torch.Tensor) -> None:
-        torch.mm(self.x, self.w, out=shard.view(-1, WIDTH))
-
-    def consume(self, whole: torch.Tensor) -> None:
-        torch.mm(whole.view(-1, WIDTH), self.v, out=self.y)
-
-    def alone(self) -> None:
-        """Both, once, with nothing between them."""
-        self.produce(self.shard)
-        self.consume(self.whole)
-
-    def expected(self) -> torch.Tensor:
-        """What the consumer must have made, by way of the process group."""
-        self.produce(self.shard)
-        parts = [torch.empty_like(self.shard) for _ in range(self._world_size)]
-        dist.all_gather(parts, self.shard)
-        return torch.mm(torch.cat(parts), self.v)
 
 
 def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Iterator[int]) -> Iterator[ChainRow]:
@@ -246,10 +142,10 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         Rows, the same on every rank.
     """
     meter = roster.meter
-    ready: dict[Entrant, _Chain] = {}
-    problems: dict[Entrant, tuple[str, bool]] = {}
+    ready: dict[Entrant, Chain] = {}
+    problems: dict[Entrant, Problem] = {}
     with meter.on_stream():
-        gemms = _Gemms(case, meter)
+        gemms = Gemms(case, meter)
         for implementation in roster.implementations.values():
             for candidate in _candidates(implementation, options):
                 chain = _chain(gemms, Prepared(candidate, case, implementation), implementation)
@@ -292,41 +188,32 @@ def _candidates(implementation: Implementation, options: ChainOptions) -> list[E
     return found
 
 
-def _chain(gemms: _Gemms, collective: Prepared, implementation: Implementation) -> _Chain:
+def _chain(gemms: Gemms, collective: Prepared, implementation: Implementation) -> Chain:
     if isinstance(implementation, Dma) and collective.candidate.launch == PRELAUNCHED:
-        return _PrelaunchedChain(gemms, collective, implementation.communicator)
-    return _Chain(gemms, collective)
+        return PrelaunchedChain(gemms, collective, implementation.communicator)
+    return Chain(gemms, collective)
 
 
-def _prepare(
-    meter: Meter, gemms: _Gemms, chain: _Chain, as_graph: bool, seeds: Iterator[int]
-) -> tuple[str, bool] | None:
+def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: Iterator[int]) -> Problem | None:
     candidate = chain.collective.candidate
     for step in chain.preparation():
         refused = meter.attempt(step)
         if refused is not None:
-            return f"{step.__name__}: {refused}", False
+            return Problem(f"{step.__name__}: {refused}")
     problem = _check(meter, gemms, chain.run, candidate, next(seeds))
     if problem is None and as_graph:
         refused = meter.attempt(chain.capture)
-        problem = None if refused is None else (f"capture: {refused}", False)
+        problem = None if refused is None else Problem(f"capture: {refused}")
     chain.collective.settle()
     return problem
 
 
-def _check(
-    meter: Meter, gemms: _Gemms, run: Callable[[], None], candidate: Entrant, seed: int
-) -> tuple[str, bool] | None:
-    """Run on a fresh input and compare. Returns what is wrong, and whether it ran and was wrong. Collective."""
+def _check(meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int) -> Problem | None:
+    """Run on a fresh input and compare. Collective."""
 
     def step() -> None:
         gemms.refill(seed + 1000 * meter.rank)
         run()
-        meter.finish(str(candidate))
-
-    refused = meter.attempt(step)
-    if refused is not None:
-        return refused, False
 
     def compare() -> str | None:
         expected = gemms.expected()
@@ -334,8 +221,7 @@ def _check(
         # One product in two shapes may be summed in another order.
         return None if torch.allclose(gemms.y, expected, rtol=2e-2, atol=2e-2) else "the consumer's output is wrong"
 
-    wrong = meter.attempt(compare)
-    return None if wrong is None else (wrong, True)
+    return meter.check(str(candidate), step, compare)
 
 
 def _row(
@@ -344,9 +230,8 @@ def _row(
     variant: str,
     rounds: Rounds | None,
     alone: Rounds,
-    problem: tuple[str, bool] | None,
+    problem: Problem | None,
 ) -> ChainRow:
-    usable = rounds if problem is None else None
     return ChainRow(
         bytes=case.nbytes,
         dtype=str(case.dtype).removeprefix("torch."),
@@ -355,9 +240,84 @@ def _row(
         implementation=candidate.implementation,
         variant=variant,
         gemms_us=alone.median_us,
-        time_us=None if usable is None else usable.median_us,
-        p10_us=None if usable is None else usable.p10_us,
-        p90_us=None if usable is None else usable.p90_us,
-        correct=True if problem is None else False if problem[1] else None,
-        note="" if problem is None else problem[0],
+        **outcome(rounds, problem),
     )
+
+
+CHAIN_COLUMNS: tuple[str, ...] = (
+    *("bytes", "<implementation", "<variant", "<place", "chain\nus", "GEMMs\nalone us", "between\nus", "<correct"),
+)
+CHAIN_BEST_COLUMNS: tuple[str, ...] = (
+    *(
+        "bytes",
+        "<launch",
+        "<fastest of\nSidelane",
+        "us",
+        "auto\nus",
+        "<fastest of\nthe library",
+        "us",
+        "ratio",
+    ),
+)
+OWN = ("dma", "sm", "auto")
+
+
+def chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
+    """Sidelane's best against the library's, then one table for each way to launch; each size's fastest is set off."""
+    tables = [_chain_summary(rows)] if rows else []
+    for launch, alike in grouped(rows, lambda row: row.launch):
+        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.time_us, _chain_cells)
+        notes = notes_of([(" ".join(_chain_cells(row)[:4]).rstrip(), row.note) for row in alike])
+        tables.append(Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, lines, notes, keys=4))
+    return tables
+
+
+def _chain_summary(rows: Sequence[ChainRow]) -> Table:
+    """The fastest of both sides, size by size. Libraries have no prelaunched calls: there it is their eager one."""
+
+    def fastest(nbytes: int, launch: str, names: Collection[str]) -> ChainRow | None:
+        found = [row for row in rows if (row.bytes, row.launch) == (nbytes, launch) and row.implementation in names]
+        return min((row for row in found if row.time_us), key=lambda row: row.time_us or 0.0, default=None)
+
+    lines = []
+    for (nbytes, launch), _ in grouped(rows, lambda row: (row.bytes, row.launch)):
+        ours, auto = fastest(nbytes, launch, OWN), fastest(nbytes, launch, ("auto",))
+        theirs = fastest(nbytes, "eager" if launch == PRELAUNCHED else launch, OF_LIBRARY)
+        us = [number(row.time_us if row else None) for row in (ours, auto, theirs)]
+        # On our side without the implementation: the variant tells it.
+        names = [" ".join(filter(None, _chain_cells(row)[a:4])) if row else "" for row, a in ((ours, 2), (theirs, 1))]
+        ratio = theirs.time_us / ours.time_us if theirs and theirs.time_us and ours and ours.time_us else None
+        cells = (format_bytes(nbytes), launch, names[0], us[0], us[1], names[1], us[2])
+        lines.append(Line((*cells, MISSING if ratio is None else f"{ratio:.3f}"), best=ratio is not None and ratio > 1))
+    return Table(f"GEMM, all_gather, GEMM, {rows[0].dtype}: the fastest", CHAIN_BEST_COLUMNS, tuple(lines), keys=2)
+
+
+def _chain_cells(row: ChainRow) -> tuple[str, ...]:
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant,
+        "in" if row.in_place else "out",
+        number(row.time_us),
+        number(row.gemms_us),
+        number(None if row.time_us is None else row.time_us - row.gemms_us),
+        verdict(row.correct),
+    )
+
+
+STUDY = Study(
+    name="chain",
+    title="From a GEMM to a collective and back",
+    legend=(
+        "A producer GEMM, an all-gather of what it made, a consumer GEMM, on one stream; 'between' is the chain "
+        "less both GEMMs alone. Medians over rounds of the slowest rank; the fastest of each size is bold. "
+        "Prelaunched: the copies are armed ahead of the producer and fired behind it. The first table has the "
+        "fastest of NCCL (Gloo on CPUs) over that of Sidelane, bold where ours is ahead; launched alike, but "
+        "prelaunched calls against eager ones. Ours is the best of more ways than theirs; 'auto' is the one that "
+        "nobody picked afterwards."
+    ),
+    row=ChainRow,
+    tables=chain_tables,
+    measure=_measure,
+    progress="producer, all-gather, consumer",
+)

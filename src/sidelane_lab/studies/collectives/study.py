@@ -18,11 +18,12 @@ from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Implemen
 from sidelane_lab.baselines.listed import prepare
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow, bus_gbps
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Job, Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.studies.collectives.rows import CollectiveRow, bus_gbps, collective_tables, draw_ways
 
 MOST_CALLS = 20
 SAMPLE_US = {"cpu": 10_000.0, "gpu": 2_000.0}
@@ -75,24 +76,16 @@ class CollectiveOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        for kind in self.collectives:
-            if kind not in KINDS:
-                raise ValueError(f"CollectiveOptions: collectives (value={kind}, allowed={', '.join(KINDS)})")
-        if not set(self.places) <= {"in", "out"}:
-            raise ValueError(f"CollectiveOptions: places (value={self.places}, allowed=in, out)")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"CollectiveOptions: dtype (value={self.dtype!r}, allowed={', '.join(ELEMENT_BYTES)})")
+        where = type(self).__name__
+        require_all(where, "collectives", self.collectives, KINDS)
+        require_all(where, "places", self.places, ("in", "out"))
+        require_all(where, "dtype", (self.dtype,), ELEMENT_BYTES)
         if not 1 <= self.tensors <= MOST_TENSORS:
             raise ValueError(f"CollectiveOptions: tensors (value={self.tensors}, allowed=1..{MOST_TENSORS})")
-        if self.repeats < 1 or self.warmup < 0 or any(size < 1 for size in self.sizes):
-            raise ValueError(
-                f"CollectiveOptions: repeats, warmup and sizes must be positive "
-                f"(value={self.repeats}, {self.warmup}, {self.sizes})"
-            )
 
 
 def main(options: CollectiveOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: also for an implementation, a variant or a launch that is not known here.
@@ -105,7 +98,7 @@ def main(options: CollectiveOptions) -> Results | None:
         launches=options.launches,
         listed=options.tensors > 1,
     )
-    return run_study("collectives", CollectiveRow, _measure, options, "collectives")
+    return run_study(STUDY, options)
 
 
 def default_sizes(device_type: str) -> tuple[int, ...]:
@@ -137,33 +130,26 @@ def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> f
     return 10.0 * calls + passes * nbytes / 500e3
 
 
-def _measure(rank: Rank, options: CollectiveOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator[CollectiveRow]:
+    """Make the rows. Collective."""
     asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
-    sizes = sorted(set(map(rounded, asked)))
-    sender = Sender(rank, len(sizes) * len(options.collectives))
-    sender.note_rounding(asked, rounded)
+    sizes = sender.rounded(asked, rounded)
+    sender.steps = len(sizes) * len(options.collectives)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
-    roster.reserve(max(case.output_room for case in cases), max(case.input_room for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
-    count = 0
     for case in cases:
         calls = calls_per_sample(case.kind, case.nbytes, rank.device.type, case.tensors)
         spread = f" in {case.tensors} tensors" if case.tensors > 1 else ""
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}{spread}, {calls} call{'s' * (calls > 1)} a sample")
         absent = absent_rows(roster, case) if case.nbytes == sizes[0] else []
-        for row in itertools.chain(absent, measure_case(roster, case, options, seeds)):
-            sender.row(row)
-            count += 1
+        yield from itertools.chain(absent, measure_case(roster, case, options, seeds))
     if options.profile and roster.kernels_of is not None:
         for line in _kernels(roster, cases, options, next(seeds)):
             sender.note(line)
     roster.close()
-    return count
 
 
 def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
@@ -197,16 +183,8 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
 
 def absent_rows(roster: Roster, case: Case) -> list[CollectiveRow]:
     """One row for each implementation that belongs on this machine and cannot take part, with the reason."""
-    problems = {name: _Problem(f"takes no part: {reason}", wrong=False) for name, reason in roster.unavailable.items()}
+    problems = {name: Problem(f"takes no part: {reason}") for name, reason in roster.unavailable.items()}
     return [_row(case, Entrant(name), None, problem) for name, problem in problems.items()]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Problem:
-    """Why a candidate has no time; ``wrong``: it ran, and its output was wrong."""
-
-    text: str
-    wrong: bool
 
 
 def measure_case(
@@ -216,12 +194,12 @@ def measure_case(
     meter = roster.meter
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
     prepared: dict[Entrant, Prepared] = {}
-    problems: dict[Entrant, _Problem] = {}
+    problems: dict[Entrant, Problem] = {}
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = _prepare(meter, functools.partial(prepare, candidate, case, implementation, calls), next(seeds))
-                if isinstance(bound, _Problem):
+                bound = ready(meter, functools.partial(prepare, candidate, case, implementation, calls), next(seeds))
+                if isinstance(bound, Problem):
                     problems[candidate] = bound
                 else:
                     bound.settle()
@@ -229,7 +207,7 @@ def measure_case(
         rounds = time_candidates(meter, prepared, case, options)
         for candidate, bound in prepared.items():
             # After hundreds of calls, and twice back to back where that can be: what a first call does not show.
-            problem = _check(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
+            problem = checked(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
             if problem is not None:
                 problems[candidate] = problem
             bound.release()
@@ -251,49 +229,41 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 
-def _prepare(meter: Meter, make: Callable[[], Prepared], seed: int) -> Prepared | _Problem:
+def ready(meter: Meter, make: Callable[[], Prepared], seed: int) -> Prepared | Problem:
     """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
     made: list[Prepared] = []
     refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
     if refused is not None:
         for prepared in made:
             prepared.release()
-        return _Problem(refused, wrong=False)
+        return Problem(refused)
     (prepared,) = made
-    problem: _Problem | None = None
+    problem: Problem | None = None
     if prepared.candidate.launch == "graph":
         # A first call outside of a capture: libraries connect and allocate in it. Every step is agreed on before the
         # next, since a rank that cannot go on must not leave the others waiting on their devices.
-        problem = _attempt_run(meter, prepared, seed, runs=1)
+        problem = meter.run(prepared.label, functools.partial(_run, prepared, seed, 1))
         if problem is None:
             refused = meter.attempt(prepared.capture)
-            problem = None if refused is None else _Problem(f"capture: {refused}", wrong=False)
+            problem = None if refused is None else Problem(f"capture: {refused}")
     if problem is None:
-        problem = _check(meter, prepared, seed, runs=1)
+        problem = checked(meter, prepared, seed)
     if problem is not None:
         prepared.release()
         return problem
     return prepared
 
 
-def _check(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _Problem | None:
+def checked(meter: Meter, prepared: Prepared, seed: int, *, runs: int = 1) -> Problem | None:
     """Run on fresh input and poisoned output, and compare. Collective."""
-    problem = _attempt_run(meter, prepared, seed, runs=runs)
-    if problem is not None:
-        return problem
-    wrong = meter.attempt(lambda: prepared.error(seed))
-    return None if wrong is None else _Problem(wrong, wrong=True)
+    run = functools.partial(_run, prepared, seed, runs)
+    return meter.check(prepared.label, run, lambda: prepared.error(seed))
 
 
-def _attempt_run(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> _Problem | None:
-    def step() -> None:
-        prepared.fill(seed)
-        for _ in range(runs):
-            prepared.run()
-        meter.finish(prepared.label)
-
-    refused = meter.attempt(step)
-    return None if refused is None else _Problem(refused, wrong=False)
+def _run(prepared: Prepared, seed: int, runs: int) -> None:
+    prepared.fill(seed)
+    for _ in range(runs):
+        prepared.run()
 
 
 def time_candidates(
@@ -325,9 +295,9 @@ def hides_launches(case: Case, candidate: Entrant) -> bool:
     return case.device.type != "cpu" and (candidate.launch == "graph" or expected_us >= HIDDEN_LAUNCH_US)
 
 
-def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Problem | None) -> CollectiveRow:
-    usable = rounds if problem is None else None
-    time_us = None if usable is None else usable.median_us
+def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: Problem | None) -> CollectiveRow:
+    columns = outcome(rounds, problem)
+    time_us = columns["time_us"]
     return CollectiveRow(
         collective=case.kind,
         bytes=case.nbytes,
@@ -337,12 +307,23 @@ def _row(case: Case, candidate: Entrant, rounds: Rounds | None, problem: _Proble
         implementation=candidate.implementation,
         variant=candidate.variant,
         prelaunch=candidate.prelaunch,
-        time_us=time_us,
-        p10_us=None if usable is None else usable.p10_us,
-        p90_us=None if usable is None else usable.p90_us,
         bus_gbps=None if time_us is None else bus_gbps(case.kind, case.nbytes, case.world_size, time_us),
         energy_mj=None,
-        correct=True if problem is None else False if problem.wrong else None,
-        note="" if problem is None else problem.text,
         tensors=case.tensors,
+        **columns,
     )
+
+
+STUDY = Study(
+    name="collectives",
+    title="Collectives by size and implementation",
+    legend=(
+        "Times are medians over rounds of the slowest rank; bus bandwidth is defined as in nccl-tests. The fastest"
+        " of each size is bold. Every output was compared with a reference in the same run."
+    ),
+    row=CollectiveRow,
+    tables=collective_tables,
+    plots=draw_ways,
+    measure=_measure,
+    progress="collectives",
+)

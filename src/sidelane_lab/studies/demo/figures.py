@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from sidelane.c3.workload import parse_workload
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report.drawing import (
+from sidelane_lab.harness.drawing import (
     BLACK,
     BLUE,
     GREY,
@@ -22,11 +22,11 @@ from sidelane_lab.harness.report.drawing import (
     RC,
     STYLES,
     VERMILLION,
-    Picture,
     label_ends,
     save,
     size_axis,
 )
+from sidelane_lab.harness.study import Picture
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import c3_study

@@ -17,8 +17,8 @@ from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.explain.call import ExplainOptions, explain
-from sidelane_lab.harness.report.drawing import Picture
-from sidelane_lab.harness.report.page import STYLE, inline
+from sidelane_lab.harness.report import STYLE, inline
+from sidelane_lab.harness.study import Picture
 from sidelane_lab.studies.demo import figures
 from sidelane_lab.studies.demo.checked import Checked, check
 from sidelane_lab.studies.demo.measured import Measured, measured

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
 from sidelane_lab.baselines.candidate import all_gather
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.fsdp.ways import gathered_bytes
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sidelane.cli.launch import Rank
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.fsdp.cases import StepCase
 from sidelane_lab.studies.fsdp.layers import rotary, sharded
 

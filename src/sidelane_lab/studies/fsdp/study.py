@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 
 from sidelane.cli.launch import Rank, choose_target
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.training import FsdpRow
-from sidelane_lab.harness.running.measure import Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.measure import Meter, Problem, Rounds
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
 from sidelane_lab.studies.fsdp.profiled import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled
+from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
 from sidelane_lab.studies.fsdp.step import Stepper
-from sidelane_lab.studies.fsdp.trial import Found, Problem, Trial
+from sidelane_lab.studies.fsdp.trial import Found, Trial
 from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, names_on
 
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,11 +58,7 @@ class FsdpOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if self.reduce_dtype not in REDUCE_DTYPES:
-            allowed = ", ".join(REDUCE_DTYPES)
-            raise ValueError(f"fsdp: reduce_dtype (value={self.reduce_dtype!r}, allowed={allowed})")
-        if self.warmup < 0 or self.repeats < 1:
-            raise ValueError(f"fsdp: rounds (value={self.warmup}, {self.repeats}, allowed=0 and more, 1 and more)")
+        require_all("fsdp", "reduce_dtype", (self.reduce_dtype,), REDUCE_DTYPES)
         self.parsed()
 
     def parsed(self) -> list[StepCase]:
@@ -70,36 +67,30 @@ class FsdpOptions(StudyOptions):
 
 
 def main(options: FsdpOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
     """
     known = names_on(choose_target(options.ranks, options.device).device_type)
-    unknown = [name for name in options.implementations if name not in known]
-    if unknown:
-        raise ValueError(f"fsdp: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
-    return run_study("fsdp", FsdpRow, _measure, options, "training steps")
+    require_all("fsdp", "implementations", options.implementations, known)
+    return run_study(STUDY, options)
 
 
-def _measure(rank: Rank, options: FsdpOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: FsdpOptions, sender: Sender) -> Iterator[FsdpRow]:
+    """Make the rows. Collective."""
     cases, on_cpu = options.parsed(), rank.device.type == "cpu"
-    sender = Sender(rank, len(cases))
+    sender.steps = len(cases)
     if on_cpu:
         sender.note("CPU ranks take few layers of small sizes, as the table says")
         cases = [case.small() for case in cases]
         if options.profile:
             sender.note("CPU ranks launch no kernels: nothing is profiled")
     study = _Study(rank, options)
-    count = 0
     for case in cases:
         sender.step(str(case))
-        for row in study.rows(case):
-            sender.row(row)
-            count += 1
+        yield from study.rows(case)
     study.close()
-    return count
 
 
 class _Study:
@@ -265,3 +256,24 @@ def _recovered(times: Rounds | None, library: Rounds | None, floor: Rounds | Non
     rounds = zip(times.times_us, library.times_us, floor.times_us, strict=True)
     shares = [100 * (theirs - ours) / (theirs - least) for ours, theirs, least in rounds if theirs > least]
     return statistics.median(shares) if shares else None
+
+
+STUDY = Study(
+    name="fsdp",
+    title="Training steps with FSDP2, by who communicates",
+    legend=(
+        "A forward and a backward through layers that FSDP2 shards. exposed: a step less one whose collectives "
+        "move nothing (compute_only), in the same round; recovered: of the exposed time of NCCL (Gloo on CPUs). "
+        "Medians over rounds of the slowest rank; the least of each case is bold. Loss, gradient norm and "
+        "gradients were compared with those of NCCL. compute_only still copies shards in and parameters out; "
+        "compute_only_straight copies none out. Where the rest goes (with --profile): the stream of the "
+        "computation in one step of the first rank, less that of compute_only_straight; GEMMs by transfers run "
+        "next to a collective or a copy between peers for half of their time and more; waits are pauses of the "
+        "stream."
+    ),
+    row=FsdpRow,
+    tables=fsdp_tables,
+    plots=lambda rows, results, folder: draw_steps(rows, results.where, folder),
+    measure=_measure,
+    progress="training steps",
+)

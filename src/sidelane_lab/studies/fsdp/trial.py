@@ -8,18 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sidelane.cli.launch import Rank
-from sidelane_lab.harness.running.measure import MOST_HIDDEN_US, Job, Meter, Rounds
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Problem, Rounds
 from sidelane_lab.studies.fsdp.profiled import Profiled, profiled
 from sidelane_lab.studies.fsdp.step import TOLERANCE, Outcome, Stepper
 from sidelane_lab.studies.fsdp.ways import FLOORS, Ways
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Problem:
-    """Why an implementation has no time. ``wrong``: it ran, and its result was not the library's."""
-
-    text: str
-    wrong: bool = False
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,7 +19,7 @@ from sidelane import config as settings
 from sidelane.cli.launch import Rank
 from sidelane.errors import UnavailableError
 from sidelane.integrations import fsdp, straight
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.fsdp.still import StillGather, StillScatter, StraightStill
 
 LIBRARY_NAMES = {"cpu": "gloo"}

@@ -10,8 +10,8 @@ from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.fused_thumb import ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import grouped
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.operators import FusedRow
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies.fused.rows import FusedRow
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
 OWN, OWN_METHOD = "unfused_sidelane", "as the operator has it"
@@ -32,8 +32,6 @@ def in_parts(pieces: int) -> str:
 
 OF_EXPERTS = re.compile(rf"(\d+) {EXPERTS}")
 """The shape of a case with several experts a rank ends so."""
-
-BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
 
 
 def with_programs(schedule: str, count: int) -> str:

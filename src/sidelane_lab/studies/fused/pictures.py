@@ -9,7 +9,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sidelane.execute.timeline import Interval
-from sidelane_lab.harness.report.drawing import BLUE, GREEN, GREY, ORANGE, RC, SKY, Picture, save
+from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, RC, SKY, save
+from sidelane_lab.harness.study import Picture
 
 MOST_WORKGROUPS = 32
 """Of a rank, as in the paper."""

@@ -14,7 +14,8 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sidelane.execute.timeline import Interval
-from sidelane_lab.harness.report.drawing import BLUE, RC, Picture, save
+from sidelane_lab.harness.drawing import BLUE, RC, save
+from sidelane_lab.harness.study import Picture
 
 Times = tuple[float, ...]
 """Of a call, by rank."""

@@ -26,12 +26,13 @@ from sidelane.cli.terminal import progress_console
 from sidelane.collectives import Communicator
 from sidelane.config import current, profile_folder
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
-from sidelane_lab.harness.report.drawing import file_name
-from sidelane_lab.harness.results.files import Results, read
-from sidelane_lab.harness.results.rows.operators import ALONE, FUSED_OPS, FusedRow
-from sidelane_lab.harness.running.measure import Job, Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.drawing import file_name
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
+from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow, draw_fused, fused_tables
 from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
 
 CALLS = 8
@@ -71,8 +72,7 @@ class FusedOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if not set(self.ops) <= set(FUSED_OPS):
-            raise ValueError(f"FusedOptions: ops (value={', '.join(self.ops)}, allowed={', '.join(FUSED_OPS)})")
+        require_all("FusedOptions", "ops", self.ops, FUSED_OPS)
         if self.results is not None and not self.keep:
             raise ValueError(
                 "fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)"
@@ -80,18 +80,18 @@ class FusedOptions(StudyOptions):
 
 
 def main(options: FusedOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`. On CPUs kernels are interpreted."""
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`. On CPUs kernels are interpreted."""
     if options.keep:
         refuse_unwritable("--keep", required("--keep", profile_folder()), is_folder=True)
     if options.results is not None:
         path = keep(*kept_of(read(options.results)))
         progress_console().print(f"kept for auto: {path}", markup=False, soft_wrap=True)
         return None
-    return run_study("fused", FusedRow, _measure, options, "fused operators")
+    return run_study(STUDY, options)
 
 
-def _measure(rank: Rank, options: FusedOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[FusedRow]:
+    """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported, which this process has not done
@@ -101,12 +101,12 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
     makers = {op: makers_of(op) for op in table}
     chosen = [(op, make, shape) for op, shapes in table.items() for shape in shapes for make in makers[op]]
     chosen = [case for case in chosen if not options.ops or case[0] in options.ops]
-    sender = Sender(rank, len(chosen))
+    sender.steps = len(chosen)
     if on_cpu:
         sender.note("on CPUs the kernels are interpreted: the results are checked, and the times say nothing")
     config = dataclasses.replace(current(), timeout_s=options.step_s)
     seeds = itertools.count(options.seed + 1)
-    count, times = 0, list[FusedTime]()
+    times = list[FusedTime]()
     with Communicator(dist.group.WORLD, device=rank.device, config=config) as comm:
         meter = _meter(rank, options)
         for op, make_case, shape in chosen:
@@ -114,16 +114,13 @@ def _measure(rank: Rank, options: FusedOptions) -> int:
             with meter.on_stream():
                 case = _Case(meter, comm, make_case, shape, options, seeds)
                 rows = list(case.rows())
-                for row in rows:
-                    sender.row(row)
-                count += len(rows)
+                yield from rows
                 times += times_of(rows, comm.world_size, element_bytes_of(rank.device.type))
                 is_first = shape == table[op][0] and make_case is makers[op][0]
                 if options.timeline is not None and is_first:
                     case.write_timelines(options.timeline)
     if options.keep and rank.rank == 0:
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
-    return count
 
 
 def _meter(rank: Rank, options: FusedOptions) -> Meter:
@@ -154,7 +151,7 @@ class _Case:
         self._comm = comm
         self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
         self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")
-        self._problems: dict[Key, tuple[str, bool]] = {}
+        self._problems: dict[Key, Problem] = {}
         self._errors: dict[Key, float] = {}
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -222,7 +219,7 @@ class _Case:
         refused = self._meter.attempt(step)
         if refused is not None:
             jobs.pop(key, None)
-            self._problems[key] = (refused, False)
+            self._problems[key] = Problem(refused)
 
     def _checked(self, key: Key, run: Callable[[], torch.Tensor]) -> bool:
         """Run once on fresh inputs and compare, all ranks."""
@@ -235,7 +232,7 @@ class _Case:
 
         refused = self._meter.attempt(step)
         if refused is not None:
-            self._problems[key] = (refused, False)
+            self._problems[key] = Problem(refused)
             return False
         errors: list[float] = []
 
@@ -248,7 +245,7 @@ class _Case:
         worst = max(map(max, self._meter.of_all_ranks(errors or [float("nan")])))
         self._errors[key] = worst
         if refused is not None or not worst <= TOLERANCE[found[0].dtype]:
-            self._problems[key] = (refused or f"the largest error is {worst:.2g} of the largest element", True)
+            self._problems[key] = Problem(refused or f"the largest error is {worst:.2g} of the largest element", True)
             return False
         return True
 
@@ -275,24 +272,20 @@ class _Case:
         problem = self._problems.get(key)
         time = rounds.get(key) if problem is None else None
         is_part, read = key[0] in ALONE, None if key[0] == COLLECTIVE else self._case.read_bytes
-        note = problem[0] if problem is not None else self._why(key) if key[0] == AUTO else ""
+        columns = outcome(time, problem, self._why(key) if key[0] == AUTO and problem is None else "")
         return FusedRow(
             op=self._case.op,
             shape=self._case.shape,
             implementation=implementation,
             schedule=key[1],
             launch=key[2],
-            time_us=None if time is None else time.median_us,
-            p10_us=None if time is None else time.p10_us,
-            p90_us=None if time is None else time.p90_us,
             compute_us=alone[0],
             comm_us=alone[1],
             bound_us=None if None in alone else max(part for part in alone if part is not None),
             max_rel_err=self._errors.get(key),
-            correct=None if is_part else True if problem is None else False if problem[1] else None,
-            note=note,
             gbps=None if time is None or read is None else read / time.median_us / 1e3,
             skew_us=None if time is None or self._comm.world_size == 1 else time.skew_us,
+            **(columns | ({"correct": None} if is_part else {})),
         )
 
     def _why(self, key: Key) -> str:
@@ -304,3 +297,20 @@ class _Case:
         options = {"captured": key[2] == "graph", "dtype": dtype_of(self._comm), "without": auto.without}
         options["experts"] = auto.experts
         return ops.explain(self._comm, self._case.op, *auto.sizes, **options)  # type: ignore[arg-type]
+
+
+STUDY = Study(
+    name="fused",
+    title="Fused operators",
+    legend=(
+        "An operator in one kernel, and the same unfused: with the process group's collective (NCCL, on CPUs "
+        "Gloo), and with Sidelane's. Medians over rounds of the slowest rank; the fastest of each shape is bold. "
+        "bound: the longer of the computation and the collective alone. Outputs were compared with float64, before"
+        " and after."
+    ),
+    row=FusedRow,
+    tables=fused_tables,
+    plots=lambda rows, results, folder: draw_fused(rows, results.where, folder),
+    measure=_measure,
+    progress="fused operators",
+)

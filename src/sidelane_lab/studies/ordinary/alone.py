@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Prepared
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.ordinary import LEARNED, OrdinaryRow
-from sidelane_lab.harness.running.measure import Meter
-from sidelane_lab.studies.collectives.study import calls_per_sample, hides_launches
-from sidelane_lab.studies.ordinary.checks import Problem, attempt, check, row_of, with_late
+from sidelane_lab.harness.measure import Meter, Problem
+from sidelane_lab.studies.collectives.study import calls_per_sample, checked, hides_launches
+from sidelane_lab.studies.ordinary.checks import row_of, with_late
 from sidelane_lab.studies.ordinary.programs import LEARNING_CALLS
+from sidelane_lab.studies.ordinary.rows import LEARNED, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import PLACES, Way
 
 TOGETHER_EVERY = 4
@@ -50,7 +50,7 @@ def measure_alone(
         }
         rounds = meter.rounds(jobs, warmup=warmup, repeats=repeats) if jobs else {}
         for candidate, prepared in bound.items():
-            found = check_once(meter, prepared, next(seeds), runs=2 if prepared.repeatable else 1)
+            found = checked(meter, prepared, next(seeds), runs=2 if prepared.repeatable else 1)
             if found is None:
                 said[candidate] = candidates[candidate].said()
             else:
@@ -92,19 +92,8 @@ def ready(meter: Meter, way: Way, prepared: Prepared, seed: int) -> Problem | No
             if number % TOGETHER_EVERY == 0:
                 meter.finish(prepared.label)
 
-    problem = check_once(meter, prepared, seed, runs=1) or attempt(meter, prepared.label, learn)
+    problem = checked(meter, prepared, seed) or meter.run(prepared.label, learn)
     if problem is None:
         objection = meter.attempt(lambda: way.objection(prepared.tensors))
         problem = None if objection is None else Problem(objection)
     return problem
-
-
-def check_once(meter: Meter, prepared: Prepared, seed: int, *, runs: int) -> Problem | None:
-    """Run on fresh input and poisoned output, and compare. Collective."""
-
-    def execute() -> None:
-        prepared.fill(seed)
-        for _ in range(runs):
-            prepared.run()
-
-    return check(meter, prepared.label, execute, lambda: prepared.error(seed))

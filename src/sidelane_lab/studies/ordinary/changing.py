@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
-from sidelane_lab.harness.results.rows.ordinary import NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
-from sidelane_lab.harness.running.measure import Job, Meter
-from sidelane_lab.studies.ordinary.checks import Problem, attempt, check, row_of
+from sidelane_lab.harness.measure import Job, Meter, Problem
+from sidelane_lab.studies.ordinary.checks import row_of
 from sidelane_lab.studies.ordinary.programs import SETTLING, ChangingProgram, Room
+from sidelane_lab.studies.ordinary.rows import NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import Way
 
 CALLS = {NEW_SEGMENT: 2}
@@ -50,7 +50,7 @@ def measure_changing(
             def make(name: str = name, way: Way = way) -> None:
                 rooms[name] = Room(way, case)
 
-            problem = attempt(meter, f"memory of {name}", make)
+            problem = meter.run(f"memory of {name}", make)
             if problem is not None:
                 lacking[name] = problem
     meter.finish("allocating")  # outside: symmetric memory is cleared on the default stream
@@ -81,7 +81,7 @@ def _measure_change(
             continue
         program = ChangingProgram(change, way, case, rooms[name])
         label = f"{name}, {change}"
-        problem = _check(meter, label, program, case, next(seeds)) or attempt(meter, label, program.settle)
+        problem = _check(meter, label, program, case, next(seeds)) or meter.run(label, program.settle)
         if problem is None:
             programs[name] = program
         else:
@@ -147,4 +147,4 @@ def _check(meter: Meter, label: str, program: ChangingProgram, case: Case, seed:
         output = kept[0].output
         return "there is no output" if output is None else output_error(case, output, seed)
 
-    return check(meter, label, execute, compare)
+    return meter.check(label, execute, compare)

@@ -13,12 +13,12 @@ from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import Workload
 from sidelane_lab.baselines.candidate import Entrant, Prepared
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
-from sidelane_lab.harness.running.measure import Job, Meter
+from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.pairs.product import GemmRun
 from sidelane_lab.pairs.run import Pairs, Workers
 from sidelane_lab.studies.ordinary.alone import candidates_for, ready
-from sidelane_lab.studies.ordinary.checks import Problem, check, row_of, with_late
+from sidelane_lab.studies.ordinary.checks import row_of, with_late
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import Way
 
 HIDE_LAUNCH_US = 500.0
@@ -127,7 +127,7 @@ def _check_pair(meter: Meter, gemm: GemmRun, run: Prepared, launch: Callable[[],
         gemm.fill(seed)
         launch()
 
-    return check(meter, f"{run.label}, next to a GEMM", execute, lambda: run.error(seed) or gemm.error())
+    return meter.check(f"{run.label}, next to a GEMM", execute, lambda: run.error(seed) or gemm.error())
 
 
 def _dimensions(workload: Workload) -> dict[str, Any]:

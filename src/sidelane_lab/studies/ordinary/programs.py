@@ -14,7 +14,7 @@ import torch
 
 from sidelane_lab.baselines.candidate import Tensors, views
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.ordinary import NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
+from sidelane_lab.studies.ordinary.rows import NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
 from sidelane_lab.studies.ordinary.ways import Way
 
 STEP_BYTES = 4096

@@ -21,15 +21,16 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.ordinary import OrdinaryRow
-from sidelane_lab.harness.running.measure import Meter
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
+from sidelane_lab.studies.c3.tables import too_few_cores
 from sidelane_lab.studies.ordinary.alone import measure_alone
 from sidelane_lab.studies.ordinary.changing import measure_changing
 from sidelane_lab.studies.ordinary.pairs import measure_pair
-from sidelane_lab.studies.ordinary.ways import PLACES, Way, make_ways
+from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
+from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
 
 ALONE, BESIDE, CHANGING = "alone", "beside", "changing"
 PARTS = (ALONE, BESIDE, CHANGING)
@@ -64,27 +65,17 @@ class OrdinaryOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        wrong = [kind for kind in self.collectives if kind not in PLACES]
-        if wrong or not self.collectives:
-            raise ValueError(
-                f"OrdinaryOptions: collectives (value={', '.join(wrong) or 'none'}, allowed={', '.join(PLACES)})"
-            )
-        if not self.parts or not set(self.parts) <= set(PARTS):
-            raise ValueError(
-                f"OrdinaryOptions: parts (value={', '.join(self.parts) or 'none'}, allowed={', '.join(PARTS)})"
-            )
+        require_all("OrdinaryOptions", "collectives", self.collectives or ("none",), PLACES)
+        require_all("OrdinaryOptions", "parts", self.parts or ("none",), PARTS)
         for pair in self.pairs:
             parse_workload(pair)
-        if self.repeats < 1 or self.warmup < 0 or min((*self.sizes, *self.changing, 1)) < 1:
-            raise ValueError(
-                f"OrdinaryOptions: repeats, warmup and sizes must be positive "
-                f"(value={self.repeats}, {self.warmup}, {(*self.sizes, *self.changing)})"
-            )
+        if min(self.changing, default=1) < 1:
+            raise ValueError(f"OrdinaryOptions: changing (value={self.changing}, allowed=1 and more)")
 
 
 def main(options: OrdinaryOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
-    return run_study("ordinary", OrdinaryRow, _measure, options, "ordinary memory")
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
+    return run_study(STUDY, options)
 
 
 def default_sizes(device_type: str) -> tuple[int, ...]:
@@ -154,14 +145,14 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> Plan:
     )
 
 
-def _measure(rank: Rank, options: OrdinaryOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[OrdinaryRow]:
+    """Make the rows. Collective."""
     if rank.device.type == "cpu":
         torch.set_num_threads(1)  # the ranks share the cores
     plan = plan_of(rank, options)
-    sender = Sender(rank, len(plan.alone) + len(plan.pairs) + len(plan.changing))
+    sender.steps = len(plan.alone) + len(plan.pairs) + len(plan.changing)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sender.note_rounding((*options.sizes, *options.changing), rounded)
+    sender.rounded((*options.sizes, *options.changing), rounded)
     roster, ways = make_ways(rank, make_meter(rank, options.step_s), options.step_s)
     if plan.reserved:
         roster.reserve(
@@ -170,18 +161,7 @@ def _measure(rank: Rank, options: OrdinaryOptions) -> int:
     ways = {name: way for name, way in ways.items() if name in roster.implementations}
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
-    count = 0
-    for row in _rows(roster.meter, ways, plan, options, sender, rank):
-        sender.row(row)
-        count += 1
-    roster.close()
-    return count
-
-
-def _rows(
-    meter: Meter, ways: dict[str, Way], plan: Plan, options: OrdinaryOptions, sender: Sender, rank: Rank
-) -> Iterator[OrdinaryRow]:
-    seeds = itertools.count(options.seed + 1)
+    meter, seeds = roster.meter, itertools.count(options.seed + 1)
     warmup, repeats = options.warmup, options.repeats
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
@@ -193,3 +173,25 @@ def _rows(
     for case in plan.changing:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)} on tensors that change")
         yield from measure_changing(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)
+    roster.close()
+
+
+STUDY = Study(
+    name="ordinary",
+    title="Collectives on ordinary memory",
+    legend=(
+        "Sidelane's auto on tensors that peers reach in different ways, and NCCL (Gloo on CPUs) on ordinary ones. "
+        "Medians over rounds of the slowest rank; the fastest is bold. 'library over it': the library's time over "
+        "that of the line. Next to a GEMM the collective is released first, on its own stream; % of ideal is the "
+        "strict one of the C3 study, with the fastest collective of the table. Tensors that change: rotating, "
+        "eight pairs in turn; missed, a call at another address behind calls that went ahead; new_address, in one "
+        "segment; new_segment, memory that no peer has seen. host: until a call returns, with an idle device; on "
+        "CPUs a call returns when it is done. The notes are what Communicator.last_choice says."
+    ),
+    row=OrdinaryRow,
+    tables=ordinary_tables,
+    plots=draw_alone,
+    warning=too_few_cores,
+    measure=_measure,
+    progress="ordinary memory",
+)

@@ -33,8 +33,8 @@ from sidelane_lab.baselines.candidate import Binds, Entrant, Implementation, Ten
 from sidelane_lab.baselines.own import bound_call
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
-from sidelane_lab.harness.results.rows.ordinary import LEARNED, MAPPED, STAGED, SYMMETRIC
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.studies.ordinary.rows import LEARNED, MAPPED, STAGED, SYMMETRIC
 
 PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
     {

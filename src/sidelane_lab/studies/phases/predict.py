@@ -8,15 +8,14 @@ from pathlib import Path
 import matplotlib as mpl
 
 from sidelane.cli.terminal import say_written, tables_console
-from sidelane_lab.harness.report.drawing import RC
-from sidelane_lab.harness.results.rows.calls import MODEL, PREDICTED, PhaseRow
+from sidelane_lab.harness.drawing import RC
+from sidelane_lab.harness.rows import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.simulated.study import write_numbers
-from sidelane_lab.studies.phases.pictures import draw_phases
 from sidelane_lab.studies.phases.programs import OPERATIONS, Operation, operations
+from sidelane_lab.studies.phases.rows import PREDICTED, PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import Phases, predict
-from sidelane_lab.studies.phases.tables import phase_tables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

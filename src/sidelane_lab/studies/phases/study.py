@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,11 @@ from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import PhaseRow
-from sidelane_lab.harness.results.rows.flat import LAUNCHES
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Meter
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.harness.rows import LAUNCHES
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.phases import check as phases_check
@@ -30,6 +29,7 @@ from sidelane_lab.studies.phases.pace import Pacer
 from sidelane_lab.studies.phases.predict import phase_row, predicted_row
 from sidelane_lab.studies.phases.programs import GRAPH, OPENING, OPERATIONS, TRANSFERS, Operation, operations
 from sidelane_lab.studies.phases.rig import Rig
+from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import slowest, split
 from sidelane_lab.studies.phases.turns import Call
 
@@ -69,17 +69,14 @@ class PhasesOptions(StudyOptions):
         if not self.operations or not self.variants:
             raise ValueError("PhasesOptions: at least one operation and one variant are needed (value=none)")
         operations(self.operations, self.variants, 1)
-        if self.calls < 1 or self.warmup < 1 or any(size < 1 for size in self.sizes):
-            raise ValueError(
-                f"PhasesOptions: calls, warmup and sizes must be positive "
-                f"(value={self.calls}, {self.warmup}, {self.sizes})"
-            )
+        if self.warmup < 1:
+            raise ValueError(f"PhasesOptions: warmup (value={self.warmup}, allowed=1 and more)")
         if self.predict:
             find(self.predict)
 
 
 def main(options: PhasesOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: also for a launch that is not known here, and a variant that has none of those asked for.
@@ -89,7 +86,7 @@ def main(options: PhasesOptions) -> Results | None:
     if OPENING in options.variants and (place.on_cpu or GRAPH not in (options.launches or LAUNCHES)):
         where = "CPU ranks have no graphs" if place.on_cpu else f"launch={', '.join(options.launches)}"
         raise ValueError(f"variants: runs in graphs only (value={OPENING}, {where}, allowed=on GPUs, launch graph)")
-    return run_study("phases", PhaseRow, _measure, options, "phases")
+    return run_study(STUDY, options)
 
 
 def default_sizes(device_type: str) -> tuple[int, ...]:
@@ -101,23 +98,21 @@ def default_sizes(device_type: str) -> tuple[int, ...]:
     return tuple(1024 * 4**exponent for exponent in range(7 if device_type == "cpu" else 11))
 
 
-def _measure(rank: Rank, options: PhasesOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[PhaseRow]:
+    """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
     asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sorted(set(map(rounded, asked)))
+    sizes = sender.rounded(asked, rounded)
     launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
     by_size = [operations(options.operations, options.variants, nbytes) for nbytes in sizes]
-    sender = Sender(rank, len(sizes))
-    sender.note_rounding(asked, rounded)
+    sender.steps = len(sizes)
     machine, note = _described(rank, options)
     if machine.world_size < rank.world_size:
         sender.note(f"nothing is predicted: {machine.title} has fewer GPUs than there are ranks")
     study = _Study(rank, options)
-    count = 0
     with study.meter.on_stream():
         rig = study.open([operation for chosen in by_size for operation in chosen])
         if rig.notice:
@@ -130,11 +125,8 @@ def _measure(rank: Rank, options: PhasesOptions) -> int:
             if machine.world_size >= rank.world_size:
                 there = [operation for operation in chosen if not operation.problem(rank.world_size)]
                 rows += [predicted_row(machine, operation, rank.world_size, note) for operation in there]
-            for row in rows:
-                sender.row(row)
-                count += 1
+            yield from rows
         rig.close()
-    return count
 
 
 def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
@@ -257,3 +249,21 @@ class _Study:
     def _next_epoch(self) -> int:
         self._epoch += 1
         return self._epoch
+
+
+STUDY = Study(
+    name="phases",
+    title="Where one transfer and one collective spend their time",
+    legend=(
+        "control: the host submits; schedule: until the first byte may move, entry handshake included; copy: until"
+        " the last byte has arrived, own chunk included; sync: exit handshake, and until the host knows. With one "
+        "handshake, that is schedule, and 'slot' the part of copy in front of it. Medians of single calls of the "
+        "slowest rank; 'no stamps' is the whole call without looking, 'host' what the call takes the host. "
+        "Definitions: docs/lab/phases.md."
+    ),
+    row=PhaseRow,
+    tables=phase_tables,
+    plots=lambda rows, results, folder: draw_phases(rows, results.where, folder),
+    measure=_measure,
+    progress="phases",
+)

@@ -6,9 +6,9 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import PowerRow
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.power.rows import PowerRow
 
 SPREAD_PERCENT = 10.0
 """Rounds that differ by more are worth a note."""
@@ -45,7 +45,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a row, as :class:`sidelane_lab.harness.results.rows.PowerRow` has them."""
+    """Figures of a row, as :class:`sidelane_lab.studies.power.rows.PowerRow` has them."""
 
     time_us: float
     watts: float

@@ -12,8 +12,8 @@ import matplotlib as mpl
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
-from sidelane_lab.harness.report.drawing import RC
-from sidelane_lab.harness.results.rows.calls import LIBRARY, MODEL, PowerRow
+from sidelane_lab.harness.drawing import RC
+from sidelane_lab.harness.rows import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.power import Draw, dma_power, hybrid_power, library_power
@@ -21,8 +21,7 @@ from sidelane_lab.model.published import PUBLISHED_VARIANTS
 from sidelane_lab.papers.simulated.bands import Curves, bands
 from sidelane_lab.papers.simulated.curves import BANDS
 from sidelane_lab.papers.simulated.study import write_numbers
-from sidelane_lab.studies.power.pictures import Ends, draw_power
-from sidelane_lab.studies.power.tables import power_tables
+from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power, power_tables
 
 PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
     {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}}

@@ -23,17 +23,17 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.calls import PowerRow
-from sidelane_lab.harness.results.rows.flat import LAUNCHES
-from sidelane_lab.harness.running.asked import check_asked
-from sidelane_lab.harness.running.measure import Job
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
-from sidelane_lab.studies.collectives.study import calls_per_sample
+from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.harness.measure import Job, Problem
+from sidelane_lab.harness.rows import LAUNCHES, require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.inputs import ReducedInput
 from sidelane_lab.studies.power.meter import Draw, Recorder
+from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
@@ -69,23 +69,18 @@ class PowerOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if not set(self.collectives) <= set(KINDS) or not self.collectives:
-            raise ValueError(f"PowerOptions: collectives (value={self.collectives}, allowed={', '.join(KINDS)})")
-        if self.launch not in LAUNCHES:
-            raise ValueError(f"PowerOptions: launch (value={self.launch!r}, allowed={', '.join(LAUNCHES)})")
-        if not set(self.places) <= {"in", "out"}:
-            raise ValueError(f"PowerOptions: places (value={self.places}, allowed=in, out)")
+        require_all("PowerOptions", "collectives", self.collectives or ("none",), KINDS)
+        require_all("PowerOptions", "launch", (self.launch,), LAUNCHES)
+        require_all("PowerOptions", "places", self.places, ("in", "out"))
         if self.seconds <= 2 * SETTLE_S or self.rounds < 1 or self.idle_s < SETTLE_S or not self.sizes:
             raise ValueError(
                 f"PowerOptions: seconds, rounds, idle_s and sizes (value={self.seconds}, {self.rounds}, {self.idle_s}, "
                 f"{self.sizes}, allowed=more than {2 * SETTLE_S}, 1 and more, {SETTLE_S} and more, at least one)"
             )
-        if any(size < 1 for size in self.sizes):
-            raise ValueError(f"PowerOptions: sizes must be positive (value={self.sizes})")
 
 
 def main(options: PowerOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         UnavailableError: nothing here tells its power.
@@ -103,43 +98,36 @@ def main(options: PowerOptions) -> Results | None:
         chosen_from=(DMA,),
     )
     collectives = None if options.fill is None else result_files.read(options.fill)
-    results = run_study("power", PowerRow, _measure, options, "power")
+    results = run_study(STUDY, options)
     if results is not None and collectives is not None and options.fill is not None:
         result_files.write(options.fill, with_energy(collectives, results))
     return results
 
 
-def _measure(rank: Rank, options: PowerOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
+    """Make the rows. Collective."""
     sensor = local.power_sensor(rank.device.index)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
-    sender = Sender(rank, len(options.sizes) * len(options.collectives))
+    sender.steps = len(options.sizes) * len(options.collectives)
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sorted(set(map(rounded, options.sizes)))
-    sender.note_rounding(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes, rounded)
     cases = [
         Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
         for kind in options.collectives
         for nbytes in sizes
     ]
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
-    count = 0
+    roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options, dist.new_group(backend="gloo"))
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
     for case in cases:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
-        for row in bench.rows(case):
-            sender.row(row)
-            count += 1
+        yield from bench.rows(case)
     recorder.close()
     sensor.close()
     roster.close()
-    return count
 
 
 class PowerBench:
@@ -170,14 +158,14 @@ class PowerBench:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
         good: dict[Entrant, Prepared] = {}
-        problems: dict[Entrant, tuple[str, bool]] = {}
+        problems: dict[Entrant, Problem] = {}
         with meter.on_stream():
             inputs: list[ReducedInput] = []
-            refused = None
+            refused: str | None = None
             if case.kind in REDUCING:
                 refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
-                found = (refused, False) if refused else self._prepare(candidate, case, implementation)
+                found = Problem(refused) if refused else self._prepare(candidate, case, implementation)
                 if isinstance(found, Prepared):
                     good[candidate] = found
                 else:
@@ -190,7 +178,7 @@ class PowerBench:
                 for candidate in names[shift:] + names[:shift]:  # each round begins with another one
                     points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
             for candidate, prepared in good.items():
-                wrong = self._check(prepared)
+                wrong = checked(meter, prepared, next(self._seeds))
                 if wrong is not None:
                     problems[candidate] = wrong
                 prepared.release()
@@ -214,34 +202,14 @@ class PowerBench:
         others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
         return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
 
-    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | tuple[str, bool]:
-        """Run once, capture, check. If that fails: what is wrong, and whether its bytes were. Collective."""
-        meter, seed = self._meter, next(self._seeds)
+    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | Problem:
+        """Run once, capture, check. If that fails: what is wrong. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
-        made: list[Prepared] = []
-        problem = meter.attempt(lambda: made.append(Prepared(candidate, case, implementation, calls)))
-        if problem is None and candidate.launch == "graph":
-            problem = meter.attempt(lambda: self._run_once(made[0], seed)) or meter.attempt(made[0].capture)
-        wrong = (problem, False) if problem is not None else self._check(made[0])
-        if wrong is None:
-            made[0].settle()
-            return made[0]
-        for prepared in made:
-            prepared.release()
-        return wrong
-
-    def _check(self, prepared: Prepared) -> tuple[str, bool] | None:
-        seed = next(self._seeds)
-        refused = self._meter.attempt(lambda: self._run_once(prepared, seed))
-        if refused is not None:
-            return refused, False
-        wrong = self._meter.attempt(lambda: prepared.error(seed))
-        return None if wrong is None else (wrong, True)
-
-    def _run_once(self, prepared: Prepared, seed: int) -> None:
-        prepared.fill(seed)
-        prepared.run()
-        self._meter.finish(prepared.label)
+        make = functools.partial(Prepared, candidate, case, implementation, calls)
+        found = ready(self._meter, make, next(self._seeds))
+        if isinstance(found, Prepared):
+            found.settle()
+        return found
 
     def _replays(self, good: Mapping[Entrant, Prepared]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""
@@ -295,9 +263,7 @@ class PowerBench:
         times, counts, samples = torch.stack(everyone).T.tolist()
         return Point(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
-    def _row(
-        self, case: Case, candidate: Entrant, points: Sequence[Point], problem: tuple[str, bool] | None
-    ) -> PowerRow:
+    def _row(self, case: Case, candidate: Entrant, points: Sequence[Point], problem: Problem | None) -> PowerRow:
         row = PowerRow(
             collective=case.kind,
             bytes=case.nbytes,
@@ -313,8 +279,23 @@ class PowerBench:
             energy_above_idle_mj=None,
             counters_agree_percent=None,
             correct=None,
-            note=problem[0] if problem is not None else "nothing was run",
+            note=problem.text if problem is not None else "nothing was run",
         )
         if problem is not None:
-            return dataclasses.replace(row, correct=False if problem[1] else None)
+            return dataclasses.replace(row, correct=False if problem.wrong else None)
         return dataclasses.replace(row, correct=True, **dataclasses.asdict(figures_of(points, self._idle)))
+
+
+STUDY = Study(
+    name="power",
+    title="Power and energy of collectives",
+    legend=(
+        "Collectives back to back; watts by the GPUs' energy counters, 'read/count' is the mean of power readings "
+        "over that. The least energy of each size is bold. Method: docs/lab/power.md."
+    ),
+    row=PowerRow,
+    tables=power_tables,
+    plots=lambda rows, results, folder: draw_power(rows, results.where, folder),
+    measure=_measure,
+    progress="power",
+)

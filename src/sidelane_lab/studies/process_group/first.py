@@ -13,10 +13,10 @@ from sidelane.collectives.pool import MemoryUse
 from sidelane.integrations import fsdp
 from sidelane.integrations.ledger import SIDELANE
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.groups import EAGER, FIRST, FIRST_CALLS, FIRST_STEP, ORDINARY, GroupRow
-from sidelane_lab.harness.running.measure import Meter
+from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.fsdp.cases import parse_case
 from sidelane_lab.studies.fsdp.step import Stepper
+from sidelane_lab.studies.process_group.rows import EAGER, FIRST, FIRST_CALLS, FIRST_STEP, ORDINARY, GroupRow
 from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, library_of, plain_call
 
 STEP, STEP_LAYERS = "8b:1x1024", 2

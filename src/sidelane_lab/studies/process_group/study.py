@@ -22,11 +22,12 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.groups import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow
-from sidelane_lab.harness.running.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Rounds
-from sidelane_lab.harness.running.study import Sender, StudyOptions, run_study
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.process_group.first import first_uses
+from sidelane_lab.studies.process_group.rows import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow, group_tables
 from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, Way, plain_call, wanted
 
 DTYPE = torch.bfloat16
@@ -55,12 +56,7 @@ class GroupOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        unknown = [name for name in self.operations if name not in OPERATIONS]
-        if unknown or not self.operations:
-            given, allowed = ", ".join(unknown), ", ".join(OPERATIONS)
-            raise ValueError(f"pg: operations (value={given!r}, allowed={allowed})")
-        if self.warmup < 0 or self.repeats < 1:
-            raise ValueError(f"pg: rounds (value={self.warmup}, {self.repeats}, allowed=0 and more, 1 and more)")
+        require_all("pg", "operations", self.operations or ("none",), OPERATIONS)
 
 
 def default_sizes(device_type: str) -> tuple[int, ...]:
@@ -69,32 +65,29 @@ def default_sizes(device_type: str) -> tuple[int, ...]:
 
 
 def main(options: GroupOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`.
+    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
         ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
     """
     device_type = choose_target(options.ranks, options.device).device_type
     known = list(dict.fromkeys(name for name, _ in wanted((), device_type)))
-    unknown = [name for name in options.implementations if name not in known]
-    if unknown:
-        raise ValueError(f"pg: implementations (value={', '.join(unknown)}, allowed={', '.join(known)})")
-    return run_study("process_group", GroupRow, _measure, options, "process groups")
+    require_all("pg", "implementations", options.implementations, known)
+    return run_study(STUDY, options)
 
 
-def _measure(rank: Rank, options: GroupOptions) -> int:
-    """Every rank's part of the study. Returns the number of rows."""
+def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[GroupRow]:
+    """Make the rows. Collective."""
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     asked = options.sizes or default_sizes(rank.device.type)
-    sizes = sorted(set(map(rounded, asked)))
+    sizes = sender.rounded(asked, rounded)
     operations = [name for name in OPERATIONS if name in options.operations]
     cases = [
         (name, Case(KINDS[name], nbytes, DTYPE, rank.rank, rank.world_size, rank.device))
         for name in operations
         for nbytes in sizes
     ]
-    sender = Sender(rank, len(cases) + options.first)
-    sender.note_rounding(asked, rounded)
+    sender.steps = len(cases) + options.first
     barrier = None
     if rank.device.type != "cpu":
         from sidelane_lab.baselines.baselines_cuda import device_barrier
@@ -103,20 +96,14 @@ def _measure(rank: Rank, options: GroupOptions) -> int:
     meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), Groups(rank)
     groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
     study = _Study(rank, meter, groups, options)
-    count = 0
     if options.first:
         sender.step("first use")
-        for row in first_uses(rank, meter, groups, [case for _, case in cases], options.seed):
-            sender.row(row)
-            count += 1
+        yield from first_uses(rank, meter, groups, [case for _, case in cases], options.seed)
     for name, case in cases:
         sender.step(f"{name} of {format_bytes(case.nbytes)}")
         with meter.on_stream():
-            for row in study.rows(name, case):
-                sender.row(row)
-                count += 1
+            yield from study.rows(name, case)
     study.close()
-    return count
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,7 +113,7 @@ class _Program:
     Attributes:
         once: makes one call, or what stands for it in a graph.
         several: makes the calls of a sample.
-        problem: what is wrong with it, and whether it ran and was wrong.
+        problem: what is wrong with it.
         made_by: what made its calls, and Sidelane's variant.
     """
 
@@ -135,7 +122,7 @@ class _Program:
     buffers: Buffers
     once: Callable[[], object]
     several: Callable[[], object]
-    problem: tuple[str, bool] | None = None
+    problem: Problem | None = None
     made_by: tuple[str, str] = ("", "")
     host_us: float | None = None
 
@@ -168,7 +155,7 @@ class _Study:
             one.host_us = None if self._on_cpu or one.launch == GRAPH else self._host_us(one, calls)
             one.problem = self._check(operation, case, one)
         for one in programs:
-            times = None if one.problem is not None else rounds.get(f"{one.way.name}, {one.launch}")
+            times = rounds.get(f"{one.way.name}, {one.launch}")
             yield _row(operation, case, one, times)
 
     def close(self) -> None:
@@ -193,13 +180,13 @@ class _Study:
             graphs: list[torch.cuda.CUDAGraph] = []
             refused = self._meter.attempt(lambda: graphs.extend(captured(once, count) for count in (1, calls)))
             if refused is not None:
-                made.problem = (refused, False)
+                made.problem = Problem(refused)
                 return made
             made.once, made.several, made.made_by = graphs[0].replay, graphs[1].replay, way.made_by(operation)
         made.problem = self._check(operation, case, made)
         return made
 
-    def _check(self, operation: str, case: Case, one: _Program) -> tuple[str, bool] | None:
+    def _check(self, operation: str, case: Case, one: _Program) -> Problem | None:
         """Run once on a fresh input and compare."""
         seed = next(self._seeds)
 
@@ -207,15 +194,13 @@ class _Study:
             poison(one.buffers.output)
             fill_input(case, one.buffers.input, seed)
             one.once()
-            self._meter.finish(f"{operation} of {one.way.name}")
 
-        refused = self._meter.attempt(run)
-        if refused is not None:
-            return refused, False
-        if one.launch != GRAPH:  # a replay is in no report
-            one.made_by = one.way.made_by(operation)
-        wrong = self._meter.attempt(lambda: output_error(case, one.buffers.output, seed))
-        return None if wrong is None else (wrong, True)
+        def compare() -> str | None:
+            if one.launch != GRAPH:  # a replay is in no report
+                one.made_by = one.way.made_by(operation)
+            return output_error(case, one.buffers.output, seed)
+
+        return self._meter.check(f"{operation} of {one.way.name}", run, compare)
 
     def _timed(self, programs: list[_Program], calls: int) -> dict[str, Rounds]:
         hidden_us = min(CALL_US * calls, MOST_HIDDEN_US)
@@ -251,15 +236,11 @@ def _row(operation: str, case: Case, one: _Program, times: Rounds | None) -> Gro
         implementation=one.way.implementation,
         tensors=one.way.tensors,
         launch=one.launch,
-        time_us=None if times is None else times.median_us,
-        p10_us=None if times is None else times.p10_us,
-        p90_us=None if times is None else times.p90_us,
         host_us=one.host_us if one.problem is None else None,
         made_by=one.made_by[0],
         variant=one.made_by[1],
         held_mb=None,
-        correct=True if one.problem is None else False if one.problem[1] else None,
-        note="" if one.problem is None else one.problem[0],
+        **outcome(times, one.problem),
     )
 
 
@@ -270,3 +251,21 @@ def calls_of(nbytes: int) -> int:
     (20, 10, 4)
     """
     return 20 if nbytes <= 1 << 20 else 10 if nbytes <= 64 << 20 else 4
+
+
+STUDY = Study(
+    name="process_group",
+    title="Calls of torch.distributed, by the process group",
+    legend=(
+        "The same program on the group of NCCL (Gloo on CPUs) and on Sidelane's. learned: ordinary ones, with "
+        "map_memory=learn; pooled: made in a sidelane.pool. Times of GPUs are the device's, medians over rounds of"
+        " the slowest rank; the fastest is bold. host: until a repeated call returns, behind a device that spins. "
+        "async: waited for at once; graph: calls of one CUDA graph. First use: from making the group to the end of"
+        " its first calls, and from a sharded model to the end of its first step, with an NCCL (Gloo) that is "
+        "warm."
+    ),
+    row=GroupRow,
+    tables=group_tables,
+    measure=_measure,
+    progress="process groups",
+)

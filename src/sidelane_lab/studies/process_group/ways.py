@@ -19,7 +19,7 @@ from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.results.rows.groups import ASYNC, LEARNED, OPERATIONS, ORDINARY, POOLED
+from sidelane_lab.studies.process_group.rows import ASYNC, LEARNED, OPERATIONS, ORDINARY, POOLED
 
 KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL), strict=True))
 

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import itertools
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -29,9 +30,9 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.results.files import read
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
-from sidelane_lab.harness.running.study import Follower, Sender, follow
+from sidelane_lab.harness.running import Follower, Sender, follow
+from sidelane_lab.harness.study import read
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
 from sidelane_lab.studies.tune.changes import changes_table
 from sidelane_lab.studies.tune.profile import curves_of, profile_of
@@ -70,8 +71,6 @@ class TuneOptions(CollectiveOptions):
         CollectiveOptions.__post_init__(self)
         if self.tensors != 1:
             raise ValueError(f"TuneOptions: tensors (value={self.tensors}, allowed=1: no choice is made by lists)")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"TuneOptions: budget_s must be positive (value={self.budget_s})")
 
 
 def main(options: TuneOptions) -> Profile | None:
@@ -163,25 +162,22 @@ def passes(largest: int, *, quick: bool) -> list[tuple[int, ...]]:
     return [tuple(sizes[0::2]), *([] if quick else [tuple(sizes[1::2])])]
 
 
-def _measure(rank: Rank, options: TuneOptions) -> int:
-    """Every rank's part. Returns the number of cases that were measured."""
+def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[CollectiveRow]:
+    """Make the rows. Collective."""
     sizes = list(dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes))
     cases = [
         Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device)
         for nbytes in sizes
         for kind in options.collectives
     ]
-    sender = Sender(rank, len(cases))
+    sender.steps = len(cases)
     wanted = (DMA,) if rank.device.type == "cpu" else (DMA, SM)
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
-    roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
-    for name, reason in roster.unavailable.items():
-        sender.note(f"{name} takes no part: {reason}")
+    roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     assert options.budget_s is not None
     deadline = time.monotonic() + options.budget_s
-    done = 0
-    for case in cases:
+    for done, case in enumerate(cases):
         # Rank 0's clock decides for all: they must make the same calls.
         is_late = rank.rank == 0 and time.monotonic() > deadline
         if roster.meter.agree("late" if is_late else None) is not None:
@@ -190,8 +186,5 @@ def _measure(rank: Rank, options: TuneOptions) -> int:
             sender.note(f"{options.budget_s:g} s are over: {count} steps are left out, of sizes {sizes_left}")
             break
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
-        for row in measure_case(roster, case, options, seeds):
-            sender.row(row)
-        done += 1
+        yield from measure_case(roster, case, options, seeds)
     roster.close()
-    return done

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
-
-import rich.console
 
 from sidelane.c3.measured import isolated_file
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.store import required
-from sidelane.cli.launch import LaunchTarget, Rank, choose_target
-from sidelane.cli.output import STDOUT, refuse_unwritable
-from sidelane.cli.terminal import progress_console, tables_console
+from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.output import STDOUT
+from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.results import files as result_files
-from sidelane_lab.harness.results.files import Results, collect
-from sidelane_lab.harness.results.rows.pairs import IsolatedRow
-from sidelane_lab.harness.running.study import Follower, Sender, StudyOptions, check_targets, follow, publish
+from sidelane_lab.harness.rows import require_all
+from sidelane_lab.harness.running import (
+    Sender,
+    StudyOptions,
+    rows_there,
+    run_study,
+)
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.tune.isolated_batches import batches_of
 from sidelane_lab.studies.tune.isolated_measure import Bench
-from sidelane_lab.studies.tune.isolated_rows import Key, key_of
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key, draw_isolated, isolated_tables, key_of
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
 SIZES = {"cpu": (1 << 12, 1 << 20), "gpu": (1 << 16, 1 << 20, 16 << 20, 128 << 20, 896 << 20)}
@@ -69,16 +72,9 @@ class IsolatedOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if self.dtype not in GEMM_DTYPES:
-            raise ValueError(f"IsolatedOptions: dtype (value={self.dtype!r}, allowed={', '.join(GEMM_DTYPES)})")
+        require_all("IsolatedOptions", "dtype", (self.dtype,), GEMM_DTYPES)
         for text in self.gemms:
             parse_gemm(text, self.dtype)
-        if self.sizes and min(self.sizes) < 1:
-            raise ValueError(f"IsolatedOptions: sizes (value={self.sizes}, allowed=1 or more)")
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"IsolatedOptions: budget_s (value={self.budget_s}, allowed=more than 0)")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"IsolatedOptions: repeats, warmup (value={self.repeats}, {self.warmup}, allowed=1, 0)")
 
 
 def main(options: IsolatedOptions) -> Results | None:
@@ -95,7 +91,7 @@ def main(options: IsolatedOptions) -> Results | None:
     where = "cpu" if place.on_cpu else "gpu"
     seconds = options.budget_s or BUDGET_S[where]
     path = options.output or required("tune", isolated_file(place.device_type, place.world_size), "--output, ")
-    known = () if options.fresh else _known(path, place)
+    known = () if options.fresh else rows_there(STUDY, path, place, same_software=True)
     dtype = options.dtype if where == "gpu" else "float32"
     options = dataclasses.replace(
         options,
@@ -106,80 +102,26 @@ def main(options: IsolatedOptions) -> Results | None:
         output=path,
         done=frozenset(key_of(row) for row in known if row.dtype == dtype and row.time_us is not None),
     )
-    check_targets(options)
-    refuse_unwritable("tune", path)
     progress = None if options.quiet else progress_console()
-    keeper = Keeper(progress, path, place, options, known)
     if progress is not None and known:
         progress.print(f"goes on: {len(known)} rows are there ({path})", markup=False, soft_wrap=True)
-    if not follow(keeper, _measure, options, place, "isolated times"):
-        return None
-    results = keeper.results()
-    publish(results, options, None if options.quiet else tables_console(options.json))
-    if progress is not None:
+    results = run_study(STUDY, options, place=place, known=known, grows=None if path == STDOUT else path)
+    if progress is not None and results is not None:
         progress.print(f"kept: {path}", markup=False, soft_wrap=True)
     return results
 
 
-class Keeper(Follower[IsolatedRow]):
-    """A follower that writes the file anew with every row."""
-
-    def __init__(
-        self,
-        console: rich.console.Console | None,
-        path: Path,
-        place: LaunchTarget,
-        options: IsolatedOptions,
-        known: tuple[IsolatedRow, ...],
-    ) -> None:
-        super().__init__(IsolatedRow, console)
-        self._path, self._known = path, known
-        self._empty = collect(
-            "isolated", (), device_type=place.device_type, ranks=place.world_size, command=options.command
-        )
-
-    def __call__(self, line: str) -> None:
-        before = len(self.rows)
-        super().__call__(line)
-        if len(self.rows) > before and self._path != STDOUT:
-            result_files.write(self._path, self.results())
-
-    def results(self) -> Results:
-        """What was there and what is new; of what was measured twice the last."""
-        rows = {key_of(row): row for row in (*self._known, *self.rows)}
-        return dataclasses.replace(self._empty, rows=tuple(rows.values()))
-
-
-def _known(path: Path, place: LaunchTarget) -> tuple[IsolatedRow, ...]:
-    """Rows of a file of this machine.
-
-    Raises:
-        ValueError: the file is another one.
-    """
-    if path == STDOUT or not path.exists():
-        return ()
-    found = result_files.read(path)
-    here = collect("isolated", (), device_type=place.device_type, ranks=place.world_size)
-    mine = [(one.study, one.device, one.ranks, one.software) for one in (found, here)]
-    if mine[0] != mine[1]:
-        raise ValueError(
-            f"tune: {path} was measured elsewhere (value={mine[0][:3]}, allowed={mine[1][:3]} with the same software, "
-            "or --fresh)"
-        )
-    return tuple(row for row in found.rows if isinstance(row, IsolatedRow))
-
-
-def _measure(rank: Rank, options: IsolatedOptions) -> int:
-    """Every rank's part. Returns the number of rows."""
+def _measure(rank: Rank, options: IsolatedOptions, sender: Sender) -> Iterator[IsolatedRow]:
+    """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
     wanted = tuple(name for name in (*LIBRARY, DMA, SM) if (name == "gloo") == on_cpu or name == DMA)
     bench = Bench(rank, make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=False), options)
     batches = [one for one in batches_of(rank, options) if not one.is_done(options.done)]
-    sender = Sender(rank, len(batches))
+    sender.steps = len(batches)
     for name, reason in bench.roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     assert options.budget_s is not None
-    deadline, count = time.monotonic() + options.budget_s, 0
+    deadline = time.monotonic() + options.budget_s
     for number, batch in enumerate(batches):
         is_late = rank.rank == 0 and time.monotonic() > deadline  # rank 0's clock decides for all
         if bench.roster.meter.agree("late" if is_late else None) is not None:
@@ -190,8 +132,22 @@ def _measure(rank: Rank, options: IsolatedOptions) -> int:
             )
             break
         sender.step(str(batch))
-        for row in list(bench.rows(batch)):  # all or none: a file that has one of them has all
-            sender.row(row)
-            count += 1
+        yield from list(bench.rows(batch))  # all or none: a file that has one of them has all
     bench.close()
-    return count
+
+
+STUDY = Study(
+    name="isolated",
+    title="GEMMs and collectives alone",
+    legend=(
+        "Times over that with all compute units, by the units that a GEMM does without or a collective has; split:"
+        " green contexts, which shut the others off; target, carve_out: what cuBLAS and torch are asked for; grid:"
+        " a Triton GEMM with fewer blocks; threads: of a CPU rank. Medians over rounds of the slowest rank."
+    ),
+    row=IsolatedRow,
+    tables=isolated_tables,
+    plots=draw_isolated,
+    key=key_of,
+    measure=_measure,
+    progress="isolated times",
+)

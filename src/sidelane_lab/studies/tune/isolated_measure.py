@@ -23,12 +23,12 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Prepared, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
-from sidelane_lab.harness.results.rows.pairs import IsolatedRow
-from sidelane_lab.harness.running.measure import Job
+from sidelane_lab.harness.measure import Job
 from sidelane_lab.pairs.product import GemmRun
 from sidelane_lab.studies.tune.isolated_batches import Batch, Options, batches_of, sizes_of
 from sidelane_lab.studies.tune.isolated_beside import next_to
 from sidelane_lab.studies.tune.isolated_pairs import pair_figures
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver

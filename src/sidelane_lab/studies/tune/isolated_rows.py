@@ -1,13 +1,286 @@
-"""What tells one row of ``sidelane tune --study c3`` from another; ``c3.measured`` makes curves of them."""
+"""Rows of ``sidelane tune --study c3``, of which ``c3.measured`` makes curves, as tables and as pictures."""
 
 from __future__ import annotations
 
-from sidelane_lab.harness.results.rows.pairs import IsolatedRow
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.c3.isolated import GemmTimes, Isolated
+from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
+from sidelane.c3.workload import Workload
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.drawing import (
+    BLACK,
+    BLUE,
+    COLOURS,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    STYLES,
+    VERMILLION,
+    save,
+    size_axis,
+)
+from sidelane_lab.harness.rows import FlatRow
+from sidelane_lab.harness.study import Picture, Results
+
+ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 Key = tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IsolatedRow(FlatRow):
+    """A GEMM, a collective or the memory alone, with all compute units or some; and a GEMM beside DMA traffic.
+
+    Attributes:
+        what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once; ``pair``: a GEMM and a
+            collective under a strategy.
+        gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
+        collective: which, or empty.
+        bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
+        implementation: who runs the collective or the traffic; ``host``: copies between device and host.
+        variant: of it.
+        means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
+            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``. Pair: the strategy.
+        units: taken from the GEMM, or given to the collective; 0: it has all.
+        device_units: that there are.
+        time_us: median over rounds of the slowest rank.
+        alone_us: beside: the same without the other. Pair: the collective.
+        gbps: of memory, read and written; of a collective, sent by each rank.
+        note: why there is no time.
+    """
+
+    allowed = (("what", ISOLATED),)
+    figures = ("time_us",)
+
+    what: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    implementation: str
+    variant: str
+    means: str
+    units: int
+    device_units: int
+    time_us: float | None
+    alone_us: float | None
+    gbps: float | None
+    note: str = ""
 
 
 def key_of(row: IsolatedRow) -> Key:
     """What was measured; a file has one row of each."""
     sizes = (row.m, row.n, row.k, row.dtype, row.collective, row.bytes)
     return row.what, *sizes, row.implementation, row.variant, row.means, row.units
+
+
+def isolated_tables(rows: Sequence[IsolatedRow]) -> list[Table]:
+    """GEMMs by units, collectives by size and by units, what disturbs what, and choices."""
+    by_what = {what: [row for row in rows if row.what == what] for what in (GEMM, COLLECTIVE, BESIDE, PAIR)}
+    tables = [_curves("GEMMs by units taken, times over the first", by_what[GEMM])]
+    tables.append(_curves("collectives by units given, times over the first", by_what[COLLECTIVE]))
+    tables += [_beside(by_what[BESIDE]), _pairs(by_what[PAIR])]
+    try:
+        known = isolated_of(rows)
+    except ValueError:  # too little was measured yet
+        return [table for table in tables if table.lines or table.notes]
+    tables += [_classes(known), choices_table(known)]
+    return [table for table in tables if table.lines or table.notes]
+
+
+def choices_table(known: Isolated) -> Table:
+    """What the heuristic says of every GEMM next to every collective that was measured, with the reason."""
+    lines, reasons = [], []
+    for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
+        spared = known.spare(gemm)
+        lines.append(Line((gemm.name, "(copy engines)", "", str(spared.units), "")))
+        reasons.append((f"{gemm.name} (copy engines)", spared.reason))
+        for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
+            workload = Workload(gemm, collective, nbytes)
+            try:
+                found = known.allocate(workload)
+                units, reason = str(found.units), found.reason
+            except ValueError as problem:
+                units, reason = "", str(problem).partition(" (value=")[0]
+            kind = str(known.kind(workload))
+            lines.append(Line((gemm.name, str(collective), format_bytes(nbytes), units, kind)))
+            reasons.append((f"{workload.name}", reason))
+    columns = ("<GEMM", "<collective", "bytes", "units for\nthe collective", "<class")
+    return without_empty_columns(Table("partition heuristic", columns, tuple(lines), notes_of(reasons), keys=3))
+
+
+def _curves(title: str, rows: Sequence[IsolatedRow]) -> Table:
+    """A line for each curve, a column for each number of units."""
+    units = sorted({row.units for row in rows if row.time_us is not None and row.units})
+    lines, notes = [], []
+    for names, same in grouped(rows, _curve_of, ordered=False):
+        times = {row.units: row.time_us for row in same if row.time_us is not None}
+        notes += [(" ".join(filter(None, names)), row.note) for row in same if row.note]
+        if 0 in times:
+            ratios = (f"{times[one] / times[0]:.2f}" if one in times else "" for one in units)
+            lines.append(Line((*names, number(times[0]), *ratios)))
+    columns = ("<what", "bytes", "<implementation", "<variant", "<means", "all units\nus", *map(str, units))
+    return without_empty_columns(Table(title, columns, tuple(lines), notes_of(notes), keys=5))
+
+
+def _curve_of(row: IsolatedRow) -> tuple[str, ...]:
+    means = row.means if row.what == GEMM else ""  # a collective's first point has no means yet
+    nbytes = format_bytes(row.bytes) if row.bytes else ""
+    return row.gemm or row.collective, nbytes, row.implementation, row.variant, means
+
+
+def _beside(rows: Sequence[IsolatedRow]) -> Table:
+    lines = [
+        Line((row.gemm, row.implementation, format_bytes(row.bytes), row.means, number(row.alone_us),
+              number(row.time_us), "" if not row.time_us or not row.alone_us else f"{row.time_us / row.alone_us:.2f}"))
+        for row in rows
+    ]  # fmt: skip
+    notes = notes_of([(f"{row.gemm} {row.implementation}", row.note) for row in rows])
+    columns = ("<GEMM", "<traffic", "bytes", "<time of", "alone us", "beside us", "ratio")
+    return Table("a GEMM beside DMA traffic", columns, tuple(lines), notes, keys=4)
+
+
+def _pairs(rows: Sequence[IsolatedRow]) -> Table:
+    """Every strategy against one after the other by the same implementation."""
+    serial = {(row.gemm, row.collective, row.implementation): row.time_us for row in rows if row.means == SERIAL}
+    lines, notes = [], []
+    for row in rows:
+        base_us = serial.get((row.gemm, row.collective, row.implementation))
+        if row.time_us is None:
+            notes.append((row.means, row.note))
+        elif base_us is not None:
+            what = (row.gemm, row.collective, format_bytes(row.bytes), row.implementation, row.means)
+            units = str(row.units) if row.units else ""
+            lines.append(Line((*what, units, number(row.time_us), f"{base_us / row.time_us:.2f}")))
+    columns = ("<GEMM", "<collective", "bytes", "<implementation", "<strategy", "units", "together\nus", "speedup")
+    return without_empty_columns(Table("pairs under strategies", columns, tuple(lines), notes_of(notes), keys=5))
+
+
+def _classes(known: Isolated) -> Table:
+    lines = []
+    for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
+        (bound, why), time_us = known.bound(gemm), known.gemm_us(gemm)
+        needs = gemm.nbytes / time_us / 1e3
+        tflops = gemm.flops / time_us / 1e6
+        lines.append(
+            Line((gemm.name, f"{gemm.flops / gemm.nbytes:.0f}", number(needs), number(tflops), f"{bound}-bound, {why}"))
+        )
+    for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
+        limit = f"{known.limit(collective, nbytes)}-bound"
+        lines.append(Line((f"{collective} {format_bytes(nbytes)}", "", "", "", limit)))
+    columns = ("<what", "operations\na byte", "needs\nGB/s", "TFLOP/s", "<class")
+    title = (
+        f"classes: {known.tflops:.3g} TFLOP/s and {known.memory_gbps:.0f} GB/s were reached, "
+        f"{known.flops_per_byte:.0f} operations a byte"
+    )
+    return Table(title, columns, tuple(lines), keys=1)
+
+
+LINES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, BLACK)
+SLOWDOWN = "time / time with all units"
+
+
+def draw_isolated(rows: Sequence[IsolatedRow], results: Results, directory: Path) -> list[Picture]:
+    """GEMMs by units taken, collectives by units given, and collectives by size; none of too little."""
+    try:
+        known = isolated_of(rows)
+    except ValueError:
+        return []
+    where = results.where
+    found = (_gemms(known, where, directory), _given(known, where, directory), _sizes(known, where, directory))
+    return [picture for picture in found if picture is not None]
+
+
+def _gemms(known: Isolated, where: str, directory: Path) -> Picture | None:
+    """Figure 5: a panel for each means of taking units, a line for each GEMM."""
+    by_means: dict[str, list[GemmTimes]] = {}
+    for curve in known.gemms:
+        if curve.slowdown():
+            by_means.setdefault(curve.means, []).append(curve)
+    if not by_means:
+        return None
+    names = list(dict.fromkeys(curve.gemm.name for curves in by_means.values() for curve in curves))
+    figure, (panels,) = _figure(1, len(by_means))
+    for axes, (means, curves) in zip(panels, by_means.items(), strict=True):
+        for curve in curves:
+            _line(axes, curve.slowdown(), curve.gemm.name, names.index(curve.gemm.name))
+        _slowdowns(axes, means, "units taken from the GEMM")
+    panels[0].set_ylabel(SLOWDOWN)
+    text = "Slowdown of GEMMs by the compute units that they do without, a panel for each way of taking them."
+    return _saved(figure, "isolated-gemms", f"GEMMs on fewer units: {where}", text, directory)
+
+
+def _given(known: Isolated, where: str, directory: Path) -> Picture | None:
+    """Figure 6: a column for each collective, a row for each implementation on units, a line for each size."""
+    curves = [curve for curve in known.collectives if curve.slowdown()]
+    if not curves:
+        return None
+    kinds = list(dict.fromkeys(curve.collective for curve in curves))
+    movers = list(dict.fromkeys(curve.implementation for curve in curves))
+    sizes = sorted({curve.nbytes for curve in curves})
+    figure, panels = _figure(len(movers), len(kinds))
+    for row, mover in zip(panels, movers, strict=True):
+        for axes, kind in zip(row, kinds, strict=True):
+            mine = [c for c in curves if (c.implementation, c.collective) == (mover, kind)]
+            for curve in sorted(mine, key=lambda one: one.nbytes):
+                _line(axes, curve.slowdown(), format_bytes(curve.nbytes), sizes.index(curve.nbytes))
+            _slowdowns(axes, f"{mover} {kind}", "units given to the collective")
+        row[0].set_ylabel(SLOWDOWN)
+    text = "Slowdown of collectives by the compute units that they have, a column for each collective."
+    return _saved(figure, "isolated-units", f"Collectives on few units: {where}", text, directory)
+
+
+def _sizes(known: Isolated, where: str, directory: Path) -> Picture | None:
+    """Figure 7: a panel for each collective, a line for each implementation."""
+    kinds = list(dict.fromkeys(curve.collective for curve in known.collectives))
+    if not kinds:
+        return None
+    figure, (panels,) = _figure(1, len(kinds))
+    for axes, kind in zip(panels, kinds, strict=True):
+        mine = sorted((c for c in known.collectives if c.collective == kind), key=lambda one: one.nbytes)
+        for line, name in enumerate(dict.fromkeys(curve.implementation for curve in mine)):
+            points = {c.nbytes: c.times_us[0] for c in mine if c.implementation == name}
+            _line(axes, points, name, line, COLOURS.get(name))
+        size_axis(axes, sorted({curve.nbytes for curve in mine}))
+        axes.set_yscale("log")
+        axes.set_title(str(kind))
+        axes.legend(fontsize=7, frameon=False)
+    panels[0].set_ylabel("time, us")
+    text = "Times of collectives alone by size, a line for each implementation."
+    return _saved(figure, "isolated-sizes", f"Collectives by size: {where}", text, directory)
+
+
+def _figure(rows: int, columns: int) -> tuple[Figure, Sequence[Sequence[Axes]]]:
+    figure = Figure(figsize=(1.2 + 3.0 * columns, 0.6 + 2.6 * rows), layout="constrained")
+    panels: Sequence[Sequence[Axes]] = figure.subplots(rows, columns, squeeze=False, sharey="row").tolist()
+    return figure, panels
+
+
+def _line(axes: Axes, points: Mapping[int, float], label: str, number: int, colour: str | None = None) -> None:
+    dash, mark = STYLES[number % len(STYLES)]
+    style: Any = {"color": colour or LINES[number % len(LINES)], "linestyle": dash, "marker": mark, "markersize": 4}
+    axes.plot(list(points), list(points.values()), label=label, **style)
+
+
+def _slowdowns(axes: Axes, title: str, units: str) -> None:
+    axes.axhline(1.0, color=BLACK, linewidth=0.7)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.set_xlabel(units)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, frameon=False)
+
+
+def _saved(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return save(figure, name, title, text, directory)

@@ -8,8 +8,8 @@ from sidelane.choice import Candidate, Curve, Profile
 from sidelane.choice.candidate import IMPLEMENTATIONS, find
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.results.files import Results
-from sidelane_lab.harness.results.rows.collectives import CollectiveRow
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies.collectives.rows import CollectiveRow
 
 Way = tuple[Kind, str, bool, bool, Candidate]
 

@@ -1,0 +1,125 @@
+"""What pictures have in common: colours, lines, axes of sizes, names at the ends of lines, files.
+
+Colours are those of Okabe and Ito, which people with any colour vision tell apart; every line and bar also carries its
+name or its value, so that no picture needs its colours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from sidelane.c3.strategies import strategies
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.study import Picture
+
+BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
+BLACK, GREY = "#000000", "#666666"
+COLOURS = {
+    "nccl": VERMILLION,
+    "gloo": VERMILLION,
+    "nccl_ctas": VERMILLION,
+    "nccl_ce": ORANGE,
+    "symm_mem": PURPLE,
+    "dma": BLUE,
+    "dma_left": BLUE,
+    "dma_in_place": BLUE,
+    "sm": GREEN,
+    "auto": BLACK,
+    "library": VERMILLION,
+}
+# A strategy has the colour of whoever moves its bytes.
+COLOURS |= {strategy.name: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
+# Lines of one implementation differ in dash and mark.
+STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P"))
+RC: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "sidelane",  # the same rows give the same file
+}
+
+
+def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
+    """Make the x-axis one of sizes in bytes, with no more marks than can be read."""
+    axes.set_xscale("log", base=2)
+    step = -(-len(sizes) // 8)
+    axes.xaxis.set_major_locator(FixedLocator(list(sizes[::step])))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(round(value))))
+    axes.set_xlabel("bytes")
+
+
+def label_ends(axes: Axes, points: Sequence[tuple[float, float, str, str]], side: str) -> None:
+    """Write names next to the ends of lines, moved apart so that none covers another."""
+    axes.figure.canvas.draw()  # limits and scale are final only then
+    box = axes.get_window_extent()
+    height = 11.0 * axes.figure.dpi / 72.0
+    places = sorted((axes.transData.transform((x, y))[1], x, y, name, colour) for x, y, name, colour in points)
+    spots = _spread([place[0] for place in places], height)
+    outside, anchor = (1.03, 0.0) if side == "right" else (-0.03, 1.0)
+    # A leader begins at the end of the name that faces the line, so that none runs through another's name.
+    leader = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 2, "relpos": (anchor, 0.5)}
+    for spot, (_, x, y, name, colour) in zip(spots, places, strict=True):
+        axes.annotate(
+            name,
+            xy=(x, y),
+            xytext=(outside, (spot - box.y0) / box.height),
+            textcoords=("axes fraction", "axes fraction"),
+            ha="left" if side == "right" else "right",
+            va="center",
+            fontsize=8,
+            color=colour,
+            arrowprops={**leader, "color": colour},
+            annotation_clip=False,
+        )
+    if side == "left":
+        axes.yaxis.tick_right()
+
+
+def _spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move ascending places apart until each two are ``gap`` from each other, those in the middle the least.
+
+    >>> _spread([0.0, 1.0, 2.0, 9.0], gap=2.0)
+    [-1.0, 1.0, 3.0, 9.0]
+    """
+    clusters: list[tuple[float, int]] = []  # mean place and number of those that touch
+    for place in places:
+        mean, count = place, 1
+        while clusters and mean - clusters[-1][0] < gap * (count + clusters[-1][1]) / 2:
+            other_mean, other_count = clusters.pop()
+            mean = (mean * count + other_mean * other_count) / (count + other_count)
+            count += other_count
+        clusters.append((mean, count))
+    return [mean + gap * (index - (count - 1) / 2) for mean, count in clusters for index in range(count)]
+
+
+def file_name(text: str) -> str:
+    """A title as the name of a file, without ending."""
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")
+
+
+def save(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:
+    """Write ``name.png`` and ``name.svg``; the same rows give the same files."""
+    save_both(figure, name, directory)
+    return Picture(name, title, text)
+
+
+def save_both(figure: Figure, name: str, folder: Path, dpi: int = 150) -> Path:
+    """Write ``name.png``, which is returned, and ``name.svg``; the same figures give the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.set_dpi(dpi)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # it is laid out: each file would do that twice again
+    figure.savefig(folder / f"{name}.png", dpi=dpi)
+    figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})
+    return folder / f"{name}.png"

@@ -1,0 +1,171 @@
+"""A study for readers: tables on the terminal, and a folder with one page, pictures and the figures themselves.
+
+The page ``index.html`` holds everything it shows, so that it can be sent as one file; ``report.md`` says the same in
+Markdown, with the pictures next to it.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import rich.console
+
+from sidelane.cli.table import Line, Table, grouped
+from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.drawing import RC
+from sidelane_lab.harness.study import Picture, R, Results, study_of
+
+CPU_WARNING = (
+    "Ranks were CPU processes: real bytes through shared memory, moved by one thread for each engine. "
+    "These figures show that the machinery works. They do not predict what GPUs do."
+)
+PAGE = "index.html"
+"""What to open in the folder of a report."""
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 1180px; margin: 2em auto; padding: 0 1em }
+h1 { margin-bottom: 0 } h2 { margin-top: 2em; border-bottom: 1px solid #bbb }
+h3 { margin: 1.6em 0 .4em; font-size: 1em }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
+th { border-bottom: 1px solid #444 } th, td { padding: .15em .7em; text-align: right } .l { text-align: left }
+tr.best td { font-weight: 600; background: #e8f1f8 } tr.rule td { border-bottom: 1px solid #ccc }
+.warn { background: #fff3d6; padding: .6em 1em } .about td { text-align: left } img { max-width: 100%; margin: .6em 0 }
+code { background: #f2f2f2; padding: .1em .3em } .note { color: #555; font-size: 13px }
+"""
+
+
+def lines_of(
+    rows: Iterable[R],
+    by: Callable[[R], Any],
+    value: Callable[[R], float | None],
+    cells: Callable[[R], tuple[str, ...]],
+    *,
+    ordered: bool = True,
+) -> tuple[Line, ...]:
+    """Lines of a table in groups, each by value; the first of a group is set off if it has one.
+
+    Args:
+        rows: to show.
+        by: what rows of a group have in common.
+        value: the less of it the better; None: there is none.
+        cells: of a row.
+        ordered: by ``by`` and by value; else groups and rows stay in their order, and all with the least are set off.
+    """
+    lines: list[Line] = []
+    for _, same in grouped(rows, by, ordered=ordered):
+        shown = sorted(same, key=lambda row: (value(row) is None, value(row) or 0.0)) if ordered else same
+        least = min((found for row in same if (found := value(row)) is not None), default=None)
+        best = [row for row in shown if least is not None and value(row) == least]
+        if ordered:
+            best = best[:1]
+        lines += [Line(cells(row), any(row is one for one in best), row is shown[-1]) for row in shown]
+    return tuple(lines)
+
+
+def tables_of(results: Results) -> list[Table]:
+    """The tables of a study."""
+    study = study_of(results.study)
+    return study.tables(study.rows_of(results))
+
+
+def draw(results: Results, folder: Path) -> list[Picture]:
+    """Draw every picture of a study into a folder, as ``name.png`` and ``name.svg``."""
+    study = study_of(results.study)
+    with mpl.rc_context(RC):
+        return study.plots(study.rows_of(results), results, folder)
+
+
+def show(results: Results, console: rich.console.Console) -> None:
+    """Print the tables of a study."""
+    for table in tables_of(results):
+        console.print(table.to_rich())
+    console.print(study_of(results.study).legend, style="dim")
+    if results.on_cpu:
+        console.print(_warning(results), style="yellow")
+
+
+def write(directory: str | Path, studies: Results | Sequence[Results], further: Sequence[Picture] = ()) -> Path:
+    """Write the report of one or more studies.
+
+    Args:
+        directory: made if need be; files of earlier reports that carry the same names are replaced.
+        studies: at least one, of different names.
+        further: pictures of the last of them that lie there already.
+
+    Returns:
+        The page, ``directory/index.html``.
+
+    Raises:
+        ValueError: no study, or two of one name.
+    """
+    chosen = [studies] if isinstance(studies, Results) else list(studies)
+    names = [results.study for results in chosen]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"report.write: studies of different names are needed, at least one (value={names})")
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    page, text = [], []
+    for results in chosen:
+        result_files.write(folder / f"{results.study}.json", results)
+        pictures, tables = draw(results, folder), tables_of(results)
+        pictures += further if results is chosen[-1] else ()
+        page.append(_html_section(results, tables, pictures, folder))
+        text.append(_markdown_section(results, tables, pictures))
+    (folder / "report.md").write_text("# Sidelane report\n\n" + "\n".join(text), encoding="utf-8")
+    index = folder / PAGE
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Sidelane report</title><style>{STYLE}</style>"
+    index.write_text(f"{head}<h1>Sidelane report</h1>{''.join(page)}</html>\n", encoding="utf-8")
+    return index
+
+
+def _warning(results: Results) -> str:
+    """What readers must know about figures from CPU processes."""
+    return " ".join(filter(None, (CPU_WARNING, study_of(results.study).warning(results))))
+
+
+def _about(results: Results) -> list[tuple[str, str]]:
+    where = "CPU processes" if results.on_cpu else "GPUs"
+    return [
+        ("machine", f"{results.machine}: {results.device}"),
+        ("ranks", f"{results.ranks} {where}"),
+        ("command", results.command),
+        ("date", results.date),
+        ("commit", results.commit),
+        ("software", ", ".join(f"{name} {version}" for name, version in results.software.items())),
+    ]
+
+
+def _html_section(results: Results, tables: Sequence[Table], pictures: Sequence[Picture], folder: Path) -> str:
+    about = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>"
+        + (f"<code>{html.escape(value)}</code>" if name == "command" else html.escape(value))
+        + "</td></tr>"
+        for name, value in _about(results)
+    )
+    warning = f"<p class=warn>{html.escape(_warning(results))}</p>" if results.on_cpu else ""
+    images = "".join(
+        f'<img alt="{html.escape(picture.text)}" src="data:image/svg+xml;base64,{inline(folder, picture)}">'
+        for picture in pictures
+    )
+    return (
+        f"<h2>{html.escape(study_of(results.study).title)}</h2><table class=about>{about}</table>{warning}{images}"
+        f"<p class=note>{html.escape(study_of(results.study).legend)}</p>{''.join(table.to_html() for table in tables)}"
+    )
+
+
+def inline(folder: Path, picture: Picture) -> str:
+    """The picture as base64, for a page that holds all it shows."""
+    return base64.b64encode((folder / f"{picture.name}.svg").read_bytes()).decode()
+
+
+def _markdown_section(results: Results, tables: Sequence[Table], pictures: Sequence[Picture]) -> str:
+    about = "\n".join(f"- {name}: {f'`{value}`' if name == 'command' else value}" for name, value in _about(results))
+    warning = [f"> {_warning(results)}"] if results.on_cpu else []
+    images = [f"![{picture.text}]({picture.name}.png)" for picture in pictures]
+    parts = [f"## {study_of(results.study).title}", about, *warning, *images, study_of(results.study).legend]
+    return "\n\n".join([*parts, *(table.to_markdown() for table in tables)]) + "\n"

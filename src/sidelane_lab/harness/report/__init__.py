@@ -1,1 +1,0 @@
-"""Studies for readers: tables, pictures and a page."""

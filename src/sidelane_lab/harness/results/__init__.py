@@ -1,1 +1,0 @@
-"""Result files: their rows, and where they come from."""

@@ -1,0 +1,348 @@
+"""A study from options to a file: start the ranks, follow them, publish what they measured.
+
+Rank 0 sends every row as soon as it has it. If a rank fails or hangs later, the rows until then are published all the
+same, and then the error is raised: device time is too dear to lose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Generic
+
+import rich.console
+import rich.progress
+
+from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
+from sidelane.cli.output import STDOUT, refuse_unwritable
+from sidelane.cli.terminal import progress_console, tables_console
+from sidelane.machine import local
+from sidelane_lab.harness import report
+from sidelane_lab.harness import study as result_files
+from sidelane_lab.harness.rows import FlatRow
+from sidelane_lab.harness.study import Picture, R, Results, Study, collect
+
+LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
+"""The least value of options that a study may have, and of the members of a tuple."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What every study lets a user say. ``LEAST`` holds options that many of them have; ``budget_s`` is above 0.
+
+    Attributes:
+        ranks: processes; None takes every accelerator, or a few processes on the CPU.
+        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
+        implementations: names to keep; empty keeps all of this machine.
+        json: file for the results, or ``written.STDOUT``, which then has nothing else; None writes none.
+        report: folder for the page and the pictures; None writes none.
+        timeout_s: for the whole study.
+        step_timeout_s: for one sample, check or allocation; a device that takes longer counts as hanging.
+        seed: of the random inputs.
+        command: what to type to run it again; empty takes this process's command line.
+        quiet: neither progress nor tables.
+    """
+
+    ranks: int | None = None
+    device: str = "auto"
+    implementations: tuple[str, ...] = ()
+    json: Path | None = None
+    report: Path | None = None
+    timeout_s: float = 600.0
+    step_timeout_s: float = 60.0
+    seed: int = 0
+    command: str = ""
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0 or self.step_timeout_s <= 0:
+            raise ValueError(
+                f"{type(self).__name__}: time-outs must be positive (value={self.timeout_s}, {self.step_timeout_s})"
+            )
+        for name, least in LEAST.items():
+            given = getattr(self, name, least)
+            if min(given if isinstance(given, tuple) else (given,), default=least) < least:
+                raise ValueError(f"{type(self).__name__}: {name} (value={given}, allowed={least} and more)")
+        budget_s = getattr(self, "budget_s", None)
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"{type(self).__name__}: budget_s (value={budget_s}, allowed=more than 0)")
+
+    @property
+    def step_s(self) -> float:
+        """The time-out of a step, which is never longer than that of the study."""
+        return min(self.step_timeout_s, self.timeout_s)
+
+
+class Sender:
+    """Rank 0's side of the channel to the user; on other ranks it does nothing.
+
+    Args:
+        rank: of this process.
+
+    Attributes:
+        steps: that the study will take; it is set before the first.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.steps = 0
+        self._rank = rank
+        self._done = 0
+
+    def step(self, text: str) -> None:
+        """Say that the next step begins."""
+        self._send({"step": self._done, "of": self.steps, "text": text})
+        self._done += 1
+
+    def row(self, row: FlatRow) -> None:
+        """Hand over a row."""
+        self._send({"row": row.to_dict()})
+
+    def note(self, text: str) -> None:
+        """Say something that is no row: a reason, a choice."""
+        self._send({"note": text})
+
+    def rounded(self, asked: Iterable[int], rounded: Callable[[int], int]) -> list[int]:
+        """Return what is measured for sizes that were asked for, in ascending order; say which ones it is not.
+
+        Args:
+            asked: bytes.
+            rounded: what is measured in place of a size.
+        """
+        taken = {nbytes: rounded(nbytes) for nbytes in asked}
+        changed = [f"{nbytes} as {size}" for nbytes, size in taken.items() if size != nbytes]
+        if changed:
+            self.note(f"rounded up to bytes that {self._rank.world_size} ranks share evenly: {', '.join(changed)}")
+        return sorted(set(taken.values()))
+
+    def _send(self, message: dict[str, object]) -> None:
+        if self._rank.rank == 0:
+            self._rank.say(json.dumps(message))
+
+
+class Follower(Generic[R]):
+    """The user's side: keeps rows, shows a bar on a terminal and one line a step elsewhere."""
+
+    def __init__(
+        self, row_type: type[R], console: rich.console.Console | None, grown: Callable[[], None] = lambda: None
+    ) -> None:
+        self.rows: list[R] = []
+        self.notes: list[str] = []
+        self._row_type: type[R] = row_type
+        self._console = console
+        self._grown = grown
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+
+    @contextmanager
+    def shown(self, title: str) -> Iterator[None]:
+        """Show progress inside the ``with`` block."""
+        if self._console is None or not self._console.is_terminal:
+            yield
+            return
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+        )
+        with rich.progress.Progress(*columns, console=self._console, transient=True) as self._bar:
+            self._task = self._bar.add_task(title, total=None)
+            yield
+        self._bar = self._task = None
+
+    def __call__(self, line: str) -> None:
+        message = json.loads(line)
+        if "row" in message:
+            self.rows.append(self._row_type.from_dict(message["row"]))
+            self._grown()
+        elif "note" in message:
+            self.notes.append(message["note"])
+            self._print(message["note"])
+        elif self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=message["step"], total=message["of"], description=message["text"])
+        else:
+            self._print(f"[{message['step'] + 1}/{message['of']}] {message['text']}")
+
+    def _print(self, text: str) -> None:
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False)
+
+
+def run_study(
+    study: Study[R],
+    options: StudyOptions,
+    *,
+    place: LaunchTarget | None = None,
+    known: Sequence[R] = (),
+    grows: Path | None = None,
+    further: Callable[[Sequence[R], Path], Sequence[Picture]] | None = None,
+) -> Results | None:
+    """Let every rank measure, and publish the rows that rank 0 sends.
+
+    Args:
+        study: what to run.
+        options: its options.
+        place: where to run it; None chooses by the options.
+        known: rows that are there already; of what is measured again the new one counts (``Study.key``).
+        grows: file that is written anew with every row; None writes none.
+        further: puts pictures into the folder of the report that are drawn from no rows.
+
+    Returns:
+        The results; None on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed. What had been measured until then is published first, as it is at Ctrl-C
+            and where ``timeout`` ends the process (SIGTERM, which is a KeyboardInterrupt here).
+        ValueError: options do not fit this machine, or leave nothing to measure.
+    """
+    place = place or choose_target(options.ranks, options.device)
+    check_targets(options)
+    refuse_unwritable(study.name, grows)
+    progress, tables = (None, None) if options.quiet else (progress_console(), tables_console(options.json))
+    empty = collect(study.name, (), device_type=place.device_type, ranks=place.world_size, command=options.command)
+
+    def results() -> Results:
+        rows = merged(study.key, [*known, *follower.rows])
+        return dataclasses.replace(empty, rows=rows)
+
+    def grown() -> None:
+        if grows is not None:
+            result_files.write(grows, results())
+
+    follower: Follower[R] = Follower(study.row, progress, grown)
+    if progress is not None and place.on_cpu and place.world_size > local.cores():
+        progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
+    failure: BaseException | None = None
+    try:
+        with _interrupted_by_sigterm():
+            assert study.measure is not None, study.name
+            if not follow(follower, study.measure, options, place, study.progress):
+                return None
+    except (Exception, KeyboardInterrupt) as error:  # under torchrun it is whatever the rank raised
+        if not follower.rows:
+            raise
+        failure = error
+    found = results()
+    if not found.rows:
+        raise ValueError(f"{study.name}: nothing that was asked for can run here ({_asked(options)})")
+    rows = study.rows_of(found)
+    publish(found, options, tables, () if further is None or options.report is None else further(rows, options.report))
+    if progress is not None and options.report is not None:
+        progress.print(f"report: {options.report / report.PAGE}", markup=False)
+    if failure is not None:
+        raise failure
+    return found
+
+
+def follow(
+    follower: Follower[R],
+    measure: Callable[..., Iterable[FlatRow]],
+    options: StudyOptions,
+    place: LaunchTarget,
+    progress: str,
+) -> bool:
+    """Run ``measure(rank, options, sender)`` on every rank; ``follower`` shows and keeps what rank 0 sends.
+
+    Returns:
+        False on the other ranks under torchrun.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    with follower.shown(progress):
+        finished = run_ranks(
+            _measure,
+            place.world_size,
+            measure,
+            options,
+            device_type=place.device_type,
+            timeout_s=options.timeout_s,
+            progress=follower,
+        )
+    return finished is not None
+
+
+def _measure(rank: Rank, measure: Callable[..., Iterable[FlatRow]], options: StudyOptions) -> int:
+    """Send the rows of a rank. Returns their number."""
+    sender, count = Sender(rank), 0
+    for row in measure(rank, options, sender):
+        sender.row(row)
+        count += 1
+    return count
+
+
+def merged(key: Callable[[R], Hashable] | None, rows: Sequence[R]) -> tuple[R, ...]:
+    """Rows; of those that have a key in common the last, in the place of the first."""
+    return tuple(rows) if key is None else tuple({key(row): row for row in rows}.values())
+
+
+def rows_there(study: Study[R], path: Path | None, place: LaunchTarget, *, same_software: bool = False) -> Sequence[R]:
+    """The rows of a file that a study goes on with; none where there is no file.
+
+    Raises:
+        ValueError: it is of another study, of another machine or, if that matters, of other software.
+    """
+    if path is None or path == STDOUT or not path.exists():
+        return ()
+    found = result_files.read(path)
+    here = collect(study.name, (), device_type=place.device_type, ranks=place.world_size)
+    theirs, ours = [(one.study, one.device, one.ranks) for one in (found, here)]
+    if theirs != ours or (same_software and found.software != here.software):
+        more = " with the same software" if same_software else ""
+        raise ValueError(f"{study.name}: {path} was measured elsewhere (value={theirs}, allowed={ours}{more})")
+    return study.rows_of(found)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Where nobody else has asked for the signal."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _asked(options: StudyOptions) -> str:
+    """What narrows a study down, in words."""
+    names = ("collectives", "cases", "implementations", "variants", "launches", "places")
+    given = [(name, getattr(options, name, ())) for name in names]
+    return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)
+
+
+def check_targets(options: StudyOptions) -> None:
+    """Find out that what is measured could not be written, before it is measured.
+
+    Raises:
+        ValueError: with the option and the reason.
+    """
+    refuse_unwritable("--json", options.json)
+    for name in ("report", "timeline"):
+        refuse_unwritable(f"--{name}", getattr(options, name, None), is_folder=True)
+
+
+def publish(
+    results: Results, options: StudyOptions, tables: rich.console.Console | None, further: Sequence[Picture] = ()
+) -> None:
+    """Write what the options ask for, and show the tables: a file is there even if nobody reads these to their end.
+
+    ``further``: pictures that lie in the folder of the report.
+    """
+    if options.json is not None:
+        result_files.write(options.json, results)
+    if tables is not None:
+        report.show(results, tables)
+    if options.report is not None:
+        report.write(options.report, results, further)

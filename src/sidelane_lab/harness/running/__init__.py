@@ -1,1 +1,0 @@
-"""Starting ranks, following them, and timing what they do."""

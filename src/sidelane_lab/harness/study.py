@@ -1,0 +1,190 @@
+"""A study: what it declares about itself, and the result file that holds its rows.
+
+A declaration stands at the end of the module that measures, and ``sidelane_lab.studies.STUDIES`` says which module that
+is. The harness loads it by name when somebody runs the study, or reads a file of it; it imports no study itself.
+
+A file is one JSON object: ``study, machine, gpus, device, ranks, date, commit, command, software, rows``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import importlib
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sidelane.cli import provenance
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Table
+from sidelane.machine.inventory import machine_name
+from sidelane.user_files import json_of, text_of
+from sidelane_lab.harness.rows import FlatRow, require
+
+R = TypeVar("R", bound=FlatRow)
+ROOM = "sidelane_lab.studies"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture on disk: ``name`` without ending; ``text`` says what it shows, for those who cannot see it."""
+
+    name: str
+    title: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study(Generic[R]):
+    """A declared study.
+
+    Attributes:
+        name: in result files, and in ``STUDIES``.
+        title: heading of its section in a report.
+        legend: what readers of its tables must know.
+        row: type of its rows.
+        tables: shows rows.
+        plots: draws rows into a folder.
+        warning: what readers of one file must know besides; empty if nothing.
+        measure: every rank's part, ``measure(rank, options, sender)``, which makes the rows; None where another study
+            measures.
+        progress: what is measured, in a few words, for the bar.
+        key: what two rows of one thing have in common; None where no run goes on with the file of another.
+    """
+
+    name: str
+    title: str
+    legend: str
+    row: type[R]
+    tables: Callable[[Sequence[R]], list[Table]]
+    plots: Callable[[Sequence[R], Results, Path], list[Picture]] = lambda rows, results, folder: []
+    warning: Callable[[Results], str] = lambda results: ""
+    measure: Callable[..., Any] | None = None
+    progress: str = ""
+    key: Callable[[R], Hashable] | None = None
+
+    def rows_of(self, results: Results) -> tuple[R, ...]:
+        """The rows of a file of this study.
+
+        Raises:
+            ValueError: it is of another study.
+        """
+        if results.study != self.name:
+            raise ValueError(f"{self.name}: results (value={results.study!r}, allowed=a file of {self.name})")
+        return tuple(row for row in results.rows if isinstance(row, self.row))
+
+
+def studies() -> Mapping[str, str]:
+    """The module of every study, by the study's name."""
+    found: Mapping[str, str] = importlib.import_module(ROOM).STUDIES
+    return found
+
+
+@functools.cache
+def study_of(name: str) -> Study[Any]:
+    """The declaration of a study; its module is imported now.
+
+    Raises:
+        ValueError: no such study.
+    """
+    require("study_of", "study", name, tuple(studies()))
+    module = importlib.import_module(studies()[name])
+    return next(one for one in vars(module).values() if isinstance(one, Study) and one.name == name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """A study's file. Make it with :func:`collect`, which looks up what the machine is.
+
+    Attributes:
+        study: one of ``STUDIES``.
+        machine: short name, as the folders under ``results/`` have it (``h200x4``, ``cpu``).
+        gpus: number of GPUs that took part; 0 when ranks were CPU processes.
+        device: full name of the GPU or processor.
+        ranks: processes that took part.
+        date: UTC, ISO 8601.
+        commit: of the code that ran, with ``-dirty`` when files differed from it; ``unknown`` outside a checkout.
+        command: what to type to run it again.
+        software: versions, by name.
+        rows: the study's rows, of one type.
+    """
+
+    study: str
+    machine: str
+    gpus: int
+    device: str
+    ranks: int
+    date: str
+    commit: str
+    command: str
+    software: dict[str, str]
+    rows: tuple[FlatRow, ...]
+
+    def __post_init__(self) -> None:
+        row_type = study_of(self.study).row
+        wrong = {type(row).__name__ for row in self.rows if type(row) is not row_type}
+        if wrong:
+            raise ValueError(f"Results: rows of {self.study} (value={wrong}, allowed={row_type.__name__})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of the file."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "rows": [row.to_dict() for row in self.rows]}
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.gpus == 0
+
+    @property
+    def where(self) -> str:
+        """The ranks and the machine, for titles."""
+        return f"{self.ranks} {'processes on' if self.on_cpu else 'x'} {self.device}"
+
+
+def collect(study: str, rows: Sequence[FlatRow], *, device_type: str, ranks: int, command: str = "") -> Results:
+    """Put rows together with what this machine and this installation are. Call it in the parent or on one rank.
+
+    Args:
+        study: one of ``STUDIES``.
+        rows: what was measured.
+        device_type: of the ranks' tensors: ``cpu`` or the accelerator's name in torch.
+        ranks: processes that took part.
+        command: what to type to run it again; empty takes this process's command line.
+    """
+    on_cpu = device_type == "cpu"
+    device, count = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
+    return Results(
+        study=study,
+        machine="cpu" if on_cpu else machine_name(device, count),
+        gpus=0 if on_cpu else ranks,
+        device=device,
+        ranks=ranks,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=provenance.commit(),
+        command=command or provenance.command_line(),
+        software=provenance.software_versions(),
+        rows=tuple(rows),
+    )
+
+
+def write(path: str | os.PathLike[str], results: Results) -> Path:
+    """Write the file whole or not at all, making its folder; or to stdout (``written.STDOUT``)."""
+    return write_json(path, results.to_dict(), allow_nan=False)
+
+
+def read(path: str | os.PathLike[str]) -> Results:
+    """Read a file back, checking keys and values.
+
+    Raises:
+        ValueError: it is not a result file; the text names the file and what is wrong.
+    """
+    try:
+        content = json_of(text_of(path))
+        row_type = study_of(content["study"]).row
+        rows = [row_type.from_dict(row) for row in content.pop("rows")]
+        return Results(**content, rows=tuple(rows))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
+        raise ValueError(f"read: not a result file (value={os.fspath(path)!r}): {problem}") from problem

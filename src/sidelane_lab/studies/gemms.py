@@ -1,0 +1,322 @@
+"""The vendor's GEMMs alone, at the shapes of language models: what predictions of computation are held against.
+
+A sample is a graph of calls one behind the other. Each call has matrices of its own, as layers have, and together they
+are several times the size of the last-level cache: weights come from memory, as they do in a model. Inputs are normal
+random numbers, since a GEMM of zeros draws less power and runs faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm
+from sidelane.cli.launch import Rank
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict
+from sidelane.machine import local
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
+from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.harness.rows import FlatRow, require_all
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
+
+COLD_BYTES = 256 << 20
+"""Matrices of a sample together: five times the last-level cache of the largest GPU here."""
+
+MOST_CALLS, SAMPLE_FLOPS = 64, 1e11
+"""Calls of a sample: so many that small ones take about 200 us together."""
+
+CHECKED_ROWS = 16
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-3}
+"""Largest error, next to the largest element. float32 may be rounded to TF32 by a program's own settings."""
+
+FITTED = ("llama-8b", "llama-70b/8")
+"""Models whose times a machine's description may be fitted to."""
+
+SEEN = ("qwen-32b/4", "llama-405b/8", "deepseek-v3")
+"""Models whose times were looked at before the rules of ``model/gemm.py`` went in. Those of the others are held out."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer of a model.
+
+    Attributes:
+        model: its name, behind a slash the GPUs that share a layer.
+        layer: which one.
+        gemm: its shape; ``m`` tokens, ``n`` outputs, ``k`` inputs.
+    """
+
+    model: str
+    layer: str
+    gemm: Gemm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Model:
+    """Outputs and inputs of each layer, and the tokens."""
+
+    layers: Mapping[str, tuple[int, int]]
+    tokens: tuple[int, ...]
+
+
+# Hidden size, heads and intermediate size as in each model's published configuration (config.json). gate_up are the two
+# projections in front of the gated activation, in one GEMM; qkv those to queries, keys and values.
+MODELS = {
+    "llama-8b": _Model(
+        {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+        (16, 128, 512, 2048, 8192),
+    ),
+    "llama-70b/8": _Model(
+        {"qkv": (1280, 8192), "out": (8192, 1024), "gate_up": (7168, 8192), "down": (8192, 3584)},
+        (8, 64, 256, 1024, 4096),
+    ),
+    "qwen-32b/4": _Model(
+        {"qkv": (1792, 5120), "out": (5120, 1280), "gate_up": (13824, 5120), "down": (5120, 6912)},
+        (16, 96, 400, 2048, 16384),
+    ),
+    "llama-405b/8": _Model(
+        {"qkv": (2304, 16384), "out": (16384, 2048), "gate_up": (13312, 16384), "down": (16384, 6656)},
+        (4, 64, 333, 1000, 8192),
+    ),
+    "deepseek-v3": _Model(
+        {"q_b": (24576, 1536), "out": (7168, 16384), "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048)},
+        (32, 128, 640, 3072, 8192),
+    ),
+    "gemma-27b/2": _Model(
+        {"qkv": (4096, 5376), "out": (5376, 2048), "gate_up": (21504, 5376), "down": (5376, 10752)},
+        (16, 100, 500, 1500, 6000),
+    ),
+    "gpt-oss-120b": _Model(
+        {"qkv": (5120, 2880), "out": (2880, 4096), "expert_gate_up": (5760, 2880), "expert_down": (2880, 2880)},
+        (32, 200, 777, 2500, 16000),
+    ),
+    "mixtral-8x22b/4": _Model(
+        {"qkv": (2048, 6144), "out": (6144, 1536), "expert_gate_up": (8192, 6144), "expert_down": (6144, 4096)},
+        (1, 48, 300, 1200, 5000),
+    ),
+}
+
+
+def projections(models: tuple[str, ...] = (), dtype: str = "bfloat16") -> tuple[Projection, ...]:
+    """All shapes of some models.
+
+    Args:
+        models: names; empty takes all.
+        dtype: of the matrices.
+
+    Raises:
+        ValueError: no such model.
+    """
+    require_all("projections", "models", models, MODELS)
+    return tuple(
+        Projection(name, layer, Gemm(tokens, outputs, inputs, dtype))
+        for name, model in MODELS.items()
+        if not models or name in models
+        for layer, (outputs, inputs) in model.layers.items()
+        for tokens in model.tokens
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GemmRow(FlatRow):
+    """A linear layer of a model, alone: ``result[m, n] = input[m, k] @ weight[n, k].T``.
+
+    Attributes:
+        model: name, behind a slash the GPUs that share a layer.
+        layer: which one.
+        m: tokens; n: outputs; k: inputs.
+        time_us: of one call, median over the samples; p10_us and p90_us likewise.
+        tflops: operations over the time.
+        gbps: fewest bytes that can move (each input read once, the result written once) over the time.
+        correct: rows of the result were compared with float64, before and after; None when it could not run.
+        note: why there is no time.
+    """
+
+    figures = ("time_us",)
+
+    model: str
+    layer: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    tflops: float | None
+    gbps: float | None
+    correct: bool | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        models: whose projections; empty takes all.
+        warmup: samples before the measured ones.
+        repeats: measured samples.
+    """
+
+    models: tuple[str, ...] = ()
+    warmup: int = 2
+    repeats: int = 9
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        projections(self.models)
+
+
+def main(options: GemmOptions) -> Results | None:
+    """Run the study on one GPU, or on a CPU core with GEMMs that are divided to suit it.
+
+    Raises:
+        ValueError: more than one rank, or options that do not fit this machine.
+    """
+    if options.ranks not in (None, 1):
+        raise ValueError(f"gemms: ranks (value={options.ranks}, allowed=1: nothing runs beside a GEMM here)")
+    device = options.device
+    if device == "auto":
+        device = "gpu" if local.device_type_and_count()[1] else "cpu"
+    options = dataclasses.replace(options, ranks=1, device=device)
+    return run_study(STUDY, options)
+
+
+def _measure(rank: Rank, options: GemmOptions, sender: Sender) -> Iterator[GemmRow]:
+    """Make the rows."""
+    on_cpu = rank.device.type == "cpu"
+    asked = projections(options.models, "float32" if on_cpu else "bfloat16")
+    sender.steps = len(asked)
+    if on_cpu:
+        sender.note("a CPU core takes GEMMs with every dimension divided, as the table says")
+        asked = tuple(dataclasses.replace(one, gemm=_divided(one.gemm)) for one in asked)
+    meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s)
+    for seed, projection in enumerate(asked, options.seed):
+        sender.step(f"{projection.model} {projection.layer} {projection.gemm.name}")
+        with meter.on_stream():
+            yield _row(meter, projection, options, seed)
+
+
+def _divided(gemm: Gemm) -> Gemm:
+    divisor = 1
+    while gemm.scaled(divisor).flops > CPU_GEMM_FLOPS:
+        divisor *= 2
+    return gemm.scaled(divisor)
+
+
+def calls_of(gemm: Gemm) -> int:
+    """Calls of a sample, each with matrices of its own."""
+    cold = math.ceil(COLD_BYTES / gemm.nbytes)
+    return min(MOST_CALLS, max(1, cold, round(SAMPLE_FLOPS / gemm.flops)))
+
+
+def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) -> GemmRow:
+    gemm = projection.gemm
+    layers = _Layers(gemm, 1 if meter.device.type == "cpu" else calls_of(gemm), meter.device, seed)
+    layers.run()
+    meter.finish("the first run")
+    correct = layers.correct()
+    job = Job(layers.run)
+    if meter.device.type != "cpu":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            layers.run()
+        job = Job(graph.replay, calls=len(layers), hide_launch_us=HIDDEN_LAUNCH_US)
+    rounds = meter.rounds({"gemm": job}, warmup=options.warmup, repeats=options.repeats)["gemm"]
+    correct = layers.correct() and correct
+    time_us = rounds.median_us if correct else None
+    return GemmRow(
+        model=projection.model,
+        layer=projection.layer,
+        m=gemm.m,
+        n=gemm.n,
+        k=gemm.k,
+        dtype=gemm.dtype,
+        time_us=time_us,
+        p10_us=rounds.p10_us if correct else None,
+        p90_us=rounds.p90_us if correct else None,
+        tflops=None if time_us is None else gemm.flops / time_us / 1e6,
+        gbps=None if time_us is None else gemm.nbytes / time_us / 1e3,
+        correct=correct,
+        note="" if correct else "the result differs from that in float64",
+    )
+
+
+class _Layers:
+    """Linear layers of one shape, each with its own matrices."""
+
+    def __init__(self, gemm: Gemm, count: int, device: torch.device, seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        dtype = getattr(torch, gemm.dtype)
+
+        def normal(rows: int, columns: int) -> torch.Tensor:
+            return torch.empty(rows, columns, dtype=dtype, device=device).normal_(generator=generator)
+
+        self._dtype = gemm.dtype
+        self._all = [
+            (
+                normal(gemm.m, gemm.k),
+                normal(gemm.n, gemm.k),
+                torch.empty(gemm.m, gemm.n, dtype=dtype, device=device),
+            )
+            for _ in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def run(self) -> None:
+        """All of them, on the current stream."""
+        for given, weight, result in self._all:
+            torch.mm(given, weight.t(), out=result)
+
+    def correct(self) -> bool:
+        """Compare some rows of each result with float64, and poison them all."""
+        good = True
+        for given, weight, result in (self._all[0], self._all[-1]):
+            rows = torch.linspace(0, len(given) - 1, CHECKED_ROWS, device=given.device).long()
+            expected = given[rows].double() @ weight.double().t()
+            error = (result[rows].double() - expected).abs().max() / expected.abs().max()
+            good = good and bool(error <= TOLERANCE[self._dtype])  # False of NaN
+        for _, _, result in self._all:
+            result.fill_(math.nan)
+        return good
+
+
+GEMM_COLUMNS = ("<layer", "tokens", "outputs", "inputs", "us", "TFLOP/s", "GB/s", "<correct")
+
+
+def gemm_tables(rows: Sequence[GemmRow]) -> list[Table]:
+    """One table a model."""
+    tables = []
+    for model, alike in grouped(rows, lambda row: row.model, ordered=False):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.layer, ordered=False):
+            lines += [Line(_cells(row), rule=row is same[-1]) for row in same]
+        notes = notes_of([(f"{row.layer} {row.m}", row.note) for row in alike])
+        tables.append(Table(f"{model}, {alike[0].dtype}", GEMM_COLUMNS, tuple(lines), notes, keys=2))
+    return tables
+
+
+def _cells(row: GemmRow) -> tuple[str, ...]:
+    sizes = (str(row.m), str(row.n), str(row.k))
+    return (row.layer, *sizes, number(row.time_us), number(row.tflops), number(row.gbps), verdict(row.correct))
+
+
+STUDY = Study(
+    name="gemms",
+    title="GEMMs of language models, alone",
+    legend=(
+        "A linear layer of a model, alone: the vendor's GEMM in a graph of calls that each have matrices of their "
+        "own, more than the last-level cache holds. GB/s: the fewest bytes that it can move over its time."
+    ),
+    row=GemmRow,
+    tables=gemm_tables,
+    measure=_measure,
+    progress="GEMMs",
+)

@@ -1,0 +1,418 @@
+"""What a call takes the host: eager calls that repeat, and the triggers of prelaunched ones.
+
+    device   spins ...............................| 40 collectives
+    host     | call | call | call | ... 40 of them |
+
+A call of Sidelane's returns when everything is queued, as torch's do. Each batch of calls is queued behind a spin, so
+that no call waits for the device or for a peer: what is left is the host's own time, the driver's included. A call is
+made with nothing of the study around it, and again and again with the same tensors, as in the steps of a training.
+
+Triggers are timed one by one, less what the clock itself takes: each must be armed before, which is not counted.
+
+On CPUs a call blocks until the collective is done, so that none has a host time of its own. ``trigger_from_host`` only
+tells threads to go, and is timed; everything else is run and checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from sidelane.cli.launch import Rank
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.collectives import Communicator
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.candidate import (
+    Binds,
+    Entrant,
+    Implementation,
+    Tensors,
+    candidates_of,
+    nothing_to_wait_for,
+    views,
+)
+from sidelane_lab.baselines.own import Dma, Kernels
+from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
+from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.study import Results, Study
+
+BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
+MOST_SPIN_US = 50_000.0
+TRIGGERS_A_BATCH = 4
+"""Triggers are timed singly, and vary: there are this many for each batch of calls."""
+
+HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostRow(FlatRow):
+    """What a call takes the host: from its begin until it returns, while the device is busy with something else.
+
+    Attributes:
+        operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
+        bytes: gathered size.
+        symmetric: the tensors lie in symmetric memory (of NCCL: in its symmetric windows).
+        driver_calls: to the driver in one call, of Sidelane's own; null for others.
+        host_us: median over the batches of the slowest rank; p10_us and p90_us likewise.
+        best_us: fastest batch of any rank.
+        correct: outputs were compared with a reference in this run; None when it could not run.
+        note: why there is no time, or what to know about this one.
+    """
+
+    allowed = (("operation", HOST_OPERATIONS), ("implementation", IMPLEMENTATIONS))
+    figures = ("host_us",)
+
+    operation: str
+    bytes: int
+    implementation: str
+    variant: str
+    symmetric: bool
+    driver_calls: int | None
+    host_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    best_us: float | None
+    correct: bool | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostOptions(StudyOptions):
+    """What to measure.
+
+    Attributes:
+        sizes: gathered bytes.
+        variants: of Sidelane's collectives.
+        calls: in a batch. Of the copy engines' each takes up to ten calls to the driver, and a full queue would block.
+        warmup: batches before the measured ones.
+        repeats: measured batches.
+    """
+
+    sizes: tuple[int, ...] = (1 << 10, 64 << 10)
+    variants: tuple[str, ...] = ("one_shot", "b2b", "alternating", "striped")
+    calls: int = 40
+    warmup: int = 5
+    repeats: int = 50
+
+
+def main(options: HostOptions) -> Results | None:
+    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
+    return run_study(STUDY, options)
+
+
+def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostRow]:
+    """Make the rows. Collective."""
+    on_cpu = rank.device.type == "cpu"
+    sender.steps = len(options.sizes)
+    if on_cpu:
+        sender.note(f"{BLOCKS}; only trigger_from_host is timed")
+    # What blocks anyway has nothing to be compared with.
+    wanted = options.implementations or (("dma", "auto") if on_cpu else ())
+    roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sender.rounded(options.sizes, rounded)
+    cases = [Case(Kind.ALL_GATHER, size, torch.bfloat16, rank.rank, rank.world_size, rank.device) for size in sizes]
+    roster.reserve_for(cases, sender.note)
+    study = _Study(roster.meter, rank, options)
+    for case in cases:
+        sender.step(f"host time of an all-gather of {format_bytes(case.nbytes)}")
+        with roster.meter.on_stream():
+            for way in ways_of(roster.implementations.values(), options.variants, case):
+                yield study.row(case, way)
+    roster.close()
+
+
+class _Study:
+    """What one rank needs to time calls, together with the other ranks."""
+
+    def __init__(self, meter: Meter, rank: Rank, options: HostOptions) -> None:
+        self._meter, self._rank, self._options = meter, rank, options
+        self._seeds = itertools.count(options.seed + 1)
+        self._on_cpu = rank.device.type == "cpu"
+        self._clock_us = _clock_us()
+
+    def row(self, case: Case, way: Way) -> HostRow:
+        """Check, time and check again. Collective."""
+        armed: list[Armed] = []
+        problem = self._meter.run(str(way), lambda: armed.append(way.open()) if way.open is not None else None)
+        one = armed[0] if armed else None
+        problem = problem or self._check(case, way, one)
+        blocks = self._on_cpu and way.operation != "trigger_from_host"
+        samples = None
+        if problem is None and not blocks:
+            samples = self._samples(way, one)
+            problem = self._check(case, way, one)
+        if one is not None:
+            one.close()
+        return self._row(case, way, problem, samples, BLOCKS if blocks else "")
+
+    def _check(self, case: Case, way: Way, armed: Armed | None) -> Problem | None:
+        """Run once on a fresh input and compare."""
+        seed = next(self._seeds)
+
+        def run() -> None:
+            if way.tensors.output is not None:
+                poison(way.tensors.output)
+            fill_input(case, way.tensors.input, seed)
+            if armed is not None:
+                armed.arm()
+                armed.trigger()
+                armed.settle()
+            else:
+                end = way.call()
+                if callable(end):
+                    end()
+
+        def compare() -> str | None:
+            output = way.tensors.output
+            return "there is no output" if output is None else output_error(case, output, seed)
+
+        return self._meter.check(str(way), run, compare)
+
+    def _samples(self, way: Way, armed: Armed | None) -> list[list[float]]:
+        """Microseconds by rank and batch."""
+        options = self._options
+        repeats = options.repeats * (TRIGGERS_A_BATCH if armed is not None else 1)
+        longest = 50.0
+        times = []
+        for batch in range(options.warmup + repeats):
+            found = self._trigger(way, armed) if armed is not None else self._batch(way, longest)
+            longest = max(longest, found)
+            if batch >= options.warmup:
+                times.append(found)
+        self._meter.finish(str(way))
+        return self._meter.of_all_ranks(times)
+
+    def _batch(self, way: Way, longest: float) -> float:
+        call, calls = way.call, range(self._options.calls)
+        self._line_up(way)
+        self._spin(200.0 + 2 * longest * len(calls))
+        began = time.perf_counter_ns()
+        for _ in calls:
+            call()
+        return (time.perf_counter_ns() - began) / len(calls) / 1e3
+
+    def _trigger(self, way: Way, armed: Armed) -> float:
+        self._line_up(way)
+        armed.arm()
+        trigger = armed.trigger
+        self._spin(200.0)
+        began = time.perf_counter_ns()
+        trigger()
+        time_us = (time.perf_counter_ns() - began) / 1e3 - self._clock_us
+        armed.settle()
+        return max(time_us, 0.0)
+
+    def _line_up(self, way: Way) -> None:
+        """Begin with idle devices, all ranks at once: hosts disturb each other, in every batch alike."""
+        self._meter.finish(str(way))
+        self._meter.agree(None)
+
+    def _spin(self, us: float) -> None:
+        if not self._on_cpu:
+            torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
+
+    def _row(
+        self, case: Case, way: Way, problem: Problem | None, samples: list[list[float]] | None, note: str
+    ) -> HostRow:
+        variant, driver_calls = way.variant, None
+        if problem is None and way.communicator is not None:
+            choice, submitted = way.communicator.last_choice(), way.communicator.last_submitted()
+            assert choice is not None
+            assert submitted is not None
+            variant = choice.candidate.variant
+            driver_calls = submitted.counts.calls if way.open is None and not self._on_cpu else None
+        usable = samples if problem is None else None
+        slowest = None if usable is None else max(usable, key=statistics.median)
+        columns = outcome(None if slowest is None else Rounds(tuple(slowest)), problem, note)
+        return HostRow(
+            operation=way.operation,
+            bytes=case.nbytes,
+            implementation=way.implementation,
+            variant=variant,
+            symmetric=way.symmetric,
+            driver_calls=driver_calls,
+            host_us=columns.pop("time_us"),
+            best_us=None if usable is None else min(map(min, usable)),
+            **columns,
+        )
+
+
+def _clock_us() -> float:
+    """What it takes to read the clock."""
+    pairs = ((time.perf_counter_ns(), time.perf_counter_ns()) for _ in range(1000))
+    return statistics.median(after - before for before, after in pairs) / 1e3
+
+
+@dataclasses.dataclass(slots=True)
+class Way:
+    """One way to have an all-gather done.
+
+    Attributes:
+        operation: which call is timed; by the names of the result file, as all of the next three.
+        tensors: where it reads and writes.
+        call: what is timed. What it returns is called after it where somebody must wait for the end.
+        communicator: whose call it is, if it is Sidelane's.
+        open: makes what must be armed before each call; None for calls that need nothing.
+    """
+
+    operation: str
+    implementation: str
+    variant: str
+    symmetric: bool
+    tensors: Tensors
+    call: Callable[[], object] = nothing_to_wait_for
+    communicator: Communicator | None = None
+    open: Callable[[], Armed] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.implementation} {self.variant}".rstrip()
+
+
+class Armed:
+    """A prelaunched all-gather: armed before each trigger, and waited for after it."""
+
+    def __init__(self, communicator: Communicator, tensors: Tensors, *, from_host: bool) -> None:
+        assert tensors.output is not None
+        self._handle = communicator.prepare_all_gather(tensors.output, tensors.input, host_trigger=from_host)
+        self._from_host = from_host
+        self.arm = self._handle.arm
+        self.trigger = self._handle.trigger_from_host if from_host else self._handle.trigger
+
+    def settle(self) -> None:
+        """Order the caller's next work behind the end, which ``trigger`` does itself."""
+        if self._from_host:
+            self._handle.wait()
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[Way]:
+    """Every way to do ``case``, an all-gather, out of place. Collective.
+
+    Args:
+        implementations: that take part, their buffers reserved.
+        variants: of Sidelane's.
+        case: what to do.
+    """
+    for implementation in implementations:
+        for candidate in candidates_of(
+            implementation, case.kind, only=variants, launches=(implementation.launches[0],)
+        ):
+            if candidate.in_place or candidate.prelaunch:
+                continue
+            if isinstance(implementation, Dma | Kernels):
+                yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))
+            else:
+                yield _baseline(implementation, candidate, case)
+        if isinstance(implementation, Dma):
+            yield from _triggers(implementation, case)
+
+
+def _triggers(own: Dma, case: Case) -> Iterator[Way]:
+    for from_host in (False, True):
+        for symmetric, tensors in _both(own, case):
+            operation = "trigger_from_host" if from_host else "trigger"
+            make = functools.partial(Armed, own.communicator, tensors, from_host=from_host)
+            yield Way(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
+
+
+def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
+    """Tensors in symmetric memory, and in ordinary memory."""
+    yield True, own.tensors(case, Entrant(own.name))
+    buffers = (
+        torch.empty(size, dtype=torch.uint8, device=case.device) for size in (case.output_bytes, case.input_bytes)
+    )
+    yield False, views(case, False, *buffers)
+
+
+def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
+    symmetric, tensors = where
+    communicator = own.communicator
+    assert tensors.output is not None
+    call = functools.partial(communicator.all_gather, tensors.output, tensors.input, variant=candidate.variant)
+    return Way("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
+
+
+def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> Way:
+    tensors = implementation.tensors(case, candidate)
+    symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
+    given = (case, tensors, candidate.variant)
+    call: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
+    if isinstance(implementation, Binds):
+        call = implementation.bind(*given)
+    return Way("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
+
+
+HOST_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<implementation",
+    "<variant",
+    "<tensors",
+    "driver\ncalls",
+    "host\nus",
+    "p10-p90\nus",
+    "best\nus",
+    "<correct",
+)
+
+
+def host_tables(rows: Sequence[HostRow]) -> list[Table]:
+    """One table an operation, in the order of the rows; what takes the host least at each size is set off."""
+    tables = []
+    for operation, alike in grouped(rows, lambda row: row.operation, ordered=False):
+        lines = []
+        for _, same in grouped(alike, lambda row: row.bytes):
+            best = min((row.host_us for row in same if row.host_us is not None), default=None)
+            lines += [
+                Line(_host_cells(row), best=best is not None and row.host_us == best, rule=row is same[-1])
+                for row in same
+            ]
+        of_all = {row.note for row in alike}
+        names = [" ".join(_host_cells(row)[:4]) if len(of_all) > 1 else "all" for row in alike]
+        notes = notes_of(list(dict.fromkeys(zip(names, (row.note for row in alike), strict=True))))
+        tables.append(
+            without_empty_columns(Table(f"{operation}: host time", HOST_COLUMNS, tuple(lines), notes, keys=4))
+        )
+    return tables
+
+
+def _host_cells(row: HostRow) -> tuple[str, ...]:
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant,
+        "symmetric" if row.symmetric else "ordinary",
+        "" if row.driver_calls is None else str(row.driver_calls),
+        number(row.host_us),
+        "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}",
+        number(row.best_us),
+        verdict(row.correct),
+    )
+
+
+STUDY = Study(
+    name="host",
+    title="What a call takes the host",
+    legend=(
+        "Microseconds from the begin of a repeated call until it returns, behind a device that spins, so that no "
+        "call waits for it. Medians over batches of calls of the slowest rank; 'best' is the fastest batch of any "
+        "rank. A trigger fires a prelaunched call, which was armed before, uncounted. The least of each size is "
+        "bold."
+    ),
+    row=HostRow,
+    tables=host_tables,
+    measure=_measure,
+    progress="host time of a call",
+)

@@ -1,0 +1,151 @@
+"""Rows of phases, as tables and as pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
+from sidelane_lab.harness.rows import LAUNCHES, MODEL, FlatRow
+from sidelane_lab.harness.study import Picture
+
+PREDICTED = "predicted"
+SOURCES = ("measured", PREDICTED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PhaseRow(FlatRow):
+    """Where one transfer or one collective spends its time, in microseconds (definitions: docs/lab/phases.md).
+
+    Attributes:
+        operation: ``copy``, ``copies``, ``all_gather``, ``all_gather_in_place`` or ``all_to_all``.
+        bytes: of each copy of a transfer; of a collective as in :class:`CollectiveRow`.
+        launch: eager or graph; ``model`` where a description of a machine does not tell them apart.
+        source: ``measured`` or ``predicted``.
+        control_us, schedule_us, copy_us, sync_us: the phases; they add up to ``total_us``.
+        total_us: from the call until the host knows, with the stamps that the phases need.
+        total_unstamped_us: the same without any stamp.
+        host_us: of the call without stamps: until it returns.
+        entry_us, exit_us: the handshakes, parts of ``schedule_us`` and ``sync_us``.
+        correct: outputs were compared with a reference in this run; None when nothing ran.
+        note: why there is no time, or what to know about this one.
+        stage_us: of ``copy_us``: the copy into the rank's own slot (``alternating``); 0 where there is none.
+    """
+
+    allowed = (("launch", (*LAUNCHES, MODEL)), ("source", SOURCES))
+    figures = ("control_us", "schedule_us", "copy_us", "sync_us", "total_us", "total_unstamped_us")
+
+    operation: str
+    variant: str
+    bytes: int
+    launch: str
+    source: str
+    control_us: float | None
+    schedule_us: float | None
+    copy_us: float | None
+    sync_us: float | None
+    total_us: float | None
+    total_unstamped_us: float | None
+    host_us: float | None
+    entry_us: float | None
+    exit_us: float | None
+    correct: bool | None = None
+    note: str = ""
+    stage_us: float | None = None
+
+
+PHASE_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<launch",
+    "control\nus",
+    "schedule\nus",
+    "copy\nus",
+    "slot\nus",
+    "sync\nus",
+    "total\nus",
+    "no stamps\nus",
+    "host\nus",
+    "<correct",
+)
+
+
+def phase_tables(rows: Sequence[PhaseRow]) -> list[Table]:
+    """One table an operation and variant: what was measured, and what is predicted, size by size."""
+    tables = []
+    for title, alike in grouped(rows, phase_title, ordered=False):
+        sizes = grouped(alike, lambda row: row.bytes)
+        rule = any(len(same) > 1 for _, same in sizes)
+        lines = [Line(_phase_cells(row), rule=rule and row is same[-1]) for _, same in sizes for row in same]
+        predicted = [row for row in alike if row.source == PREDICTED and row.total_us is not None]
+        notes = notes_of(
+            [(f"{format_bytes(row.bytes)} {row.launch}", row.note) for row in alike if row not in predicted]
+        )
+        notes += tuple(dict.fromkeys(row.note for row in predicted if row.note))
+        tables.append(without_empty_columns(Table(title, PHASE_COLUMNS, tuple(lines), notes, keys=2)))
+    return tables
+
+
+def phase_title(row: PhaseRow) -> str:
+    """What rows of one table and one picture have in common."""
+    return f"{row.operation} {row.variant}"
+
+
+def _phase_cells(row: PhaseRow) -> tuple[str, ...]:
+    before, after = (row.control_us, row.schedule_us, row.copy_us), (row.sync_us, row.total_us)
+    times = (*map(number, before), number(row.stage_us) if row.stage_us else "", *map(number, after))
+    if row.source == PREDICTED:
+        return (format_bytes(row.bytes), PREDICTED, *times, "", number(row.host_us), "")
+    looked = (number(row.total_unstamped_us), number(row.host_us), verdict(row.correct))
+    return (format_bytes(row.bytes), row.launch, *times, *looked)
+
+
+PHASES = {"control": ORANGE, "schedule": VERMILLION, "copy": BLUE, "sync": GREEN}
+
+
+def draw_phases(rows: Sequence[PhaseRow], where: str, directory: Path) -> list[Picture]:
+    """Stacked bars over size: shares of the phases, the time above each bar; a panel a launch, and one predicted."""
+    pictures = []
+    timed = [row for row in rows if row.total_us]
+    for name, alike in grouped(timed, phase_title, ordered=False):
+        panels = grouped(alike, lambda row: (row.source == PREDICTED, row.launch))
+        figure = Figure(figsize=(2.2 + 4.2 * len(panels), 3.6), layout="constrained")
+        for axes, ((predicted, launch), bars) in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
+            _stack(axes, sorted(bars, key=lambda row: row.bytes))
+            axes.set_title(bars[0].note or PREDICTED if predicted else f"measured, {launch}", pad=20)
+        figure.axes[0].set_ylabel("share of the call, %")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), ncols=len(PHASES), loc="outside lower center")
+        title = f"Phases of {name}: {where}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        text = f"Shares of control, schedule, copy and sync in a call of {name} by size, with its time in microseconds."
+        pictures.append(save(figure, file_name(f"phases {name}"), title, text, directory))
+    return pictures
+
+
+def _stack(axes: Axes, rows: Sequence[PhaseRow]) -> None:
+    bottom = [0.0] * len(rows)
+    for phase, colour in PHASES.items():
+        shares = [100 * getattr(row, f"{phase}_us") / (row.total_us or 1.0) for row in rows]
+        axes.bar(
+            range(len(rows)), shares, 0.72, bottom=bottom, color=colour, label=phase, edgecolor="white", linewidth=0.6
+        )
+        for place, (low, share) in enumerate(zip(bottom, shares, strict=True)):
+            if share > 9:
+                axes.text(place, low + share / 2, f"{share:.0f}", ha="center", va="center", fontsize=7, color="white")
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    for place, row in enumerate(rows):
+        time_us = row.total_us or 0.0
+        axes.text(
+            place, 101, f"{time_us:.0f}" if time_us >= 10 else f"{time_us:.1f}", ha="center", va="bottom", fontsize=7
+        )
+    axes.text(-0.6, 107, "us:", ha="right", va="center", fontsize=7)
+    axes.set_xticks(range(len(rows)), [format_bytes(row.bytes) for row in rows], fontsize=8, rotation=45)
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("bytes")

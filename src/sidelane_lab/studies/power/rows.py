@@ -1,0 +1,173 @@
+"""Rows of power and energy, as tables and as pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.cli.table import Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.drawing import (
+    COLOURS,
+    GREY,
+    STYLES,
+    file_name,
+    label_ends,
+    save,
+    size_axis,
+)
+from sidelane_lab.harness.report import lines_of
+from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow
+from sidelane_lab.harness.study import Picture
+
+LIBRARY = "library"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PowerRow(FlatRow):
+    """What a collective draws, run back to back (method: docs/lab/power.md).
+
+    Attributes:
+        bytes: as in :class:`CollectiveRow`.
+        implementation: as there; ``library`` in predictions.
+        launch: eager or graph; ``model`` in predictions.
+        time_us: of one call, the slowest rank's.
+        watts: mean over the GPUs, by their energy counters.
+        watts_sampled: the same by their power readings.
+        idle_watts: before the study, with everything set up and nothing running.
+        energy_mj: of all GPUs for one call: watts x GPUs x time.
+        energy_above_idle_mj: what is left of it above ``idle_watts``.
+        counters_agree_percent: 100 x watts_sampled / watts.
+        correct: outputs were compared with a reference in this run; None when nothing ran.
+        note: why there are no figures, or what to know about these.
+    """
+
+    allowed = (("launch", (*LAUNCHES, MODEL)), ("implementation", (*IMPLEMENTATIONS, LIBRARY)))
+    figures = ("time_us", "watts", "energy_mj")
+
+    collective: str
+    bytes: int
+    implementation: str
+    variant: str
+    in_place: bool
+    launch: str
+    time_us: float | None
+    watts: float | None
+    watts_sampled: float | None
+    idle_watts: float | None
+    energy_mj: float | None
+    energy_above_idle_mj: float | None
+    counters_agree_percent: float | None
+    correct: bool | None = None
+    note: str = ""
+
+
+POWER_COLUMNS: tuple[str, ...] = (
+    "bytes",
+    "<implementation",
+    "<variant",
+    "time\nus",
+    "W",
+    "read/\ncount %",
+    "energy\nmJ",
+    "above\nidle mJ",
+    "<correct",
+)
+
+
+def power_tables(rows: Sequence[PowerRow]) -> list[Table]:
+    """One table for each way to call a collective; the least energy of each size is set off."""
+    tables = []
+    for _, alike in grouped(rows, lambda row: (row.collective, row.in_place, row.launch)):
+        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.energy_mj, _power_cells)
+        idle = next((f", idle {row.idle_watts:.0f} W" for row in alike if row.idle_watts is not None), "")
+        notes = notes_of([(" ".join(_power_cells(row)[:3]).rstrip(), row.note) for row in alike])
+        title = f"{power_title(alike[0])}: W a GPU{idle}, energy of all GPUs for one call"
+        tables.append(without_empty_columns(Table(title, POWER_COLUMNS, lines, notes, keys=3)))
+    return tables
+
+
+def power_title(row: PowerRow) -> str:
+    """What rows of one table and one picture have in common."""
+    return f"{row.collective}, {place_of(row.in_place)}" + (f", {row.launch}" if row.launch != MODEL else "")
+
+
+def _power_cells(row: PowerRow) -> tuple[str, ...]:
+    return (
+        format_bytes(row.bytes),
+        row.implementation,
+        row.variant,
+        number(row.time_us),
+        number(row.watts),
+        "" if row.counters_agree_percent is None else f"{row.counters_agree_percent:.0f}",
+        number(row.energy_mj),
+        number(row.energy_above_idle_mj),
+        "" if row.launch == MODEL else verdict(row.correct),
+    )
+
+
+Ends = tuple[tuple[float, float], tuple[float, float]]
+"""Least and most plausible watts, and energy."""
+
+
+def draw_power(
+    rows: Sequence[PowerRow], where: str, directory: Path, around: Mapping[PowerRow, Ends] = MappingProxyType({})
+) -> list[Picture]:
+    """Watts over size and energy of each GiB over size, one line an implementation and variant.
+
+    Args:
+        rows: to draw.
+        where: what they are of, for titles.
+        directory: for the pictures.
+        around: of rows that are predicted, the plausible ends of watts and of energy in mJ.
+    """
+    pictures = []
+    for name, alike in grouped([row for row in rows if row.watts and row.energy_mj], power_title):
+        lines = grouped(alike, lambda row: (row.implementation, row.variant))
+        styles = {key: itertools.cycle(STYLES) for key in {row.implementation for row in alike}}
+        figure = Figure(figsize=(11, 4.4), layout="constrained")
+        watts, energy = figure.subplots(1, 2)
+        ends: dict[Axes, list[tuple[float, float, str, str]]] = {watts: [], energy: []}
+        for (implementation, variant), points in lines:
+            points = sorted(points, key=lambda row: row.bytes)
+            style, marker = next(styles[implementation])
+            colour, sizes = COLOURS.get(implementation, GREY), [row.bytes for row in points]
+            looks = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.4}
+            for axes, values in (
+                (watts, [row.watts or 0.0 for row in points]),
+                (energy, [(row.energy_mj or 0.0) * 2**30 / row.bytes for row in points]),
+            ):
+                if all(row in around for row in points):
+                    scales = [1.0 if axes is watts else 2**30 / row.bytes for row in points]
+                    ends_of = [around[row][axes is energy] for row in points]
+                    low, high = ([scale * end[k] for scale, end in zip(scales, ends_of, strict=True)] for k in (0, 1))
+                    axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
+                axes.plot(sizes, values, **looks)
+                ends[axes].append((sizes[-1], values[-1], f"{implementation} {variant}".rstrip(), colour))
+        idle = next((row.idle_watts for row in alike if row.idle_watts is not None), None)
+        if idle is not None:
+            watts.axhline(idle, color=GREY, linewidth=0.9, linestyle="--")
+            watts.annotate(
+                "idle", (0.01, idle), xycoords=("axes fraction", "data"), va="bottom", fontsize=8, color=GREY
+            )
+        heights = [height for _, height, _, _ in ends[energy]]
+        if max(heights) > 10 * min(heights):  # from small sizes on, where the handshakes are everything
+            energy.set_yscale("log")
+        for axes, title in ((watts, "Power of a GPU, W"), (energy, "Energy of a GiB on all GPUs, mJ")):
+            size_axis(axes, sorted({row.bytes for row in alike}))
+            axes.set_title(f"{title} (less is better)")
+            axes.set_ylabel(title.rpartition(", ")[2])
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+            axes.set_ylim(bottom=None if axes.get_yscale() == "log" else 0)
+            label_ends(axes, ends[axes], side="right")
+        title = f"{name}: {where}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        text = f"Power and energy over size for {name}, one line an implementation and variant."
+        pictures.append(save(figure, file_name(f"power {name}"), title, text, directory))
+    return pictures
