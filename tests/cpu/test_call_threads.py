@@ -146,14 +146,20 @@ def interrupted(group: dist.ProcessGroup) -> list[str]:
             call()
             return
 
+        handled: list[bool] = []
+
         def handle(*_: object) -> None:
-            handler()
-            dist.send(goes, group=group, group_dst=1)
+            if not handled:
+                handled.append(True)
+                handler()
+                dist.send(goes, group=group, group_dst=1)
 
         def interrupt() -> None:
             while not is_inside():
                 time.sleep(1e-3)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+            while not handled:  # one that comes just before the thread blocks is handled when it goes on
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+                time.sleep(0.02)
 
         before = signal.signal(signal.SIGUSR2, handle)
         thread = threading.Thread(target=interrupt)
