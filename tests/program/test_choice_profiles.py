@@ -35,7 +35,7 @@ from sidelane.config import BUILTIN, Config, from_environment
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
 from sidelane.user_files import text_of
-from sidelane_lab.harness.results import files as result_files
+from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines import load
 
 
