@@ -85,7 +85,7 @@ class Turn:
                 self._is_taken = False
 
     def is_mine(self) -> bool:
-        """Whether it is the turn of the thread that asks."""
+        """Return whether it is the turn of the thread that asks."""
         return bool(self._is_taken and self._lock._is_owned())
 
     def require_other(self) -> None:

@@ -60,7 +60,7 @@ def isolated_file(device_type: str, ranks: int) -> Path | None:
 
 
 def isolated_text(path: Path | None) -> str:
-    """What is in a user's file; "" where there is none that this user can read."""
+    """Return the text of a user's file; "" where there is none that this user can read."""
     try:
         return "" if path is None else path.read_text(encoding="utf-8")
     except OSError:

@@ -23,7 +23,7 @@ FORMAT = 1
 """Changes with every change of the file's keys or of what they mean. A profile of another format is not used."""
 
 _LEAST_US, _MOST_US = 1e-9, 1e15
-"""Of a time, so that what lies between two of them is a number, too."""
+"""Bounds of a time, so that what lies between two of them is a number, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from sidelane import forks
 from sidelane.errors import made_inside
 
 PATIENCE_S = 0.05
-"""What callbacks of a call may take before those of the next call begin: they may wait for these."""
+"""Seconds that callbacks of a call may take before those of the next call begin: they may wait for these."""
 
 _Job = tuple["CallFuture", Callable[..., None], tuple[object, ...]]
 

@@ -220,7 +220,7 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
 
 
 def _combining(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    """What puts an operand into a total; an average is divided behind the last."""
+    """Return the function that puts an operand into a total; an average is divided behind the last."""
     match op:
         case ReduceOp.SUM | ReduceOp.AVG:
             return torch.Tensor.add_

@@ -24,7 +24,7 @@ _NOTE_AFTER_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """What all invocations of a loaded program share.
+    """Facts that all invocations of a loaded program share.
 
     Attributes:
         writers: ranks that signal each flag.
