@@ -21,7 +21,7 @@ from sidelane.choice import Candidate
 from sidelane.choice.key import key_here
 from sidelane.choice.profile import parse
 from sidelane.choice.store import builtin, user_file, write
-from sidelane.cli import findings as info
+from sidelane.cli import info
 from sidelane.cli.launch import LaunchTarget
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol

@@ -18,11 +18,9 @@ from click.testing import CliRunner, Result
 import sidelane
 from sidelane import cli
 from sidelane.c3.workload import parse_workload
-from sidelane.cli import findings as info
-from sidelane.cli import launch
+from sidelane.cli import info, launch
 from sidelane.cli.launch import RankFailedError
-from sidelane.cli.output import STDOUT
-from sidelane.cli.written import Written
+from sidelane.cli.output import STDOUT, Written
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane.cli import loading
-from sidelane.cli.guided import GROUPS, Command
+from sidelane.cli.help import GROUPS, Command
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 from sidelane_lab.cli import model as cli_model
 from sidelane_lab.harness.asked import implementations

@@ -28,9 +28,11 @@ LAYERS = (
     ("sidelane.cli",),
     ("sidelane.integrations",),
     ("sidelane.c3", "sidelane.ops"),
+    ("sidelane.session",),
     ("sidelane.collectives",),
     ("sidelane.choice",),
     ("sidelane.execute",),
+    ("sidelane.kernels",),
     ("sidelane.device",),
     ("sidelane.memory", "sidelane.machine", "sidelane.program"),
     ("sidelane.native",),
@@ -44,7 +46,9 @@ STUDIES = ("explain", "papers", "soak", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
-VENDOR_FILES = tuple(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "ops/"))
+VENDOR_FILES = tuple(
+    f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")
+)
 
 
 def modules() -> dict[str, Path]:
@@ -168,7 +172,7 @@ def test_vendor_libraries_stay_in_vendor_files():
 def test_importing_has_no_side_effects():
     """Every module but those that need a vendor's library, in a fresh process that watches the environment."""
     names = [name for name, path in MODULES.items() if name != "sidelane.__main__" and not needs_vendor(path)]
-    assert {"sidelane.cli", "sidelane.collectives.communicator", "sidelane.execute.cpu.executor"} <= set(names)
+    assert {"sidelane.cli", "sidelane.session.communicator", "sidelane.execute.cpu.executor"} <= set(names)
     script = f"""
 import collections.abc, importlib, os, sys, threading
 

@@ -18,8 +18,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 import sidelane.device
-from sidelane.device import shaped_gemm
 from sidelane.execute.cuda import reduce
+from sidelane.kernels import shaped_gemm
 from sidelane.program.kernel import Protocol
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"

@@ -15,8 +15,7 @@ import rich.console
 
 from sidelane.c3.workload import parse_workload
 from sidelane.choice.store import InForce, builtin
-from sidelane.cli import findings as info
-from sidelane.cli import terminal
+from sidelane.cli import info, terminal
 from sidelane.cli.output import STDOUT
 from sidelane.cli.table import Line, Table
 from sidelane.program.collective import Kind

@@ -16,16 +16,16 @@ from sidelane.errors import (
 from sidelane.version import VERSION as __version__  # noqa: F401
 
 if TYPE_CHECKING:
-    from sidelane.c3.foretold import choose_overlap
+    from sidelane.c3.auto import choose_overlap
     from sidelane.c3.overlap import Overlap, overlap
-    from sidelane.c3.shaped import ShapedMatmul
+    from sidelane.c3.shaped_matmul import ShapedMatmul
     from sidelane.c3.shaping import choose_shaping
-    from sidelane.collectives import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
-    from sidelane.collectives.pools import SymmetricPool, pool
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.process_group import SidelaneGroup
     from sidelane.integrations.registration import register
     from sidelane.integrations.wrap import wrap
+    from sidelane.session import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
+    from sidelane.session.pools import SymmetricPool, pool
 
 __all__ = [
     "Batched",
@@ -60,13 +60,13 @@ __all__ = [
 _ELSEWHERE = {
     "Overlap": "sidelane.c3.overlap",
     "Report": "sidelane.integrations.ledger",
-    "ShapedMatmul": "sidelane.c3.shaped",
+    "ShapedMatmul": "sidelane.c3.shaped_matmul",
     "SidelaneGroup": "sidelane.integrations.process_group",
-    "SymmetricPool": "sidelane.collectives.pools",
-    "choose_overlap": "sidelane.c3.foretold",
+    "SymmetricPool": "sidelane.session.pools",
+    "choose_overlap": "sidelane.c3.auto",
     "choose_shaping": "sidelane.c3.shaping",
     "overlap": "sidelane.c3.overlap",
-    "pool": "sidelane.collectives.pools",
+    "pool": "sidelane.session.pools",
     "register": "sidelane.integrations.registration",
     "report": "sidelane.integrations.ledger",
     "wrap": "sidelane.integrations.wrap",
@@ -76,7 +76,7 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `sidelane --help` and the program tools do without.
     if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
-        return getattr(import_module("sidelane.collectives"), name)
+        return getattr(import_module("sidelane.session"), name)
     if name in ("ddp", "fsdp"):
         return import_module(f"sidelane.integrations.{name}")
     if name in _ELSEWHERE:

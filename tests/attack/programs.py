@@ -10,7 +10,7 @@ from sidelane.program import collective as define
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, build, build_batch, list_variants, variants, writes_into_outputs
 from sidelane.program.builders.reducing import reduce
-from sidelane.program.builders.relayed import RELAY, relay
+from sidelane.program.builders.relay import RELAY, relay
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Collective, Kind, ReduceOp, Reduction
 from sidelane.program.ir import Broadcast, Copy, Move, Program, Swap
 from sidelane.program.transform import freeze, hold, lower, prelaunch, stamp

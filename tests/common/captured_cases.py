@@ -42,7 +42,7 @@ def replays(
     ``again``: it is captured a second time before it is replayed, with memory at the same place.
     """
     said, gone = Said(), set[str]()
-    logger = logging.getLogger("sidelane.execute.cuda.captured")
+    logger = logging.getLogger("sidelane.execute.cuda.watch")
     logger.addHandler(said)
     real = AskedTensors.is_gone
 

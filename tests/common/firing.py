@@ -15,7 +15,7 @@ import triton.language as tl
 from sliced import sliced_gather
 
 from sidelane import Communicator, Config
-from sidelane.program.words import as_int32
+from sidelane.program.wraparound import as_int32
 
 SIZE = 64
 
@@ -46,7 +46,7 @@ def launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     if isinstance(kernel, triton.JITFunction):
         kernel[(programs,)](*arguments, **options)
         return
-    from sidelane.device.interpreted import run_interpreted
+    from sidelane.device.triton_interpreter import run_interpreted
 
     run_interpreted(kernel, (programs,), arguments, options)
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import checkpoint
 
 from sidelane import Communicator, Config, PeerError, Session, fsdp
-from sidelane.integrations import links, straight
+from sidelane.integrations import direct_gather, links
 
 CONFIG = Config(timeout_s=60)
 
@@ -546,7 +546,7 @@ def given_back(group: dist.ProcessGroup, config: Config = CONFIG) -> None:
 
         before = own(model)
         of_a_machine = [(links, "Communicator")] if config is CONFIG else []
-        for where, name in ((straight.Straight, "take_over"), (fsdp, "Scatter"), *of_a_machine):
+        for where, name in ((direct_gather.Straight, "take_over"), (fsdp, "Scatter"), *of_a_machine):
             with mock.patch.object(where, name, _interrupted), contextlib.suppress(KeyboardInterrupt):
                 fsdp.enable(model, config=config)
                 raise AssertionError(name)

@@ -21,7 +21,6 @@ from shadows import (
 from shadows.blocks import block_of
 
 from sidelane import Communicator
-from sidelane.collectives.own_kernel import OwnKernel
 from sidelane.device import layout
 from sidelane.ops.dispatch_gemm import AllToAllGemm
 from sidelane.ops.embedding import EmbeddingAllToAll
@@ -32,6 +31,7 @@ from sidelane.ops.gemv_cells import LANES
 from sidelane.ops.rms_norm import AllReduceRmsNorm
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Command, Copy, Flag, Program, Queue, Reduce, Signal, Wait
+from sidelane.session.own_kernel import OwnKernel
 
 Step = tuple[str, frozenset[object], frozenset[object]]
 """``signal`` or ``wait`` with flags as (rank, number), ``move`` with bytes read and written."""

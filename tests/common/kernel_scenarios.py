@@ -14,14 +14,14 @@ import torch
 from expected import in_rank_order
 from kernel_worlds import World
 
-from sidelane.device import (
+from sidelane.device import layout
+from sidelane.kernels import (
     broadcast_cells,
     broadcast_parcels,
     broadcast_push,
     broadcast_relay,
     exchange_cells,
     exchange_parcels,
-    layout,
     list_broadcast_parcels,
     list_broadcast_push,
     list_direct,
@@ -38,8 +38,8 @@ from sidelane.device import (
     reduce_push,
     relay,
 )
-from sidelane.device.list_table import Piece, Table
-from sidelane.program import pushed
+from sidelane.kernels.list_table import Piece, Table
+from sidelane.program import reduce_chunks
 from sidelane.program.collective import ReduceOp, Reduction
 
 POISON = 0x5A
@@ -122,8 +122,8 @@ def _reduce_all(world: World, dtype_name: str, delay: random.Random) -> None:
 def _reduce_in_chunks(world: World, dtype_name: str) -> None:
     """More chunks than their slots, while rank 0 pauses so long that the others could get two chunks ahead."""
     reduction = Reduction(ReduceOp.SUM, dtype_name)
-    shard_bytes = 82 * pushed.TILE_BYTES - 100 * reduction.element_bytes
-    assert pushed.chunks_of(shard_bytes, 1).count > 2 * pushed.SLOTS
+    shard_bytes = 82 * reduce_chunks.TILE_BYTES - 100 * reduction.element_bytes
+    assert reduce_chunks.chunks_of(shard_bytes, 1).count > 2 * reduce_chunks.SLOTS
     walk = world.stumble(0.1, 0.2) if world.rank == 0 else lambda: None
     for call in range(2):
         count = world.world_size * shard_bytes // reduction.element_bytes - call
@@ -171,7 +171,7 @@ def _reduce(
         outputs_at = inputs_at if in_place else tuple(base + 3 * element for base in outputs_at)
         outputs = outputs_at if way.endswith("two") else there[:1]
         if way == "push two":
-            _, stagings = world.carve(max(1, n - 1) * pushed.chunks_of(shard, site.most_blocks).peer_bytes)
+            _, stagings = world.carve(max(1, n - 1) * reduce_chunks.chunks_of(shard, site.most_blocks).peer_bytes)
             work = reduce_push.arrange(site, outputs, there[1], stagings, shard, length * element, reduction)
         else:
             work = reduce_direct.arrange(

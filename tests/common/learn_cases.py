@@ -17,7 +17,7 @@ from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, private, shared
 
 from sidelane import Communicator, Config
-from sidelane.collectives import backend_cpu, reaching
+from sidelane.collectives import backend_cpu, reach_rules
 from sidelane.collectives.learning import Learning
 from sidelane.collectives.mappings import Mappings
 from sidelane.collectives.prepare import Preparer
@@ -192,7 +192,7 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
         return real_hear(self, *args)
 
     with (
-        mock.patch.object(reaching, "LEAST_BYTES", least_bytes),
+        mock.patch.object(reach_rules, "LEAST_BYTES", least_bytes),
         mock.patch.object(Preparer, "copies_mapped", return_value=True),
         mock.patch.object(Learning, "attend", attend),
         mock.patch.object(Learning, "_hear", hear),

@@ -21,7 +21,6 @@ from gather_rings import ring_of_gathers
 from sweeps import communicator
 
 from sidelane import Communicator
-from sidelane.collectives.bound import BoundProgram
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import (
     Collective,
@@ -39,6 +38,7 @@ from sidelane.program.collective import (
 from sidelane.program.contract import Contract, Result
 from sidelane.program.ir import Command, Copy, Engine, EngineKind, Flag, Program, Queue, Signal, Value, Wait
 from sidelane.program.transform import prelaunch
+from sidelane.session.bound_program import BoundProgram
 
 POISON = 0xA5
 INTS = Reduction(ReduceOp.SUM, "int32")

@@ -16,11 +16,12 @@ import torch
 from fake_driver import FakeDriver
 
 from sidelane import Communicator
-from sidelane.collectives import backend_cuda, session
+from sidelane.collectives import backend_cuda
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.memory.ordinary import Allocation, Standing
 from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.memory.shm import ShmMemory
+from sidelane.session import session
 
 FEATURES = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=True, copy_batches=True)
 _QUESTION = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int, ctypes.c_void_p)

@@ -18,7 +18,7 @@ from made_up_gpus import made_up_gpus
 from native_driver import NativeDriver
 
 from sidelane import Communicator, Config
-from sidelane.collectives import asked, plan, prepare
+from sidelane.collectives import call_forms, plan, prepare
 from sidelane.collectives.arguments import Arguments
 from sidelane.execute.cuda import CudaProgram, loaded
 
@@ -37,7 +37,7 @@ def derived(driver: Any = None) -> Iterator[collections.Counter[str]]:
     """How often calls do what only the first of a shape has to."""
     found: collections.Counter[str] = collections.Counter()
     watched: list[tuple[Any, str]] = [(Arguments, kind) for kind in KINDS]
-    watched += [(asked, "check_variant"), (plan, "choose"), (plan, "verify"), (prepare.Preparer, "prepare")]
+    watched += [(call_forms, "check_variant"), (plan, "choose"), (plan, "verify"), (prepare.Preparer, "prepare")]
     watched += [(loaded, "Frame"), (CudaProgram, "at")]
     watched += [(driver, "create_event"), (driver, "memory_ops")] if driver is not None else []
     with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import Communicator, Config, Overlap, Session, choose_overlap, overlap
-from sidelane.c3 import foretold
+from sidelane.c3 import auto
 from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
 from sidelane.program.shape import Computation
@@ -239,9 +239,9 @@ def _never(*comms: Any) -> None:
 def chosen(group: dist.ProcessGroup, files: list[str]) -> list[Any]:
     """``auto``, by a file for each rank; empty: none."""
     told: list[Any] = []
-    device, n, before = torch.get_default_device(), dist.get_world_size(group), foretold.isolated_file
+    device, n, before = torch.get_default_device(), dist.get_world_size(group), auto.isolated_file
     path = files[dist.get_rank(group)]
-    foretold.isolated_file = lambda device_type, ranks: Path(path)  # type: ignore[assignment]
+    auto.isolated_file = lambda device_type, ranks: Path(path)  # type: ignore[assignment]
     try:
         with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
             product, whole = Computation(1000.0, (8192, 8192, 8192, "bfloat16")), comm.empty(n, 64)
@@ -274,7 +274,7 @@ def chosen(group: dist.ProcessGroup, files: list[str]) -> list[Any]:
     except ValueError as error:
         return [str(error)]
     finally:
-        foretold.isolated_file = before
+        auto.isolated_file = before
     return told
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.exported import ExportedMemory
+from sidelane.execute.cuda.ordinary import ExportedMemory
 
 BYTES = 4096
 """Of a piece: a page."""

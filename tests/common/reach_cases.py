@@ -213,9 +213,9 @@ def storm_of_pieces(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[in
 def mapped_here() -> int:
     """Memory of others that this process has mapped, and on CPU ranks of its own."""
     if on_gpus():
-        from sidelane.execute.cuda import exported
+        from sidelane.execute.cuda import ordinary
 
-        return len(exported.opened)
+        return len(ordinary.opened)
     return Path("/proc/self/maps").read_text().count("/dev/shm/torch_")
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from made_up_gpus import made_up_gpus
 
 from sidelane.collectives import backend_cuda, course
-from sidelane.collectives.pools import SymmetricPool
 from sidelane.memory.shared_tensors import SharedTensors
+from sidelane.session.pools import SymmetricPool
 from sidelane_lab.soak import leftovers
 from sidelane_lab.soak.calls import Caller
 from sidelane_lab.soak.seat import Seat

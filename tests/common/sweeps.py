@@ -17,8 +17,8 @@ import torch.distributed as dist
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, Config, Work
-from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
+from sidelane.session.prelaunch import Prelaunched
 
 
 def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:

@@ -22,8 +22,8 @@ import sidelane
 from sidelane import config
 from sidelane.errors import CommunicatorClosedError, PeerError
 from sidelane.integrations import fsdp
+from sidelane.integrations.fallback import make_other
 from sidelane.integrations.nodes import communicator
-from sidelane.integrations.other import make_other
 
 WIDE = 256
 

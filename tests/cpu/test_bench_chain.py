@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ranks import crew
 from test_call_errors import communicator, error_of
 
-from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
+from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.own import Auto, Dma

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from sidelane.c3.lanes import Lanes
 from sidelane.cli import main
-from sidelane.device.gemm_shape import OPT1, OPT2
+from sidelane.kernels.gemm_shape import OPT1, OPT2
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.model import pipeline as model

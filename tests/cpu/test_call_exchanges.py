@@ -21,12 +21,12 @@ from test_call_refusals import communicator, outcome
 
 import sidelane
 from sidelane import MismatchError, PeerError, PeerTimeoutError, config, version
-from sidelane.collectives import profile as profiles
+from sidelane.integrations.fallback import Witness
 from sidelane.integrations.nodes.groups import NodeGroup, find_nodes
-from sidelane.integrations.other import Witness
 from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
 from sidelane.memory.exchange import Exchange
+from sidelane.session import session as profiles
 
 
 def told(group: dist.ProcessGroup) -> list[list[object]]:
@@ -372,7 +372,7 @@ def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple
                 def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
                     raise error
 
-                patch.setattr("sidelane.collectives.session.make_backend", fail)
+                patch.setattr("sidelane.session.session.make_backend", fail)
             found.append(outcome(communicator, group))
         with communicator(group) as comm:
             comm.barrier()

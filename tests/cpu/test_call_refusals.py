@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
-from sidelane.collectives.agree import compare
+from sidelane.collectives.agreement import compare
 from sidelane.memory import host_shared
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange

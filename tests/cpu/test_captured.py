@@ -9,7 +9,7 @@ import pytest
 from learn_cases import LEARNING
 from ranks import RankPool
 
-from sidelane.execute.cuda.captured import CapturedMemory
+from sidelane.execute.cuda.watch import CapturedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ranks import RankPool, crew
 from test_call_errors import communicator, error_of
 
-from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.config import COMPUTE, NOTHING
+from sidelane.session.prelaunch import Prelaunched
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

@@ -21,9 +21,8 @@ from ranks import RankPool
 
 from sidelane.memory import torch_symm
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.giving_back import keep_bytes
-from sidelane.memory.process_lock import LockTimeoutError, alone_in
-from sidelane.memory.torch_symm import TorchSymmetricMemory
+from sidelane.memory.release import keep_bytes
+from sidelane.memory.torch_symm import LockTimeoutError, TorchSymmetricMemory, alone_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 
@@ -56,9 +55,7 @@ def test_who_does_not_let_go_is_named_and_what_was_taken_is_given_back() -> None
 
 
 def test_a_process_that_dies_or_forks_keeps_nothing() -> None:
-    hold = (
-        "from sidelane.memory.process_lock import alone_in; import time\nwith alone_in((1,), 9.0): print(flush=True), "
-    )
+    hold = "from sidelane.memory.torch_symm import alone_in; import time\nwith alone_in((1,), 9.0): print(flush=True), "
     with subprocess.Popen([sys.executable, "-c", hold + "time.sleep(60)"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

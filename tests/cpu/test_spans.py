@@ -14,7 +14,7 @@ import pytest
 from pieces import BYTES, MadeUpPieces
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.spans import Span, open_span, span_of
+from sidelane.execute.cuda.ordinary import Span, open_span, span_of
 from sidelane.memory.descriptors import MOST_AT_ONCE
 from sidelane.memory.ordinary import Allocation
 

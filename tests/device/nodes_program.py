@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import sidelane
 from sidelane import config
+from sidelane.integrations.fallback import Witness
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
-from sidelane.integrations.other import Witness
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 nodes = Nodes(tuple(other * 2 // size for other in range(size)))

@@ -16,7 +16,7 @@ from expected import any_bytes, same_bytes
 from firing import fire, produce_and_fire
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
-from sidelane.program.words import as_int32
+from sidelane.program.wraparound import as_int32
 
 
 def communicator(context: Context, **settings: float) -> Communicator:

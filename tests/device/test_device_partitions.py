@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from sidelane.c3.lanes import DevicePartitions, Lanes
-from sidelane.c3.measured import isolated_of
+from sidelane.c3.measured_curves import isolated_of
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition
 from sidelane.c3.workload import parse_workload
-from sidelane.device.gemm_shape import OPT1, OPT2, TUNED
+from sidelane.kernels.gemm_shape import OPT1, OPT2, TUNED
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3 import occupancy
@@ -141,7 +141,7 @@ def test_a_target_reaches_the_library() -> None:
 @pytest.mark.parametrize("resident", [None, 1, 2])
 def test_a_shaped_gemm_has_as_many_blocks_on_an_sm_as_it_is_told(shape: Any, resident: int | None) -> None:
     from sidelane.execute.cuda.driver import Driver
-    from sidelane.execute.cuda.shaped import ShapedGemm
+    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
 
     torch.manual_seed(0)
     m, n, k = 515, 648, 264

@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sidelane.device import (
+from sidelane.device import layout
+from sidelane.device.launch import Launch
+from sidelane.device.triton_interpreter import polls_that_sleep, quick_interpreter
+from sidelane.kernels import (
     broadcast_cells,
     broadcast_push,
     broadcast_relay,
     exchange_cells,
-    layout,
     list_broadcast_push,
     push,
     relay,
 )
-from sidelane.device.interpreted import polls_that_sleep, quick_interpreter
-from sidelane.device.launch import Launch
-from sidelane.device.list_table import Piece, Table
+from sidelane.kernels.list_table import Piece, Table
 
 TIMEOUT_S = 90
 

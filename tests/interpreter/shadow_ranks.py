@@ -21,11 +21,14 @@ from shadows import shadows_of
 from shadows.blocks import block_of
 from steps import Places, bytes_of, compare, steps_of, steps_said
 
-from sidelane.device import (
+from sidelane.device import launch
+from sidelane.device.launch import Launch
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.kernel_program import arrange, arrange_list
+from sidelane.kernels import (
     broadcast_parcels,
     broadcast_push,
     broadcast_relay,
-    launch,
     list_broadcast_push,
     list_direct,
     list_pull,
@@ -37,11 +40,7 @@ from sidelane.device import (
     reduce_pull,
     relay,
 )
-from sidelane.device.launch import Launch
-from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.kernel_list import arrange_list
-from sidelane.execute.cuda.kernel_program import arrange
-from sidelane.program import pushed
+from sidelane.program import reduce_chunks
 from sidelane.program.batch import parts_of
 from sidelane.program.collective import Buffer, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import Copy, Flag, Queue, Reduce, Signal, Wait
@@ -53,7 +52,7 @@ TILE = 64
 BLOCKS = 2
 for module in (broadcast_parcels, broadcast_push, broadcast_relay, parcels, pull, push, reduce_direct, reduce_pull):
     module.TILE_BYTES = TILE
-for module in (relay, list_broadcast_push, list_direct, list_push, pushed):
+for module in (relay, list_broadcast_push, list_direct, list_push, reduce_chunks):
     module.TILE_BYTES = TILE
 list_pull.MOVED_TILE_BYTES = list_pull.REDUCED_TILE_BYTES = TILE
 reduce_direct.PAIR_TILE_BYTES = reduce_direct.FEW_TILE_BYTES = TILE

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from sidelane.device import interpreted
+from sidelane.device import triton_interpreter
 
 
 @pytest.mark.parametrize("between", [("cached",), ("cached", "evicted")], ids=["triton 3.9", "triton 3.6"])
@@ -20,11 +20,11 @@ def test_only_volatile_loads_sleep(
     between: tuple[str, ...], is_volatile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(interpreted.time, "sleep", slept.append)
+    monkeypatch.setattr(triton_interpreter.time, "sleep", slept.append)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", lambda self, *arguments: arguments)
     builder = interpreter.InterpreterBuilder()
     arguments = "ptrs", "mask", None, *between, is_volatile
-    with interpreted.polls_that_sleep(0.25):
+    with triton_interpreter.polls_that_sleep(0.25):
         assert builder.create_masked_load(*arguments) == arguments
     assert slept == [0.25] * is_volatile
 
@@ -32,4 +32,4 @@ def test_only_volatile_loads_sleep(
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_number_is_the_only_element_of_its_tensor(shape: tuple[int, ...]) -> None:
     tensor = SimpleNamespace(handle=SimpleNamespace(data=np.full(shape, 7, np.int32)))
-    assert interpreted._only_value(tensor) == 7
+    assert triton_interpreter._only_value(tensor) == 7

@@ -17,7 +17,9 @@ import own_kernels
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.device import (
+from sidelane.device.launch import Launch, Site
+from sidelane.execute.cuda.kernel_launch import compile_for
+from sidelane.kernels import (
     broadcast_cells,
     broadcast_parcels,
     broadcast_push,
@@ -40,9 +42,7 @@ from sidelane.device import (
     reduce_push,
     relay,
 )
-from sidelane.device.launch import Launch, Site
-from sidelane.device.list_table import Piece, Table
-from sidelane.execute.cuda.kernel_launch import compile_for
+from sidelane.kernels.list_table import Piece, Table
 from sidelane.program.collective import ReduceOp, Reduction
 from sidelane.program.kernel import NARROW_BLOCKS
 

@@ -54,7 +54,7 @@ def compare(dtype_name: str, op: ReduceOp, sources: int, count: int, offset: int
 
 
 def main(dtype_name: str) -> None:
-    from sidelane.device.interpreted import quick_interpreter
+    from sidelane.device.triton_interpreter import quick_interpreter
 
     with quick_interpreter():
         for op in ReduceOp:

@@ -14,7 +14,7 @@ import torch
 
 from sidelane import ShapedMatmul, choose_shaping
 from sidelane.c3.shaping import Shaped, Shaping
-from sidelane.device.gemm_shape import GemmShape
+from sidelane.kernels.gemm_shape import GemmShape
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = GemmShape(name="small", tile_m=16, tile_n=16, tile_k=16)
@@ -83,7 +83,7 @@ def test_files_without_the_pair_are_refused(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    from sidelane.device.interpreted import quick_interpreter
+    from sidelane.device.triton_interpreter import quick_interpreter
 
     with quick_interpreter():
         main(*sys.argv[1:])

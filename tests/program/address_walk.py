@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from loads import handover
 
-from sidelane.collectives import backend_cuda, communicator, session
+from sidelane.collectives import backend_cuda
 from sidelane.config import Config
 from sidelane.execute.cuda import driver
 from sidelane.execute.cuda.probe import DriverFeatures
@@ -35,6 +35,7 @@ from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.native import load_replays
 from sidelane.program.ir import Program
+from sidelane.session import communicator, session
 
 WORLD = 4
 SIZES = (1, 16, 250, 1000, 4096, 30_000, 65_536, 100_001)

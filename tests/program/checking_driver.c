@@ -219,7 +219,7 @@ Result cuStreamBatchMemOp_v2(void *stream, unsigned count, const MemoryOp *ops, 
     return 0;
 }
 
-/* What is copied from the host are tables of lists (device/list_table.py): ends of pieces, and their rows. */
+/* What is copied from the host are tables of lists (kernels/list_table.py): ends of pieces, and their rows. */
 typedef struct {
     Address first;
     uint64_t bytes;

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from sidelane.collectives import placed_cuda
-from sidelane.collectives.placed_cuda import DevicePlacer, give_back_pools
 from sidelane.errors import UnavailableError
 from sidelane.native import arena
 from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 from sidelane.native.build import find_compiler
+from sidelane.session import pool_cuda
+from sidelane.session.pool_cuda import DevicePlacer, give_back_pools
 
 pytestmark = pytest.mark.skipif(not find_compiler(), reason="no C compiler")
 
@@ -176,14 +176,14 @@ class FakeCuda:
             finally:
                 self.active.pop()
 
-        monkeypatch.setattr(placed_cuda, "_allocators", {})
-        monkeypatch.setattr(placed_cuda, "_closed", [])
+        monkeypatch.setattr(pool_cuda, "_allocators", {})
+        monkeypatch.setattr(pool_cuda, "_closed", [])
         monkeypatch.setattr(torch.cuda, "MemPool", MemPool)
         monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
         monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Allocator)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(placed_cuda, "becomes_idle", lambda device: not self.busy)
+        monkeypatch.setattr(pool_cuda, "becomes_idle", lambda device: not self.busy)
 
     def allocate(self, nbytes: int) -> int:
         """As an operation does inside ``with``."""

@@ -7,7 +7,7 @@ import pytest
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.moving import rotation, swap_issuer
 from sidelane.program.builders.reducing import reduce
-from sidelane.program.builders.relayed import relay
+from sidelane.program.builders.relay import relay
 from sidelane.program.collective import (
     Buffer,
     Kind,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from isolated_files import SIZE, collective, file_of, gemm, pair
 
-from sidelane.c3.expected import OF_CALLS, OF_STUDIES, Asked, Movers, decide
-from sidelane.c3.isolated import Isolated
-from sidelane.c3.measured import isolated_times, parse_isolated
+from sidelane.c3.expected_times import OF_CALLS, OF_STUDIES, Asked, Movers, decide
+from sidelane.c3.isolated_times import Isolated
+from sidelane.c3.measured_curves import isolated_times, parse_isolated
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares

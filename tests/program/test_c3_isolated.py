@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated, Limit, PairTimes
+from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, Limit, PairTimes
 from sidelane.c3.workload import Bound, C3Class, Gemm, parse_gemm, parse_workload
 from sidelane.program.collective import Kind
 

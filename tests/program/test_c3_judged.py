@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from isolated_files import SIZE, collective, file_of, gemm, pair
 
 from sidelane.c3.heuristic import Kernel
-from sidelane.c3.measured import parse_isolated
+from sidelane.c3.measured_curves import parse_isolated
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import main

@@ -16,7 +16,7 @@ from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Partition
 from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda import sm_target
+from sidelane.execute.cuda import partition
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
@@ -116,12 +116,12 @@ def test_an_old_binding() -> None:
 def test_a_target_of_sms_holds_for_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 77)
-    monkeypatch.setattr(sm_target, "_set_target", lambda: lambda handle, units: told.append(units) or units > 200)
-    with pytest.raises(KeyError), sm_target.cublas_target(100):
+    monkeypatch.setattr(partition, "_set_target", lambda: lambda handle, units: told.append(units) or units > 200)
+    with pytest.raises(KeyError), partition.cublas_target(100):
         assert told == [100]
         raise KeyError
     assert told == [100, 0]
-    with pytest.raises(UnavailableError, match="status"), sm_target.cublas_target(300):
+    with pytest.raises(UnavailableError, match="status"), partition.cublas_target(300):
         pass
 
 
@@ -129,11 +129,11 @@ def test_a_carve_out_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int | None] = []
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append, raising=False)
     monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 4, raising=False)
-    with sm_target.torch_carve_out(16):
+    with partition.torch_carve_out(16):
         assert told == [16]
     assert told == [16, 4]
     monkeypatch.delattr(torch._C, "_set_sm_carveout_experimental")
-    with pytest.raises(UnavailableError, match="no carve-out"), sm_target.torch_carve_out(16):
+    with pytest.raises(UnavailableError, match="no carve-out"), partition.torch_carve_out(16):
         pass
 
 

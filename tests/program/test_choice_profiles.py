@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
-from sidelane.c3.measured import isolated_times
+from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.shaping import choose_shaping
 from sidelane.choice import expected_us, fused
 from sidelane.choice.candidate import find

@@ -14,11 +14,11 @@ from cuda_world import programs, world_of
 from sidelane.choice.candidate import find
 from sidelane.collectives.plan import Agreement, make_program
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.execute.cuda import alongside, plan
-from sidelane.execute.cuda.alongside import LEAST_BYTES, MOST_ROWS, split_in_rows
+from sidelane.execute.cuda import copy_batches, plan
 from sidelane.execute.cuda.bind import copies_of
 from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand
-from sidelane.execute.cuda.count import counts_of
+from sidelane.execute.cuda.copy_batches import LEAST_BYTES, MOST_ROWS, split_in_rows
+from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
@@ -135,8 +135,8 @@ def test_rows_are_counted_as_calls() -> None:
 def test_every_builder_moves_the_right_bytes_in_rows(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "INLINE_BYTES", 0)
     monkeypatch.setattr(plan, "LEAST_BYTES", 1)
-    monkeypatch.setattr(alongside, "ROW_BYTES", 2)
-    monkeypatch.setattr(alongside, "MOST_ROWS", 1)
+    monkeypatch.setattr(copy_batches, "ROW_BYTES", 2)
+    monkeypatch.setattr(copy_batches, "MOST_ROWS", 1)
     in_rows = 0
     with world_of(3) as world:
         for seed, program in enumerate(programs(3)):

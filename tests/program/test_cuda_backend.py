@@ -21,9 +21,9 @@ from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError
 from sidelane.execute.cuda import driver as driver_module
 from sidelane.execute.cuda import loaded as loaded_module
-from sidelane.execute.cuda import mirror as mirror_module
+from sidelane.execute.cuda import virtual as mirror_module
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.mirror import Mirror
+from sidelane.execute.cuda.virtual import Mirror
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.ir import Program

@@ -13,8 +13,7 @@ from test_cuda_calls import of_type
 
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, StreamCall, WaitValue, WriteValue
-from sidelane.execute.cuda.copy_batches import batch_copies
-from sidelane.execute.cuda.footprint import Footprint
+from sidelane.execute.cuda.copy_batches import Footprint, batch_copies
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch, parts_of

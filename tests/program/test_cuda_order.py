@@ -6,12 +6,11 @@ import pytest
 from small_programs import SUM, all_gather, programs
 
 from sidelane.execute.cuda.calls import LaunchReduce, Memcpy, MemcpyBatch, MemOps, RecordEvent, WaitEvent
-from sidelane.execute.cuda.order import submission_order
-from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.plan import plan_calls, submission_order
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.builders.reducing import reduce
-from sidelane.program.builders.relayed import relay
+from sidelane.program.builders.relay import relay
 from sidelane.program.ir import Flag, Signal, Wait
 from sidelane.program.transform import freeze, stamp
 

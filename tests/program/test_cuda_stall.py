@@ -10,7 +10,7 @@ from sidelane.program.builders import Transport, build
 from sidelane.program.collective import ReduceOp, Reduction
 from sidelane.program.ir import Copy, Program, Signal, Wait
 from sidelane.program.transform import freeze, lower
-from sidelane.program.words import reached
+from sidelane.program.wraparound import reached
 
 EPOCH = 5
 

@@ -15,8 +15,8 @@ from native_driver import NativeDriver
 from sidelane.execute.base import Addresses, Repetition
 from sidelane.execute.cuda import driver as driver_module
 from sidelane.execute.cuda import native
+from sidelane.execute.cuda.bind import FAR, _memory_of, followers
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.follow import FAR, _memory_of, followers
 from sidelane.execute.cuda.native import Bound, Pointer, steps_of
 from sidelane.program.collective import ReduceOp, Reduction
 

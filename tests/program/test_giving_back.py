@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sidelane.memory import giving_back
-from sidelane.memory.giving_back import Kept, give_back
+from sidelane.memory import release
+from sidelane.memory.release import Kept, give_back
 
 GPU = torch.device("cuda", 0)
 
@@ -51,8 +51,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(giving_back, "PATIENCE_S", 0.05)
-    giving_back.lanes.add(found.lane)
+    monkeypatch.setattr(release, "PATIENCE_S", 0.05)
+    release.lanes.add(found.lane)
     return found
 
 
@@ -66,7 +66,7 @@ def test_what_is_dropped_is_given_back_when_asked_for(device: SimpleNamespace):
 
 def test_without_lanes_it_is_given_back_at_once(device: SimpleNamespace):
     freed: list[int] = []
-    giving_back.lanes.discard(device.lane)
+    release.lanes.discard(device.lane)
     Kept(Memory(freed), GPU)
     assert freed == [0]
 
@@ -83,7 +83,7 @@ def test_garbage_is_given_back_at_no_moment_of_its_own(device: SimpleNamespace):
 
 def test_not_in_a_capture(device: SimpleNamespace):
     freed: list[int] = []
-    giving_back.lanes.discard(device.lane)
+    release.lanes.discard(device.lane)
     device.capturing = True
     Kept(Memory(freed), GPU)
     assert not give_back() and freed == []
@@ -94,7 +94,7 @@ def test_not_in_a_capture(device: SimpleNamespace):
 def test_not_while_a_call_waits_for_its_trigger(device: SimpleNamespace):
     freed: list[int] = []
     one = Submitter()
-    giving_back.submitters.add(one)
+    release.submitters.add(one)
     one.armed = True
     Kept(Memory(freed), GPU)
     assert not give_back() and freed == []
@@ -106,7 +106,7 @@ def test_not_while_a_call_waits_for_its_trigger(device: SimpleNamespace):
 def test_not_in_the_middle_of_a_call(device: SimpleNamespace):
     freed: list[int] = []
     one = Submitter()
-    giving_back.submitters.add(one)
+    release.submitters.add(one)
     Kept(Memory(freed), GPU)
     with one.lock:
         assert not give_back() and freed == []
@@ -145,12 +145,12 @@ def test_what_gives_back_more(device: SimpleNamespace):
 
 def test_what_is_held_is_told_from_what_waits(device: SimpleNamespace):
     assert give_back()
-    before, _ = giving_back.held_bytes()
+    before, _ = release.held_bytes()
     kept = [Kept(torch.empty(1000, dtype=torch.uint8), GPU), Kept(Memory([]), GPU)]
-    assert giving_back.held_bytes() == (before + 1000, 0)
+    assert release.held_bytes() == (before + 1000, 0)
     kept.clear()
-    assert giving_back.held_bytes() == (before, 1000)
-    assert give_back() and giving_back.held_bytes() == (before, 0)
+    assert release.held_bytes() == (before, 1000)
+    assert give_back() and release.held_bytes() == (before, 0)
 
 
 def in_a_fork(job: Callable[[], None]) -> int:
@@ -175,20 +175,20 @@ def test_a_forked_process_gives_its_own_back_and_leaves_its_parents_alone(device
     waits.pop()
     armed = Submitter()
     armed.armed = True
-    giving_back.submitters.add(armed)
+    release.submitters.add(armed)
 
     def job() -> None:
         lane = Submitter()
-        giving_back.lanes.add(lane)
+        release.lanes.add(lane)
         mine = [Kept(Memory(freed, 3), GPU)]
         mine.clear()
         waits.clear()
         assert freed == []
         assert give_back() and freed == [3]
-        assert giving_back.held_bytes() == (0, 0)
+        assert release.held_bytes() == (0, 0)
 
-    with giving_back._giving_back:  # as another thread might
+    with release._giving_back:  # as another thread might
         assert in_a_fork(job) == 0
-    giving_back.submitters.discard(armed)
+    release.submitters.discard(armed)
     waits.clear()
     assert give_back() and sorted(freed) == [1, 2]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from replay_host import Host, c_step, callback
 
-from sidelane.collectives import shaped
-from sidelane.execute.cuda import alike
+from sidelane.collectives import shape_cache
+from sidelane.execute.cuda import site
 
 
 class Shape:
@@ -194,4 +194,4 @@ def test_a_shape_that_is_none_is_refused(host: Host) -> None:
 
 
 def test_addresses_of_one_shape_are_the_same_to_all(host: Host) -> None:
-    assert host.module.UNIT == shaped.UNIT == alike.UNIT
+    assert host.module.UNIT == shape_cache.UNIT == site.UNIT

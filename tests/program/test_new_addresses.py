@@ -13,8 +13,8 @@ from new_address_cases import WORKED_OUT, derived
 from test_repeated_calls import Rank, gather, group, make_rank
 
 from sidelane import Communicator
-from sidelane.collectives import prepare, shaped
-from sidelane.collectives.pool import SEGMENT_BYTES
+from sidelane.collectives import prepare, shape_cache
+from sidelane.collectives.allocator import SEGMENT_BYTES
 from sidelane.execute.cuda import CudaExecutor
 
 __all__ = ["group"]  # a fixture
@@ -139,7 +139,7 @@ def test_shapes_go_when_staging_moves(rank: Rank) -> None:
 
 
 def test_few_things_are_kept_of_what_changes_for_ever(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shaped, "MOST_SEEN", 16)
+    monkeypatch.setattr(shape_cache, "MOST_SEEN", 16)
     monkeypatch.setattr(prepare, "MOST_PROGRAMS", 4)
     preparer = rank.comm.lane.preparer
     for turn, (output, input) in enumerate(new_ones(200)):

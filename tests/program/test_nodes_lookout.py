@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.communicator import NodesCommunicator, _NearError
-from sidelane.integrations.nodes.failing import RollCall
-from sidelane.integrations.nodes.lookout import Lookout
+from sidelane.integrations.nodes.failures import RollCall
 from sidelane.integrations.nodes.topology import Nodes
+from sidelane.integrations.nodes.watchdog import Lookout
 
 
 class Witness:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sidelane.collectives.pool import ALIGNMENT, MOST_TEXT, SEGMENT_BYTES, Pool, Range, as_text, from_text, rounded
+from sidelane.collectives.allocator import ALIGNMENT, MOST_TEXT, SEGMENT_BYTES, Pool, Range, as_text, from_text, rounded
 from sidelane.memory.storage import storage_of
 
 

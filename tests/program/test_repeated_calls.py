@@ -15,13 +15,14 @@ import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
 
-from sidelane.collectives import backend_cuda, prepare, session
-from sidelane.collectives.communicator import Communicator
+from sidelane.collectives import backend_cuda, prepare
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
 from sidelane.native import load_replays
 from sidelane.program.batch import Batch
+from sidelane.session import session
+from sidelane.session.communicator import Communicator
 
 
 class Block:

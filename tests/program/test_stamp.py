@@ -21,7 +21,7 @@ from sidelane.execute.cuda.calls import (
     WaitEvent,
 )
 from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
-from sidelane.execute.cuda.round_trip import round_trip_us
+from sidelane.execute.cuda.probe import round_trip_us
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation, Transport, alternation, build, variants
 from sidelane.program.builders.alternating import alternating
@@ -237,7 +237,7 @@ def test_the_round_trip_is_a_wait_and_a_write() -> None:
 
 def test_a_stream_that_never_gets_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr("sidelane.execute.cuda.round_trip._LONGEST_S", 0.02)
+    monkeypatch.setattr("sidelane.execute.cuda.probe._LONGEST_S", 0.02)
     monkeypatch.setattr(driver, "is_idle", lambda stream: False)
     with pytest.raises(UnavailableError, match="does not see"):
         round_trip_us(driver, trips=1)  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import placed_cuda
 from sidelane.collectives.course import Course
-from sidelane.memory import giving_back
-from sidelane.memory.giving_back import Kept
+from sidelane.memory import release
+from sidelane.memory.release import Kept
+from sidelane.session import pool_cuda
 from sidelane_lab.soak.storm import account as accounts
 from sidelane_lab.soak.storm.account import OURS, POOLS, SYMMETRIC, TORCH, Account, account
 
@@ -39,14 +39,14 @@ def test_all_let_go_before_anybody_looks(device: SimpleNamespace) -> None:
         """Open, so that what is dropped waits."""
 
     lane = Lane()
-    giving_back.lanes.add(lane)
+    release.lanes.add(lane)
     kept = Kept(torch.empty(100, dtype=torch.uint8), GPU)
     before = account(GPU)
     assert before.taken == 400 and before.held[SYMMETRIC] >= 100
     del kept
     device.asked.clear()
     after = account(GPU)
-    giving_back.lanes.discard(lane)
+    release.lanes.discard(lane)
     assert after.held[SYMMETRIC] == before.held[SYMMETRIC] - 100, "given back by account itself"
     last = len(device.asked) - 1 - device.asked[::-1].index("empty_cache")
     assert device.asked[last + 1 :].count("barrier") == 2, "peers have let go when this rank looks, and wait for it"
@@ -56,7 +56,7 @@ def test_all_let_go_before_anybody_looks(device: SimpleNamespace) -> None:
 
 def test_pools_that_wait_are_seen(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     before = account(GPU)
-    monkeypatch.setattr(placed_cuda, "_closed", [SimpleNamespace(end=lambda: False, nbytes=64)])
+    monkeypatch.setattr(pool_cuda, "_closed", [SimpleNamespace(end=lambda: False, nbytes=64)])
     assert account(GPU).ours_since(before) == {POOLS: 64}
 
 

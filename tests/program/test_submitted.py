@@ -6,7 +6,7 @@ import pytest
 from cuda_world import SUM, world_of
 
 from sidelane.execute.cuda.calls import Route
-from sidelane.execute.cuda.count import counts_of
+from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.submitted import Counts, Ledger, Submitted
 from sidelane.program import collective as define

@@ -13,7 +13,7 @@ from attack.interpreter import failure
 from sidelane.errors import ProgramError
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.reducing import reduce
-from sidelane.program.builders.relayed import relay
+from sidelane.program.builders.relay import relay
 from sidelane.program.collective import (
     ELEMENT_BYTES,
     REDUCING,

@@ -16,7 +16,7 @@ from sidelane.collectives.prepare import FLAGS
 from sidelane.errors import ProgramError
 from sidelane.program.builders import Transport, build, variants
 from sidelane.program.builders.reducing import reduce
-from sidelane.program.builders.relayed import relay
+from sidelane.program.builders.relay import relay
 from sidelane.program.collective import (
     REDUCING,
     Kind,

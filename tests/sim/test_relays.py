@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidelane.program.builders import build
-from sidelane.program.builders.relayed import SAVES_BYTES
+from sidelane.program.builders.relay import SAVES_BYTES
 from sidelane.program.collective import broadcast
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze

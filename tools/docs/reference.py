@@ -17,7 +17,7 @@ import sidelane.config
 from docs.measured import RESULTS
 from docs.source import attributes, to_markdown
 from sidelane import cli
-from sidelane.cli.guided import Commands
+from sidelane.cli.help import Commands
 from sidelane_lab.harness.study import Results, studies, study_of
 
 WIDTH = 116

@@ -13,7 +13,7 @@ import torch
 from sanitizer.cases import LOCAL_REDUCE, Case
 from sidelane.device.launch import Launch
 from sidelane.execute.base import Addresses, Pieces
-from sidelane.execute.cuda import kernel_list, kernel_program, reduce
+from sidelane.execute.cuda import kernel_program, reduce
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.cuda.tables import DeviceTable
 from sidelane.program.collective import Buffer, Kind, ReduceOp
@@ -111,7 +111,7 @@ def set_up(case: Case, memory: Memory) -> Setup:
     for rank in range(n):
         if isinstance(program, KernelListProgram):
             executor = cast(CudaSite, _Executor(rank, memory.board(), memory))
-            arranged = kernel_list.arrange_list(program, executor, addresses, frozen=False)
+            arranged = kernel_program.arrange_list(program, executor, addresses, frozen=False)
             launch = None if arranged is None else arranged[0]
         else:
             launch = kernel_program.arrange(program, rank, addresses, memory.board(), memory.shared_bytes)

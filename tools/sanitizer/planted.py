@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from sanitizer.cases import Case
-from sidelane.device import flags, push
+from sidelane.device import flags
 from sidelane.device.launch import Launch
+from sidelane.kernels import push
 
 MEMCHECK, RACECHECK, SYNCCHECK, INITCHECK = "memcheck", "racecheck", "synccheck", "initcheck"
 TOOLS = (MEMCHECK, RACECHECK, SYNCCHECK, INITCHECK)

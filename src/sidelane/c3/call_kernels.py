@@ -11,10 +11,10 @@ import torch
 from sidelane.c3.strategy import Mover, Strategy
 from sidelane.choice import choose
 from sidelane.choice.candidate import SM, everything
-from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
 from sidelane.program.variant import Variant
+from sidelane.session import Communicator
 
 BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
 """Movers that calls of one's own are told by a variant."""

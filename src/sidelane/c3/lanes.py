@@ -132,7 +132,7 @@ class DevicePartitions:
         return self._splits[units]
 
     def _limit(self, means: Means, units: int) -> contextlib.AbstractContextManager[None]:
-        from sidelane.execute.cuda.sm_target import cublas_target, torch_carve_out
+        from sidelane.execute.cuda.partition import cublas_target, torch_carve_out
 
         return cublas_target(self.units - units) if means is Means.TARGET else torch_carve_out(units)
 

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 from sidelane.c3 import call_kernels
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
 from sidelane.c3.strategy import Means, Mover, Order, Strategy
-from sidelane.collectives import Communicator, Work
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -13,15 +13,15 @@ from typing import TypeVar, overload
 
 import torch
 
+from sidelane.c3.auto import Moves, choose_overlap
 from sidelane.c3.call_kernels import BY_KERNELS
-from sidelane.c3.foretold import Moves, choose_overlap
 from sidelane.c3.heuristic import Kernel, launch_order
 from sidelane.c3.launch import Way, objection, run, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover
-from sidelane.collectives import Communicator
 from sidelane.errors import Page, explained, see
 from sidelane.program.shape import Computation
+from sidelane.session import Communicator
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.choice import store
+from sidelane.choice.fused_heuristic import expected_us
 from sidelane.choice.fused_order import ORDERS, expected_order
-from sidelane.choice.fused_thumb import expected_us
 from sidelane.choice.key import CPU, Key
 from sidelane.config import BUILTIN
 from sidelane.user_files import MOST_RANKS, flag_in, json_of, text_in, whole_in

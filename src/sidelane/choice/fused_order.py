@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidelane.choice.fused_thumb import LINK_BYTES_PER_US, MEMORY_BYTES_PER_US
+from sidelane.choice.fused_heuristic import LINK_BYTES_PER_US, MEMORY_BYTES_PER_US
 
 REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
 ORDERS = (REMOTE_FIRST, OBLIVIOUS)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import CHOOSE, Command, how, what, where
+from sidelane.cli.help import CHOOSE, Command, how, what, where
 from sidelane.cli.options import ALL, given, json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes

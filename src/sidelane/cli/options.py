@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
-from sidelane.cli.guided import how, output, what, where
-from sidelane.cli.written import Written
+from sidelane.cli.help import how, output, what, where
+from sidelane.cli.output import Written
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 

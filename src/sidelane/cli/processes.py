@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from typing import Any
 
-PRELOADED = ("sidelane.cli.launch", "sidelane.collectives.communicator", "sidelane.collectives.backend_cpu")
+PRELOADED = ("sidelane.cli.launch", "sidelane.session.communicator", "sidelane.collectives.backend_cpu")
 """What it imports. Without ``__main__``: a script's own start is not for it."""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import click
 
-from sidelane.cli.guided import Commands
+from sidelane.cli.help import Commands
 from sidelane.cli.info import info
 from sidelane.cli.nodes import verify
 from sidelane.version import VERSION

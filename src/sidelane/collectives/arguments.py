@@ -9,9 +9,9 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from sidelane.collectives.agree import Location, Splits
+from sidelane.collectives.agreement import Location, Splits
 from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.pooled import ComparedStorages
+from sidelane.collectives.pool_tensors import ComparedStorages
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 

@@ -31,7 +31,7 @@ from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.transform.prelaunch import held_by
-from sidelane.program.words import WORD_MASK, reached
+from sidelane.program.wraparound import WORD_MASK, reached
 
 
 class CpuBackend:

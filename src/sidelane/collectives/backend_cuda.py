@@ -18,14 +18,12 @@ from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
-from sidelane.execute.cuda.arrival import CudaArrival
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.exported import ExportedMemory
-from sidelane.execute.cuda.held import require_free_channel
 from sidelane.execute.cuda.kernel_call import CudaKernelCall
-from sidelane.execute.cuda.mirror import Mirror
-from sidelane.execute.cuda.trigger import CudaTrigger
-from sidelane.execute.cuda.virtual import DriverVirtualMemory
+from sidelane.execute.cuda.ordinary import ExportedMemory
+from sidelane.execute.cuda.prelaunch import require_free_channel
+from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
+from sidelane.execute.cuda.virtual import DriverVirtualMemory, Mirror
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange

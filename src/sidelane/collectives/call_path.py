@@ -7,21 +7,21 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeVar
 
-from sidelane.collectives.agree import OFFER, compare
+from sidelane.collectives.agreement import OFFER, compare
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.asked import AnyRequest, Form, SingleCall
+from sidelane.collectives.call_forms import AnyRequest, Form, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming
 from sidelane.collectives.heap import generation
 from sidelane.collectives.learning import Learning
-from sidelane.collectives.listed import ListRequest
-from sidelane.collectives.offered import Offer, Outcomes
+from sidelane.collectives.list_calls import ListRequest
+from sidelane.collectives.offers import Offer, Outcomes
 from sidelane.collectives.plan import AnyAgreement
-from sidelane.collectives.pooled import PooledMemory
+from sidelane.collectives.pool_tensors import PooledMemory
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.reach import Reach
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.shaped import Shape, Shaped, shape_of
+from sidelane.collectives.shape_cache import Shape, Shaped, shape_of
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError

@@ -13,7 +13,7 @@ from torch.autograd import graph
 
 from sidelane import forks
 from sidelane.choice import Choice
-from sidelane.collectives.agree import compare
+from sidelane.collectives.agreement import compare
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.prepare import Prepared
 from sidelane.collectives.work import Work

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from sidelane import forks
-from sidelane.collectives.pool import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
+from sidelane.collectives.allocator import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
 from sidelane.errors import Page, UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
-from sidelane.memory.giving_back import give_back
+from sidelane.memory.release import give_back
 from sidelane.memory.storage import storage_of
 
 MAPPED = -1

@@ -24,18 +24,18 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.collectives.asked import AnyRequest
+from sidelane.collectives.call_forms import AnyRequest
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming, source_buffer
 from sidelane.collectives.course import Course, Inputs, Source, Sources
 from sidelane.collectives.knowledge import Knowledge
 from sidelane.collectives.lesson import Said, heard
-from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.mappings import Mappings, Name
-from sidelane.collectives.offered import BUFFERS
+from sidelane.collectives.offers import BUFFERS
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.prepare import Prepared
-from sidelane.collectives.reaching import why_not_learnt
+from sidelane.collectives.reach_rules import why_not_learnt
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.telling import Guard, LessonAgain, Subject, Telling, Turn, inputs_of, outputs_of
 from sidelane.config import NOTHING

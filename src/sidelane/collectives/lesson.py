@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sidelane.collectives.course import Source
-from sidelane.collectives.offered import BUFFERS, Found
+from sidelane.collectives.offers import BUFFERS, Found
 from sidelane.memory.ordinary import Allocation
 from sidelane.memory.posts import MOST_TEXT_BYTES
 from sidelane.program.collective import Buffer

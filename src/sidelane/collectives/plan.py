@@ -12,7 +12,7 @@ from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.heap import MAPPED
-from sidelane.collectives.listed import ListAgreement, Part
+from sidelane.collectives.list_calls import ListAgreement, Part
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
 from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs

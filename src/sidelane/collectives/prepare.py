@@ -16,11 +16,11 @@ from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turn
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
-from sidelane.collectives.reaching import copies_suit
-from sidelane.collectives.shaped import Seen, Shape, Shaped, places_of
+from sidelane.collectives.reach_rules import copies_suit
+from sidelane.collectives.shape_cache import Seen, Shape, Shaped, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -33,7 +33,7 @@ from sidelane.program.ir import Program
 from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.once import Once
-from sidelane.program.words import as_int32
+from sidelane.program.wraparound import as_int32
 
 FLAGS = 4096
 """Flags in each of two regions: programs with epochs, and captured ones, which reset their flags. Behind them are two

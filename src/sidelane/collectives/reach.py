@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from sidelane.collectives.agree import compare
+from sidelane.collectives.agreement import compare
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import MAPPED, Region
-from sidelane.collectives.offered import BUFFERS, Found, Heard, Offer, Outcomes, alike, outcomes_of, text_of
-from sidelane.collectives.pooled import ComparedStorages, PooledMemory
+from sidelane.collectives.offers import BUFFERS, Found, Heard, Offer, Outcomes, alike, outcomes_of, text_of
+from sidelane.collectives.pool_tensors import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
 from sidelane.memory.ordinary import Allocation, Mapping
 from sidelane.memory.posts import SPLITS

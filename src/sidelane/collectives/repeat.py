@@ -10,10 +10,10 @@ import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
-from sidelane.collectives.asked import Asked
+from sidelane.collectives.call_forms import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
-from sidelane.collectives.shaped import Shape, Shaped, all_ordinary
+from sidelane.collectives.shape_cache import Shape, Shaped, all_ordinary
 from sidelane.collectives.telling import LessonAgain, Subject
 from sidelane.execute.base import Place
 from sidelane.memory.lessons import LessonBoard

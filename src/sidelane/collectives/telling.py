@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.collectives.asked import AnyRequest
+from sidelane.collectives.call_forms import AnyRequest
 from sidelane.collectives.confirming import source_buffer
 from sidelane.collectives.course import Course, Inputs, Source, Sources
 from sidelane.collectives.heap import Region
 from sidelane.collectives.lesson import MOST_SAID, Places, Said, text_of
-from sidelane.collectives.listed import ListRequest
+from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.mappings import Mappings
-from sidelane.collectives.offered import BUFFERS, Found
+from sidelane.collectives.offers import BUFFERS, Found
 from sidelane.memory.ordinary import Allocation, OrdinaryMemory, Standing
 from sidelane.native import Note
 from sidelane.program.batch import Batch

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.collectives.agree import Splits, agree_on_splits, with_splits
+from sidelane.collectives.agreement import Splits, agree_on_splits, with_splits
 from sidelane.collectives.arguments import Arguments, Request, check_tensors, identity
 from sidelane.collectives.plan import Agreement, check_variant
 from sidelane.memory.control import ControlBlock

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.collectives.call_thread import CallFuture
-from sidelane.collectives.untraced import untraced
+from sidelane.modes import untraced
 
 NO_TIMEOUT = timedelta(0)
 """torch's own: as long as it takes."""

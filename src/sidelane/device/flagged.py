@@ -4,7 +4,7 @@
 """Flagged words, for kernels of one's own: four bytes of data that carry their own readiness. Portable Triton.
 
 A word travels as a cell of 8 bytes, the data below and the generation above, which hardware stores and loads at once
-(``device/cells.py``). No fence, no barrier, no second message: the quickest way for little data, at twice the bytes.
+(``kernels/cells.py``). No fence, no barrier, no second message: the quickest way for little data, at twice the bytes.
 
 Cells are int64 in symmetric memory, zero before the first launch. A peer may be one launch ahead: so a sender has two
 places, for even and odd generations (``cells.py`` says why two are enough, and what that asks of every launch).

@@ -17,7 +17,7 @@ from sidelane.native import Note
 from sidelane.program.ir import Flag, Move, Program
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.words import WORD_BYTES
+from sidelane.program.wraparound import WORD_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

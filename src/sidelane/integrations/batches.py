@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from sidelane.collectives.untraced import keep_compilers_out
+from sidelane.modes import keep_compilers_out
 
 _torchs = c10d.batch_isend_irecv
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.memory.storage import storage_of
+from sidelane.session import Communicator
 
 
 class Buffers:

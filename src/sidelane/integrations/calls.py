@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import Communicator
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.integrations.again import Key
-from sidelane.integrations.staged import joined, parted, plain, receiving
+from sidelane.integrations.repeat import Key
+from sidelane.integrations.staging import joined, parted, plain, receiving
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
+from sidelane.session import Communicator
 
 DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
 """That Sidelane can reduce."""

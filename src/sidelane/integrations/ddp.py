@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from sidelane.collectives import Communicator, Session
-from sidelane.collectives.pool import MemoryUse
-from sidelane.collectives.untraced import keep_compilers_out
+from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.modes import keep_compilers_out
 from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
+from sidelane.session import Communicator, Session
 
 OPERATION = "ddp all_reduce"
 

@@ -16,22 +16,22 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks
-from sidelane.collectives import Communicator
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import calls
-from sidelane.integrations.again import Again, Key, are_plain
 from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import Call
+from sidelane.integrations.fallback import Witness, name_of_backend
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.other import Witness, name_of_backend
+from sidelane.integrations.repeat import Again, Key, are_plain
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
+from sidelane.session import Communicator
 
 SMALL_BYTES = 4096
 """Asynchronous calls of as much are kept a while."""

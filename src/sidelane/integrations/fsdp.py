@@ -21,11 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from sidelane import config as settings
+from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.arguments import op_name
-from sidelane.collectives.pool import MemoryUse
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, see
-from sidelane.integrations import straight
+from sidelane.integrations import direct_gather
 from sidelane.integrations.links import Link, MachineLink, name_of
 from sidelane.integrations.nodes.groups import nodes_named, own_node
 from sidelane.integrations.nodes.link import NodesLink
@@ -62,7 +62,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
         raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
-    enabled = Enabled("not asked for" if not straight_into_parameters else straight.objection())
+    enabled = Enabled("not asked for" if not straight_into_parameters else direct_gather.objection())
     try:
         for shard in shards:
             enabled._take(shard, config)
@@ -125,7 +125,7 @@ class Enabled:
         self._replace(params, "_all_gather_comm", gather)
         self._replace(params, "_reduce_scatter_comm", Scatter(self, link, params._reduce_scatter_comm))
         if self._copies_out is None:
-            gather.straight = straight.Straight(
+            gather.straight = direct_gather.Straight(
                 *(params, link.gather, link.ring, group),
                 # Neither refers to the gather: memory of a cycle would stay until Python looks for cycles.
                 note=functools.partial(self._made, link, Kind.ALL_GATHER, "straight into the parameters"),
@@ -160,7 +160,7 @@ class Gather(AllGather):
 
     def __init__(self, enabled: Enabled, link: Link, params: Any, own: AllGather, copies_out: str | None) -> None:
         self._enabled, self._link, self._params, self._own, self._copies_out = enabled, link, params, own, copies_out
-        self.straight: straight.Straight | None = None
+        self.straight: direct_gather.Straight | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         lengths = [int(length) for length in size]
@@ -181,7 +181,7 @@ class Gather(AllGather):
         if why:
             self._enabled._went_elsewhere(self._link, group, Kind.ALL_GATHER, output_tensor, why)
             return self._own(output_tensor, input_tensor, group, async_op)
-        reason = self._copies_out if self.straight is None else self.straight.objection() or straight.NO_ROOM
+        reason = self._copies_out if self.straight is None else self.straight.objection() or direct_gather.NO_ROOM
         why = f"copied out: {reason}"
         self._enabled._made(self._link, Kind.ALL_GATHER, why, output_tensor.dtype, output_tensor.nbytes)
         return self._link.gather.all_gather(output_tensor, input_tensor, async_op=async_op, beside=COMPUTE)

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import Communicator, Session
-from sidelane.collectives.pool import MemoryUse
+from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
 from sidelane.integrations.buffers import Buffers
+from sidelane.integrations.direct_gather import Gathers, Tensors
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.ring import Ring
-from sidelane.integrations.straight import Gathers, Tensors
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
+from sidelane.session import Communicator, Session
 
 
 class Scatters(Protocol):

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config, forks
-from sidelane.collectives import Communicator
-from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
 from sidelane.integrations.calls import Call
 from sidelane.integrations.dispatch import Dispatcher
+from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
-from sidelane.integrations.other import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.works import JoinedWork
 from sidelane.memory.exchange import require_own
+from sidelane.modes import untraced
+from sidelane.session import Communicator
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from sidelane.collectives.untraced import keep_compilers_out
+from sidelane.modes import keep_compilers_out
 
 _torchs = getattr(c10d, "split_group", None)  # torch 2.5 and later
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()

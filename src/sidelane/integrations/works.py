@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.call_thread import CallFuture
-from sidelane.collectives.untraced import untraced
 from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
+from sidelane.modes import untraced
 
 _LOOK_S = 0.5
 _PATIENCE_S = 2.0  # a rank may have done its part before it went: what it sent may still be on its way

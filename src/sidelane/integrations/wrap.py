@@ -8,13 +8,13 @@ import weakref
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from sidelane.collectives.session import group_for
-from sidelane.collectives.untraced import keep_compilers_out
 from sidelane.integrations import splits
 from sidelane.integrations.ledger import SIDELANE as NAME
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
 from sidelane.memory.exchange import require_own
+from sidelane.modes import keep_compilers_out
+from sidelane.session.session import group_for
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 """By group, not by its name: a process that has wrapped an earlier group of that name agrees with one that has not."""

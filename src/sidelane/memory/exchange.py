@@ -37,7 +37,7 @@ from sidelane import forks, version
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError, UnavailableError
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.process import ProcessIdentity
-from sidelane.memory.stored import (
+from sidelane.memory.store_values import (
     SHOWN,
     Outcome,
     Post,

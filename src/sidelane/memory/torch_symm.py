@@ -18,17 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sidelane import forks
 from sidelane.errors import (
     CommunicatorClosedError,
     MismatchError,
@@ -38,9 +42,52 @@ from sidelane.errors import (
     UnavailableError,
 )
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.giving_back import Kept, give_back, keep_bytes, lanes
-from sidelane.memory.lasting import lasting
-from sidelane.memory.process_lock import LockTimeoutError, alone_in
+from sidelane.memory.persistent import lasting
+from sidelane.memory.release import Kept, give_back, keep_bytes, lanes
+
+_POLL_S = 500e-6
+
+
+class LockTimeoutError(Exception):
+    """The lock of a process did not become free.
+
+    Attributes:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(f"process {pid} was in the middle of another one")
+        self.pid = pid
+
+
+@contextlib.contextmanager
+def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
+    """Hold the locks of processes. Who holds some waits for others in the order of numbers only: there is no circle.
+
+    Raises:
+        LockTimeoutError: one did not become free within ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        for pid in sorted(set(pids)):
+            lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            forks.closing(lock)  # a copy would keep what this process gives back
+            while not _took(lock, pid):
+                if time.monotonic() > deadline:
+                    raise LockTimeoutError(pid)
+                time.sleep(_POLL_S)
+        yield
+
+
+def _took(lock: socket.socket, pid: int) -> bool:
+    try:
+        lock.bind(f"\0sidelane/{pid}")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
+
 
 DEFAULT_TIMEOUT_S = 600.0
 # torch reads these at each rendezvous. Multicast objects are useless here, and on some hosts they have put GPUs out of

@@ -1,5 +1,5 @@
 /* Memory that torch's allocator takes in place of cudaMalloc: pieces of a region that exists already (see
-   collectives/placed_cuda.py). Nothing here touches the device.
+   session/pool_cuda.py). Nothing here touches the device.
 
    torch calls in the middle of its own work, with its locks held, so that this must not be Python: who waited for the
    GIL here could wait for a thread that has it and waits for one of those locks. Its functions get no word about whose

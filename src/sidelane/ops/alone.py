@@ -17,12 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sidelane.collectives import Communicator
-from sidelane.device.arithmetic import DTYPES
-from sidelane.device.interpreted import launch
+from sidelane.device.triton_interpreter import launch
+from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops.embedding import _pooled
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane.ops.handle import power_of_two, programs_of
+from sidelane.session import Communicator
 
 
 class Pool:

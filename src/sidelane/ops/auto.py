@@ -40,11 +40,11 @@ from sidelane.choice.fused import (
     choose_order,
     tables_of,
 )
-from sidelane.choice.fused_thumb import ROUTED
+from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.choice.key import key_here
-from sidelane.collectives import Communicator
 from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
+from sidelane.session import Communicator
 
 AUTO = "auto"
 MOST_ANSWERS = 1 << 12

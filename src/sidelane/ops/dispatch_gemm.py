@@ -42,7 +42,6 @@ from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_order import REMOTE_FIRST
-from sidelane.collectives import Communicator
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -57,7 +56,7 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
-from sidelane.memory.lasting import lasting
+from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, method_of
 from sidelane.ops.expert_products import Groups, one_by_one
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
@@ -74,6 +73,7 @@ from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_r
 from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
 from sidelane.ops.split_gemm import SplitAllToAllGemm, handle_of, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
+from sidelane.session import Communicator
 
 NAME = "all_to_all_gemm"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)

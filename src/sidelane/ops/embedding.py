@@ -38,8 +38,6 @@ import triton.language as tl
 
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.choice.fused_order import OBLIVIOUS, REMOTE_FIRST
-from sidelane.collectives import Communicator
-from sidelane.device.arithmetic import DTYPES
 from sidelane.device.context import (
     arrive_acq_rel,
     begin,
@@ -54,7 +52,8 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
-from sidelane.memory.lasting import lasting
+from sidelane.kernels.arithmetic import DTYPES
+from sidelane.memory.persistent import lasting
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of, order_of
 from sidelane.ops.embedding_tables import (
@@ -82,6 +81,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.timeline import stamps_of
+from sidelane.session import Communicator
 
 OBLIVIOUS_ORDER = tl.constexpr(2)
 _ORDERS = {OBLIVIOUS: 2, REMOTE_FIRST: 3}

@@ -28,8 +28,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sidelane.collectives import Communicator
-from sidelane.device.arithmetic import DTYPES
 from sidelane.device.context import (
     begin,
     end,
@@ -41,7 +39,8 @@ from sidelane.device.context import (
     world_size_of,
 )
 from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
-from sidelane.memory.lasting import lasting
+from sidelane.kernels.arithmetic import DTYPES
+from sidelane.memory.persistent import lasting
 from sidelane.ops.embedding_tables import (
     MEAN,
     NAME,
@@ -57,6 +56,7 @@ from sidelane.ops.embedding_tables import (
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
 from sidelane.ops.timeline import stamps_of
+from sidelane.session import Communicator
 
 
 class EmbeddingBackward(KernelHandle):

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 
 from sidelane.choice.fused_order import ORDERS
-from sidelane.collectives import Communicator
-from sidelane.memory.lasting import lasting
+from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
 from sidelane.program.collective import split_evenly
+from sidelane.session import Communicator
 
 NAME = "embedding_all_to_all"
 MODES = SUM, MEAN = "sum", "mean"

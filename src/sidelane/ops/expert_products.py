@@ -30,7 +30,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from sidelane.device import layout
-from sidelane.device.interpreted import launch
+from sidelane.device.triton_interpreter import launch
 from sidelane.ops.handle import power_of_two
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)

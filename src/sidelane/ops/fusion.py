@@ -22,7 +22,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-from sidelane.collectives import Communicator
 from sidelane.ops import gemv, library, rms_norm
 from sidelane.ops.fusion_graph import (
     VIEWS,
@@ -39,6 +38,7 @@ from sidelane.ops.fusion_graph import (
 from sidelane.ops.fusion_norm import norm_behind
 from sidelane.ops.handle import FLOATS
 from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.session import Communicator
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ import itertools
 import torch
 
 from sidelane.choice.fused import SPLIT
-from sidelane.collectives import Communicator
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of
 from sidelane.ops.handle import kept, telling_refusals
@@ -26,6 +25,7 @@ from sidelane.ops.in_turn import in_turn
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import check_pieces
 from sidelane.program.pieces import SPLIT_GATHER, gathering_program, parts_of
+from sidelane.session import Communicator
 
 NAME = "all_gather_gemm"
 

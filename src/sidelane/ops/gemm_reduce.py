@@ -13,7 +13,6 @@ from __future__ import annotations
 import torch
 
 from sidelane.choice.fused import SPLIT
-from sidelane.collectives import Communicator
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
 from sidelane.ops.handle import kept, telling_refusals
@@ -21,6 +20,7 @@ from sidelane.ops.in_turn import in_turn
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import DEFAULT_PIECES, check_pieces
 from sidelane.ops.split_gemm import SplitGemmAllToAll
+from sidelane.session import Communicator
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
 

@@ -18,7 +18,6 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.ops import gemv_cells, reference
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
@@ -36,6 +35,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.timeline import stamps_of
+from sidelane.session import Communicator
 
 __all__ = ["MOST_TOKENS", "GemvAllReduce", "Tiling", "gemv_all_reduce"]
 

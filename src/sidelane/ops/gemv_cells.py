@@ -12,7 +12,7 @@ What keeps memory busy: rows of a block are neighbours, and tiles and columns ar
 tile are on their way while a tile is added up and sent; STAGES of them are copied to shared memory behind the loop's
 back. A rank sends to itself, too, so that all it adds up lies in one place.
 
-Two places for each sender, for even and odd generations, are enough (``device/cells.py``): every rank waits for
+Two places for each sender, for even and odd generations, are enough (``kernels/cells.py``): every rank waits for
 something of every other one in each launch. Cells are 0 before the first launch.
 
 Legend: as of ``ops/gemv.py``; ``cells`` int64 [2, N, M, TP]; R the power of two from N on; a block has ``rows_each``

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from sidelane.collectives import Communicator
-from sidelane.collectives.own_kernel import OwnKernel
+from sidelane.session import Communicator
+from sidelane.session.own_kernel import OwnKernel
 
 H = TypeVar("H")
 

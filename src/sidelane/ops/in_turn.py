@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.execute.base import Place
+from sidelane.session import Communicator
 
 
 class InTurn:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sidelane.collectives import Communicator
 from sidelane.ops import (
     dispatch_gemm,
     embedding,
@@ -32,6 +31,7 @@ from sidelane.ops import (
 from sidelane.ops.handle import power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.ops.rows import all_to_all_rows
+from sidelane.session import Communicator
 
 _numbers = itertools.count(1)
 _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()

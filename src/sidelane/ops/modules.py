@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from sidelane.collectives import Communicator
 from sidelane.ops import library
 from sidelane.ops.embedding_tables import MODES, SUM
 from sidelane.ops.handle import check_choice, telling_refusals
 from sidelane.program.collective import split_evenly
+from sidelane.session import Communicator
 
 
 class RowParallelLinear(nn.Module):

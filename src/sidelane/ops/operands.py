@@ -10,12 +10,12 @@ import torch
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_order import ORDERS
-from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
-from sidelane.memory.lasting import lasting
+from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, check_method
 from sidelane.ops.expert_products import has_grouped_product
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, is_captured
+from sidelane.session import Communicator
 
 MOST_ELEMENTS = 1 << 40
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from sidelane.collectives import Communicator
 from sidelane.program.collective import split_evenly
+from sidelane.session import Communicator
 
 
 def gemv_all_reduce(

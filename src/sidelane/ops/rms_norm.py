@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import UNFUSED
-from sidelane.collectives import Communicator
-from sidelane.device.arithmetic import DTYPES
+from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
 from sidelane.ops.handle import (
@@ -29,6 +28,7 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.timeline import stamps_of
+from sidelane.session import Communicator
 
 NAME = "all_reduce_rms_norm"
 CELLS, PUSHED = "cells", "pushed"

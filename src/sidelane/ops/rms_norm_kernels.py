@@ -19,7 +19,7 @@ that no fence stands behind the last row (``end_relaxed`` says why that is enoug
 
 Block b of every rank has the same rows, and waits only for what blocks b send before they wait. A grid has no more
 blocks than fit on the GPU. Every rank waits for something of every other one in each launch, so that two places for
-each sender, for even and odd generations, are enough (``device/cells.py``).
+each sender, for even and odd generations, are enough (``kernels/cells.py``).
 
 Legend: N ranks; T tokens, M most tokens of the handle; H hidden size, HP a power of two from it on; C words of 4 bytes
 of a row, in W lanes, a power of two. In cells ``x``, ``residual`` and outputs are int32 [T, C], ``weight`` int32 [C],
@@ -33,8 +33,8 @@ import triton.language as tl
 
 from sidelane.device.context import begin_of, end, end_relaxed, put_weak, signal_all_release, wait_all_acquire
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_relaxed
-from sidelane.device.reduce_cells import elements_of, words_of
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
+from sidelane.kernels.reduce_cells import elements_of, words_of
 
 MOST_AHEAD = 4096
 """Words of a row whose residual a block holds while it waits. With more, registers would be spilled."""

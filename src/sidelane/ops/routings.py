@@ -7,13 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from sidelane.choice import fused_thumb
-from sidelane.collectives import BoundProgram, Communicator
+from sidelane.choice import fused_heuristic
 from sidelane.ops.handle import FLOATS, check_tensor, power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.program.ir import Program
+from sidelane.session import BoundProgram, Communicator
 
-MOST_PIECES, DEFAULT_PIECES = 64, fused_thumb.PIECES
+MOST_PIECES, DEFAULT_PIECES = 64, fused_heuristic.PIECES
 MOST_TABLES = 8
 """Routings that a communicator keeps programs for; an older one is proved and bound again."""
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from sidelane.choice.fused_order import REMOTE_FIRST
-from sidelane.collectives import Communicator
 from sidelane.ops.gemm import rows_handle
 from sidelane.ops.handle import telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows
+from sidelane.session import Communicator
 
 NAME = "all_to_all_rows"
 

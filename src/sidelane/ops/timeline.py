@@ -8,10 +8,10 @@ from types import TracebackType
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.device.stamps import KINDS
 from sidelane.errors import UnavailableError
 from sidelane.execute.timeline import Interval, write_chrome_trace
+from sidelane.session import Communicator
 
 LOCAL = "local"
 """What is computed for the rank itself."""

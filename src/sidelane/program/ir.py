@@ -14,7 +14,7 @@ from sidelane.fields import an, at_least, one_of, put, settle, several, switch, 
 from sidelane.program.batch import Batch, Definition
 from sidelane.program.collective import Buffer, Collective, Reduction, Span
 from sidelane.program.contract import Contract
-from sidelane.program.words import WORD_MASK, reached
+from sidelane.program.wraparound import WORD_MASK, reached
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from sidelane.fields import an, at_least, one_of, settle, text
 from sidelane.program.collective import REDUCING, Buffer, Collective, Kind
-from sidelane.program.pushed import chunks_of
+from sidelane.program.reduce_chunks import chunks_of
 from sidelane.program.variant import Variant
 
 MOST_RANKS = 8
@@ -27,7 +27,7 @@ outputs they gain 0.9 us over pushes there, of 11; into ordinary ones 4 over pul
 BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
 64 of them push 64 MiB in 155 us and 1 GiB in 2,354 there, 128 in 152 and 2,309; 16 are enough up to 1 MiB. Direct
-reductions in two shots among two ranks may have all of them at any size (``device/reduce_direct.py``)."""
+reductions in two shots among two ranks may have all of them at any size (``kernels/reduce_direct.py``)."""
 
 NARROW_BLOCKS = 10
 """Thread blocks of narrow variants: 8% of an H200. They reduce 64 MiB of four ranks for a reduce_scatter in 167 us, 8

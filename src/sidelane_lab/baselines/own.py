@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from sidelane.choice.candidate import DMA, SM, applicable, find, takes_one_tensor
-from sidelane.collectives import Communicator, Work
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator, Work
 from sidelane_lab.baselines.candidate import Entrant, Lists, Tensors, nothing_to_wait_for, views
 from sidelane_lab.baselines.listed import separately
 from sidelane_lab.baselines.reference import ROOT, Case

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.cli.launch import Rank
-from sidelane.collectives import Communicator
 from sidelane.config import COMPUTE, NOTHING
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import Implementation
 from sidelane_lab.baselines.own import Auto, Dma, InPlace, Kernels, OwnPartLeft
 from sidelane_lab.baselines.reference import Case

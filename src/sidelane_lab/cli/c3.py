@@ -12,7 +12,7 @@ import click
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, parse_gemm, parse_workload
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import MEASURE, Command, how, what
+from sidelane.cli.help import MEASURE, Command, how, what
 from sidelane.cli.options import (
     VERSIONS,
     given,
@@ -25,8 +25,8 @@ from sidelane.cli.options import (
     size,
     study_options,
 )
-from sidelane.cli.written import Written
-from sidelane.device.gemm_shape import SHAPES
+from sidelane.cli.output import Written
+from sidelane.kernels.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 

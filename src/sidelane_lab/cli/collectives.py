@@ -10,7 +10,7 @@ import click
 
 from sidelane.c3.workload import TABLE_I
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import MEASURE, Command, how, output, what
+from sidelane.cli.help import MEASURE, Command, how, output, what
 from sidelane.cli.options import (
     ALL,
     KINDS,
@@ -26,7 +26,7 @@ from sidelane.cli.options import (
     sizes_between,
     study_options,
 )
-from sidelane.cli.written import Written
+from sidelane.cli.output import Written
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
 # What ``sidelane phases`` knows; bench.phases_programs has the same names.

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import LOOK, Command, output
+from sidelane.cli.help import LOOK, Command, output
 from sidelane.cli.options import device_option, json_option, ranks_option
-from sidelane.cli.written import Written
+from sidelane.cli.output import Written
 
 DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 
@@ -46,7 +46,7 @@ def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> Non
 
             show.main(report, ranks, json)
             return
-        from sidelane.cli import findings as info
+        from sidelane.cli import info
         from sidelane.cli.terminal import tables_console
         from sidelane_lab.studies.c3 import study as c3_study
 

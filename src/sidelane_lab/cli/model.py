@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import LOOK, PREDICT, Command, how, what, where
+from sidelane.cli.help import LOOK, PREDICT, Command, how, what, where
 from sidelane.cli.options import VERSIONS, json_option, report_option
 
 DEMO_MACHINE = "mi300x8"

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import MEASURE, Command, how, what
+from sidelane.cli.help import MEASURE, Command, how, what
 from sidelane.cli.options import measuring_options, names, size
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import CHOOSE, Command, how, output, what, where
+from sidelane.cli.help import CHOOSE, Command, how, output, what, where
 from sidelane.cli.options import device_option, json_option
-from sidelane.cli.written import Written
+from sidelane.cli.output import Written
 
 
 @click.command(

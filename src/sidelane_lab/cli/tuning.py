@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import CHOOSE, Command, how, output, what, where
+from sidelane.cli.help import CHOOSE, Command, how, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, device_option, given, json_option, ranks_option, report_option, size
-from sidelane.cli.written import Written
+from sidelane.cli.output import Written
 from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 

@@ -21,9 +21,9 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.listed import LISTED, ListAgreement, Part
+from sidelane.collectives.list_calls import LISTED, ListAgreement, Part
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped
+from sidelane.collectives.reach_rules import MAPPED, MapMemory, Way, as_mapped
 from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation

@@ -10,7 +10,7 @@ from sidelane.choice import Choice
 from sidelane.choice.key import CPU
 from sidelane.collectives.confirming import choice_of
 from sidelane.collectives.plan import AnyAgreement
-from sidelane.collectives.reaching import MAPPED, MapMemory, Way, as_mapped, copies_suit, way_of
+from sidelane.collectives.reach_rules import MAPPED, MapMemory, Way, as_mapped, copies_suit, way_of
 from sidelane.program.builders.confirmed import NOBODY
 
 SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})

@@ -56,8 +56,7 @@ def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple
         captured: into a graph.
     """
     from sidelane.execute.cuda.calls import Route
-    from sidelane.execute.cuda.count import counts_of
-    from sidelane.execute.cuda.describe import describe_call
+    from sidelane.execute.cuda.describe import counts_of, describe_call
     from sidelane.execute.cuda.plan import plan_calls
 
     plan = plan_calls(program, rank, captured=captured)

@@ -8,9 +8,9 @@ from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, EVERYTHING, IMPLEMENTATIONS, everything, takes_one_tensor
 from sidelane.choice.key import CPU
 from sidelane.collectives.plan import AUTO
-from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.program.collective import Kind
 from sidelane.program.variant import PRELAUNCH, Variant
+from sidelane.session.prelaunch import prelaunchable
 
 ON_CPUS = ("gloo", "dma", "auto")
 ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")

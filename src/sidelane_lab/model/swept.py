@@ -7,7 +7,7 @@ import functools
 import itertools
 
 from sidelane.c3.heuristic import Kernel
-from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
 from sidelane.c3.workload import Workload, parse_gemm

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from sidelane.c3.expected import Asked, decide
+from sidelane.c3.expected_times import Asked, decide
 from sidelane.c3.heuristic import Kernel, launch_order
-from sidelane.c3.isolated import Isolated
+from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.workload import Workload

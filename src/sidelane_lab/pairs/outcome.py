@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from sidelane.c3.choose import Candidate, Choice, choose
-from sidelane.c3.expected import Asked, decide
-from sidelane.c3.isolated import Isolated as Known
+from sidelane.c3.expected_times import Asked, decide
+from sidelane.c3.isolated_times import Isolated as Known
 from sidelane.c3.strategy import LIBRARY, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, Workload, classify
 

@@ -35,7 +35,7 @@ from typing import Protocol
 
 import torch
 
-from sidelane.c3.isolated import Isolated
+from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Mover, Order, Strategy

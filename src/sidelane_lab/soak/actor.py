@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import Communicator, Session
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
+from sidelane.session import Communicator, Session
 from sidelane_lab.soak.ahead import Graphs, Handles
 from sidelane_lab.soak.calls import Caller
 from sidelane_lab.soak.episode import Episode

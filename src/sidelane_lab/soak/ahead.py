@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from sidelane.collectives.pools import SymmetricPool
-from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
+from sidelane.session.pools import SymmetricPool
+from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.soak.calls import Caller
 from sidelane_lab.soak.described import Call
 from sidelane_lab.soak.memory import Bound

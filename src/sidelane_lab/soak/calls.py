@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.collectives.work import Work
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator
 from sidelane_lab.soak.described import Call, Form, Part
 from sidelane_lab.soak.judge import Judge
 from sidelane_lab.soak.memory import Bound, Memory

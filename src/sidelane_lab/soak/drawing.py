@@ -11,11 +11,11 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import candidates
 from sidelane.collectives.plan import AUTO
-from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
 from sidelane.program.shape import CallShape
 from sidelane.program.variant import PRELAUNCH
+from sidelane.session.prelaunch import prelaunchable
 from sidelane_lab.baselines.reference import MOVING_DTYPES
 from sidelane_lab.soak.described import FRESH, Call, Form, Part, Spot
 

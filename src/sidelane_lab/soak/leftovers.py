@@ -33,10 +33,10 @@ def of_this_process() -> list[str]:
 
 def opened() -> int:
     """Allocations of other ranks that this process has mapped."""
-    from sidelane.execute.cuda import exported
+    from sidelane.execute.cuda import ordinary
     from sidelane.memory import shared_tensors
 
-    return len(exported.opened) + len(shared_tensors.mapped)
+    return len(ordinary.opened) + len(shared_tensors.mapped)
 
 
 def of_sessions(sessions: Collection[int]) -> list[str]:

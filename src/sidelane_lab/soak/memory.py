@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator
 from sidelane_lab.baselines.reference import POISON
 from sidelane_lab.soak.described import FRESH, Call, Part, Spot
 from sidelane_lab.soak.drawing import GUARD_BYTES

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator
 
 Changes = Callable[["Wrong"], None]
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)

@@ -26,8 +26,8 @@ import torch
 
 from sidelane.cli.launch import Rank
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
-from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
     Binds,

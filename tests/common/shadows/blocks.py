@@ -12,7 +12,7 @@ from sidelane.program.collective import Reduction, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 from sidelane.program.kernel import MOST_BLOCKS, MOST_RANKS
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.pushed import MOST_CHUNKS
+from sidelane.program.reduce_chunks import MOST_CHUNKS
 
 DONE = MOST_CHUNKS + 1
 """The last phase, of kernels that have one for each chunk."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from shadows.blocks import DONE, Apart, Blocks, copied, made_of, others
 from shadows.tensors import Tensors, Tile
+from sidelane.program.broadcast_chunks import rounds_of
 from sidelane.program.ir import Command, Program
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.relayed import rounds_of
 
 
 def broadcast(program: AnyKernelProgram, blocks: int, tile_bytes: int) -> Program:

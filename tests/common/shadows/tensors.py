@@ -1,4 +1,4 @@
-"""The tensors of a call, one or a list, cut into tiles that blocks take in turn (``device/list_table.py``)."""
+"""The tensors of a call, one or a list, cut into tiles that blocks take in turn (``kernels/list_table.py``)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from sidelane.program.ir import (
     describe,
     spans,
 )
-from sidelane.program.words import WORD_MASK
+from sidelane.program.wraparound import WORD_MASK
 
 _COPY_BYTES = 8 << 20
 _SWAP_BYTES = 256 << 10  # through a scratch buffer that stays in the second-level cache

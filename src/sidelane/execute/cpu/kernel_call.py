@@ -43,16 +43,16 @@ class CpuKernelCall:
 
     def __init__(self, executor: CpuExecutor, board: Board, call: KernelCall) -> None:
         try:
-            from sidelane.device import interpreted
+            from sidelane.device import triton_interpreter
         except ImportError as error:
             raise missing("kernels need Triton", "triton", error) from error
-        if not interpreted.is_interpreted(call.kernel):
+        if not triton_interpreter.is_interpreted(call.kernel):
             raise UnavailableError(
                 f"kernel {call.name}: CPU ranks run kernels by Triton's interpreter (allowed=TRITON_INTERPRET=1 in the "
                 "environment before triton is imported)"
             )
         self.program = call
-        self._run = interpreted.run_interpreted
+        self._run = triton_interpreter.run_interpreted
         self._executor, self._board = executor, board
 
     @property

@@ -1,11 +1,148 @@
-"""Copies that follow each other on a stream, as one call."""
+"""Copies of a stream as the driver takes them best: several as one call, or one within the GPU in rows.
+
+A batch holds copies to or from peers. Graphs hold no batches: there small copies out of the memory of rank after rank
+are the rows of one pitched copy. A copy within the GPU goes every other row at a time, which leaves the links their
+speed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, Operand, StreamCall
-from sidelane.execute.cuda.footprint import Footprint
+from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, MemcpyEveryOther, MemcpyRows, Operand, StreamCall
+from sidelane.program.builders import ROW_BYTES
+
+LEAST_SPLIT_BYTES = 16 << 20
+"""Of a copy that is worth two calls more: they cost 3 us at 8 MiB, and save 1 at 16 (in graphs; probes.txt)."""
+
+HALF_ROW_BYTES, MOST_ROWS = 64 << 10, 1 << 15
+"""Copies of 65,536 rows and more slowed reads, too; those of 32,768 and fewer did not (probes.txt: 512 and 256 MiB)."""
+
+
+def split_in_rows(copy: Memcpy) -> tuple[Memcpy | MemcpyEveryOther, ...]:
+    """A copy within a rank as two of every other row each, and one of what is left behind the last row."""
+    assert isinstance(copy.dst, Operand)
+    assert isinstance(copy.src, Operand)
+    row = HALF_ROW_BYTES
+    while copy.nbytes // (2 * row) > MOST_ROWS:
+        row *= 2
+    rows = copy.nbytes // (2 * row)
+    rest = copy.nbytes - 2 * row * rows
+    calls: list[Memcpy | MemcpyEveryOther] = [
+        MemcpyEveryOther(_behind(copy.dst, start), _behind(copy.src, start), row, rows) for start in (0, row)
+    ]
+    if rest:
+        ends = _behind(copy.dst, copy.nbytes - rest), _behind(copy.src, copy.nbytes - rest)
+        calls.append(Memcpy(*ends, rest, within_rank=True))
+    return tuple(calls)
+
+
+def _behind(operand: Operand, nbytes: int) -> Operand:
+    return dataclasses.replace(operand, offset=operand.offset + nbytes)
+
+
+MOST_PITCH = (1 << 31) - 1
+"""Distance of rows that the driver takes."""
+
+
+def join_rows(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
+    """Join neighbours on one stream that copy equal parts from rank after rank to one buffer, part after part."""
+    joined: list[StreamCall] = []
+    for step in steps:
+        last = joined[-1] if joined else None
+        if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
+            before = _row_copies_of(last.call)
+            if before and _continues(before[-1], step.call):
+                joined[-1] = StreamCall(step.stream, MemcpyRows((*before, step.call)))
+                continue
+        joined.append(step)
+    return tuple(joined)
+
+
+def pitch(addresses: Sequence[int], nbytes: int) -> int | None:
+    """Distance of rows of ``nbytes`` at these addresses; None if they are not rows of anything.
+
+    >>> pitch([100, 150, 200], 50), pitch([100, 150, 210], 50), pitch([100, 150], 60), pitch([200, 100], 50)
+    (50, None, None, None)
+    """
+    distances = {after - before for before, after in itertools.pairwise(addresses)}
+    if len(distances) != 1 or not nbytes <= (distance := distances.pop()) <= MOST_PITCH:
+        return None
+    return distance
+
+
+def _row_copies_of(call: Call) -> tuple[Memcpy, ...]:
+    if isinstance(call, MemcpyRows):
+        return call.copies
+    return (call,) if isinstance(call, Memcpy) else ()
+
+
+def _continues(last: Memcpy, copy: Memcpy) -> bool:
+    if not last.nbytes == copy.nbytes <= ROW_BYTES:
+        return False
+    match last.dst, last.src, copy.dst, copy.src:
+        case Operand() as last_dst, Operand() as last_src, Operand() as dst, Operand() as src:
+            next_dst = dataclasses.replace(last_dst, offset=last_dst.offset + copy.nbytes)
+            next_src = dataclasses.replace(last_src, rank=last_src.rank + 1)
+            return (dst, src) == (next_dst, next_src)
+    return False
+
+
+class Footprint:
+    """Bytes of buffers that copies touch; to add one, or ask about one, takes the logarithm of their number."""
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[int, str], Ranges] = {}
+        self._written: dict[tuple[int, str], Ranges] = {}
+
+    def add(self, copy: Memcpy) -> None:
+        """Count in what a copy touches."""
+        for side, found in ((copy.src, self._read), (copy.dst, self._written)):
+            if isinstance(side, Operand):
+                found.setdefault((side.rank, side.buffer), Ranges()).add(side.offset, side.offset + copy.nbytes)
+
+    def is_apart(self, copy: Memcpy) -> bool:
+        """True if ``copy`` writes nothing that is touched, and reads nothing that is written."""
+        return not (
+            _meet(self._written, copy.dst, copy.nbytes)
+            or _meet(self._read, copy.dst, copy.nbytes)
+            or _meet(self._written, copy.src, copy.nbytes)
+        )
+
+
+class Ranges:
+    """A union of byte ranges.
+
+    >>> ranges = Ranges()
+    >>> ranges.add(8, 12); ranges.add(0, 4); ranges.add(4, 6)
+    >>> ranges.meet(6, 8), ranges.meet(5, 6)
+    (False, True)
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, end: int) -> None:
+        """Unite with ``[start, end)``."""
+        first, behind = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if first < behind:
+            start, end = min(start, self._starts[first]), max(end, self._ends[behind - 1])
+        self._starts[first:behind], self._ends[first:behind] = [start], [end]
+
+    def meet(self, start: int, end: int) -> bool:
+        """True if any byte of ``[start, end)`` is in it."""
+        index = bisect_left(self._starts, end) - 1
+        return index >= 0 and self._ends[index] > start
+
+
+def _meet(touched: dict[tuple[int, str], Ranges], place: object, nbytes: int) -> bool:
+    if not isinstance(place, Operand) or (place.rank, place.buffer) not in touched:
+        return False
+    return touched[place.rank, place.buffer].meet(place.offset, place.offset + nbytes)
 
 
 def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
@@ -15,7 +152,7 @@ def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
     for step in steps:
         last = joined[-1] if joined else None
         if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
-            before = _copies_of(last.call)
+            before = _batch_copies_of(last.call)
             if before and _crosses(step.call) and touched.is_apart(step.call):
                 joined[-1] = StreamCall(step.stream, MemcpyBatch((*before, step.call)))
                 touched.add(step.call)
@@ -27,7 +164,7 @@ def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
     return tuple(joined)
 
 
-def _copies_of(call: Call) -> tuple[Memcpy, ...]:
+def _batch_copies_of(call: Call) -> tuple[Memcpy, ...]:
     if isinstance(call, MemcpyBatch):
         return call.copies
     return (call,) if isinstance(call, Memcpy) and _crosses(call) else ()

@@ -44,7 +44,7 @@ class CudaKernelCall:
 
     def __init__(self, executor: CudaSite, call: KernelCall, *, compiles: bool) -> None:
         try:
-            from sidelane.device.interpreted import is_interpreted
+            from sidelane.device.triton_interpreter import is_interpreted
         except ImportError as error:
             raise missing("kernels need Triton", "triton", error) from error
         if is_interpreted(call.kernel):

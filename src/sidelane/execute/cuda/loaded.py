@@ -9,10 +9,9 @@ import torch
 
 from sidelane import forks
 from sidelane.execute.base import Addresses, Place, Repetition
-from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver
+from sidelane.execute.cuda.bind import BoundPlan, Frame, Moving, Resolver, followers
 from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose_route
 from sidelane.execute.cuda.driver import Driver
-from sidelane.execute.cuda.follow import followers
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
 from sidelane.execute.cuda.watch import Subject, Watch

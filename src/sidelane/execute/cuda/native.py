@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import DriverCall
-from sidelane.program.words import WORD_MASK
+from sidelane.program.wraparound import WORD_MASK
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function with its arguments. What it returns is the driver's error code, and false if there is none."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-from sidelane.execute.cuda.alongside import LEAST_BYTES, split_in_rows
 from sidelane.execute.cuda.calls import (
     MAX_BATCH,
     Call,
@@ -24,10 +24,8 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
 )
-from sidelane.execute.cuda.copy_batches import batch_copies
-from sidelane.execute.cuda.held import hold_back
-from sidelane.execute.cuda.order import submission_order
-from sidelane.execute.cuda.rows import join_rows
+from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, batch_copies, join_rows, split_in_rows
+from sidelane.execute.cuda.prelaunch import hold_back
 from sidelane.program.collective import Span
 from sidelane.program.ir import (
     EPOCH,
@@ -50,6 +48,181 @@ from sidelane.program.own_flags import flags_between_own_queues, waits_for
 from sidelane.program.transform.freeze import LOWERED
 from sidelane.program.transform.prelaunch import held_by, release
 from sidelane.program.transform.triggers import flags_by_callers
+
+CommandIndex = tuple[int, int]
+"""A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
+
+Words = MutableMapping[Flag, int]
+"""Values of flags; one that was never written is 0."""
+
+
+def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tuple[tuple[CommandIndex, ...], ...]:
+    """Order the commands of every rank as in one execution of the whole program.
+
+    A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
+    batch of signals and waits). But it rests behind every copy that a peer is told of, if another copy follows:
+
+    - queues that copy to the same ranks take turns there, or one engine would be handed all of its copies before
+      another one gets its first;
+    - what adds up one piece, in a stream of its own, is handed over between the next piece's copies and their signals.
+      A signal holds its channel until those copies have ended, and a sum behind it would begin when they have.
+
+    A program that deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+
+    Args:
+        program: what to order; its signals set flags and add nothing to them.
+        is_small: tells queues that add up too little to be handed over early, or once at the end.
+
+    Returns:
+        For each rank, its commands.
+    """
+    ranks = [_Rank(program.queues_of(rank), is_small) for rank in range(program.world_size)]
+    words = _triggers(program)
+    while _round(ranks, words, _Rank.advance) or _round(ranks, words, _Rank.switch):
+        pass
+    for rank in ranks:
+        rank.finish()
+    return tuple(tuple(rank.order) for rank in ranks)
+
+
+def _triggers(program: Program) -> dict[Flag, int]:
+    """Flags that callers signal while the program is under way (``transform.triggers``), as if all had been fired."""
+    signalled = {c.flag for queue in program.queues for c in queue.commands if isinstance(c, Signal)}
+    found: dict[Flag, int] = {}
+    for queue in program.queues:
+        for command in queue.commands:
+            if isinstance(command, Wait) and command.flag not in signalled:
+                found[command.flag] = max(found.get(command.flag, 0), command.value.at(1))
+    return found
+
+
+def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank, Words], bool]) -> bool:
+    """Let every rank take a step. It sees what its peers had signalled before, so that all ranks are equally far.
+
+    Returns:
+        Whether any rank got on.
+    """
+    own: list[dict[Flag, int]] = [{} for _ in ranks]
+    moved = [step(rank, ChainMap(written, words)) for rank, written in zip(ranks, own, strict=True)]
+    for written in own:
+        words.update(written)
+    return any(moved)
+
+
+class _Rank:
+    def __init__(self, queues: tuple[Queue, ...], is_small: Callable[[Queue], bool]) -> None:
+        self.queues = queues
+        self.summing = [
+            index
+            for index, queue in enumerate(queues)
+            if queue.engine.kind is EngineKind.COMPUTE and not is_small(queue)
+        ]
+        self.next = [0] * len(queues)
+        self.current = 0
+        self.order: list[CommandIndex] = []
+        self.turns = [_turns(queue) for queue in queues]
+        self.told = [_told(queue) for queue in queues]
+        self.reached = [_reached(queue) for queue in queues]
+
+    def advance(self, words: Words) -> bool:
+        """Execute the current queue until it blocks, ends, or rests. True if anything happened."""
+        if not self.queues:
+            return False
+        moved, index = False, self.current
+        while (command := self._head(index)) is not None and not _blocks(command, words):
+            self._execute(index, command, words)
+            moved = True
+            if self.next[index] in self.turns[index]:
+                self.switch(words, self.reached[index])
+                break
+            if self.next[index] in self.told[index]:
+                self._compute(words)
+        return moved
+
+    def _execute(self, index: int, command: Command, words: Words) -> None:
+        if isinstance(command, Signal):
+            words[command.flag] = command.value.at(1)
+        self.order.append((index, self.next[index]))
+        self.next[index] += 1
+
+    def _compute(self, words: Words) -> None:
+        """Execute the sums aside whose parts are there."""
+        for index in self.summing:
+            for command in self._until_summed(index, words):
+                if _blocks(command, words):
+                    break
+                self._execute(index, command, words)
+
+    def _until_summed(self, index: int, words: Words) -> Sequence[Command]:
+        """The next commands of a queue that can run, to the last sum among them and what tells of it."""
+        commands = self.queues[index].commands[self.next[index] :]
+        found = 0
+        for count, command in enumerate(commands, 1):
+            if _blocks(command, words):
+                break
+            if isinstance(command, Reduce) or (found == count - 1 and isinstance(command, Signal)):
+                found = count
+        return commands[:found]
+
+    def switch(self, words: Words, reached: frozenset[int] | None = None) -> bool:
+        """Turn to the next queue, in a circle, whose first command can run. False if there is none.
+
+        Args:
+            words: flags.
+            reached: ranks that it must copy to; None for any.
+        """
+        for step in range(1, len(self.queues) + 1):
+            candidate = (self.current + step) % len(self.queues)
+            if reached is not None and self.reached[candidate] != reached:
+                continue
+            command = self._head(candidate)
+            if command is not None and not _blocks(command, words):
+                self.current = candidate
+                return True
+        return False
+
+    def finish(self) -> None:
+        for index, queue in enumerate(self.queues):
+            self.order += [(index, position) for position in range(self.next[index], len(queue.commands))]
+
+    def _head(self, index: int) -> Command | None:
+        commands = self.queues[index].commands
+        return commands[self.next[index]] if self.next[index] < len(commands) else None
+
+
+def _reached(queue: Queue) -> frozenset[int]:
+    """The ranks that it copies to."""
+    return frozenset(command.dst.rank for command in queue.commands if isinstance(command, Copy))
+
+
+def _turns(queue: Queue) -> frozenset[int]:
+    """Positions of copies before which others go first: peers have been told of the copy before.
+
+    A wait behind such a signal stays with it, for both are one call.
+    """
+    copies = [index for index, command in enumerate(queue.commands) if isinstance(command, Copy)]
+    return frozenset(
+        later
+        for earlier, later in itertools.pairwise(copies)
+        if any(isinstance(c, Signal) and c.flag.rank != queue.rank for c in queue.commands[earlier:later])
+    )
+
+
+def _told(queue: Queue) -> frozenset[int]:
+    """Positions of signals to peers right behind a copy, stamps between them left aside."""
+    commands = [(index, command) for index, command in enumerate(queue.commands) if not isinstance(command, Stamp)]
+    return frozenset(
+        index
+        for (_, before), (index, command) in itertools.pairwise(commands)
+        if isinstance(before, Copy) and isinstance(command, Signal) and command.flag.rank != queue.rank
+    )
+
+
+def _blocks(command: Command, words: Words) -> bool:
+    if not isinstance(command, Wait):
+        return False
+    return not command.comparison.holds(words.get(command.flag, 0), command.value.at(1))
+
 
 INLINE_BYTES = 4 << 20
 """A ``local`` or ``compute`` queue that moves no more than this runs on stream 0. A stream of its own costs four event
@@ -172,7 +345,7 @@ class _Planner:
             case Copy(dst, src):
                 if src.nbytes:
                     copy = Memcpy(_operand(dst), _operand(src), src.nbytes, within_rank=dst.rank == src.rank)
-                    in_rows = stream in self.unhurried and src.nbytes >= LEAST_BYTES
+                    in_rows = stream in self.unhurried and src.nbytes >= LEAST_SPLIT_BYTES
                     for call in split_in_rows(copy) if in_rows else (copy,):
                         self._emit(stream, call)
             case Reduce(dst, srcs, reduction):

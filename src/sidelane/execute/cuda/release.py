@@ -18,13 +18,12 @@ import time
 from collections.abc import Sequence
 
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.execute.cuda.driver import Driver, DriverError, SecondContext
 from sidelane.execute.cuda.native import MemoryOps
-from sidelane.execute.cuda.second_context import SecondContext
 from sidelane.execute.cuda.stall import RELEASE_STEP
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Comparison, Program, Wait
-from sidelane.program.words import WORD_MASK
+from sidelane.program.wraparound import WORD_MASK
 
 FLAG_CAPACITY = 8192
 """Flags of one rank, over all flag memories that its programs use, that can be released."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,21 +14,127 @@ import torch
 
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
-from sidelane.execute.cuda.alike import Alike
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord
+from sidelane.execute.base import Addresses
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Plan, Route
+from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import Bound
-from sidelane.execute.cuda.plans import Plans
+from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.tables import DeviceTable, Tables
 from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Watch
 from sidelane.execute.monitor import PeerMonitor
-from sidelane.execute.submitted import Ledger
-from sidelane.memory.giving_back import submitters
+from sidelane.execute.submitted import Counts, Ledger
+from sidelane.memory.release import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.words import WORD_BYTES, WORD_MASK
+from sidelane.program.once import Once
+from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
+
+
+class Plans:
+    """What a program becomes on this rank's streams.
+
+    A call at new addresses is bound anew, and most of what that took was to order the program's commands again.
+
+    Args:
+        rank: whose queues.
+        features: of the driver.
+
+    """
+
+    def __init__(self, rank: int, features: DriverFeatures) -> None:
+        self._rank, self._features = rank, features
+        self._plans = {captured: Once(functools.partial(self._plan, captured)) for captured in (False, True)}
+        self._counts = {route: Once(functools.partial(counts_of, route=route)) for route in Route}
+
+    def of(self, program: Program, captured: bool = False) -> Plan:
+        """The plan of a program, for a graph or not.
+
+        Raises:
+            ValueError: the program has commands that the driver does not.
+        """
+        return self._plans[captured](program)
+
+    def counts(self, plan: Plan, route: Route) -> Counts:
+        """What an invocation submits that takes a route."""
+        return self._counts[route](plan)
+
+    def _plan(self, captured: bool, program: Program) -> Plan:
+        return plan_calls(
+            program,
+            self._rank,
+            peer_writes=bool(self._features.peer_writes),
+            copy_batches=self._features.copy_batches,
+            captured=captured,
+        )
+
+
+MOST = 256
+"""Programs of which one that was loaded is kept; the oldest goes first."""
+
+UNIT = 16
+"""Kernels are compiled for what addresses are multiples of, up to this (bytes)."""
+
+
+class Movable(Protocol):
+    """Something loaded.
+
+    Attributes:
+        program: what it runs.
+        addresses: where.
+    """
+
+    @property
+    def program(self) -> object: ...
+
+    @property
+    def addresses(self) -> Addresses: ...
+
+
+T = TypeVar("T", bound=Movable)
+
+
+class Alike(Generic[T]):
+    """Of each program, by identity, one that was loaded: whoever keeps programs gives the same object again."""
+
+    def __init__(self) -> None:
+        self._by_program: dict[int, T] = {}
+
+    def find(self, program: object, addresses: Addresses) -> T | None:
+        """One that differs in nothing but where its buffers lie, and these by multiples of ``UNIT``."""
+        known = self._by_program.get(id(program))
+        return known if known is not None and differ_by_places(known.addresses, addresses) else None
+
+    def keep(self, loaded: T) -> None:
+        """Remember one, in place of any other of its program."""
+        if len(self._by_program) >= MOST:
+            del self._by_program[next(iter(self._by_program))]
+        self._by_program[id(loaded.program)] = loaded
+
+    def clear(self) -> None:
+        self._by_program.clear()
+
+
+def differ_by_places(a: Addresses, b: Addresses) -> bool:
+    """True if all that differs is where buffers lie, by multiples of ``UNIT``.
+
+    >>> a = Addresses({(0, "input"): 4096, (1, "input"): 8192}, (100, 200))
+    >>> [differ_by_places(a, Addresses({(0, "input"): 4096 + by, (1, "input"): 0}, (100, 200))) for by in (32, 8)]
+    [True, False]
+    """
+    before, after = a.buffers, b.buffers
+    if (a.flags, a.arenas, a.spread, len(before)) != (b.flags, b.arenas, b.spread, len(after)) or a.pieces or b.pieces:
+        return False
+    if a.triggers != b.triggers:
+        return False
+    for key, address in before.items():
+        other = after.get(key)
+        if other is None or (address - other) % UNIT:
+            return False
+    return True
+
 
 DEFAULT_REDUCE_BLOCKS = 32
 """Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,6 @@ from collections.abc import Callable, Sequence
 from sidelane.device.layout import ABORT, BOARD_WORDS, MAX_RANKS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.captured import CapturedMemory
 from sidelane.execute.cuda.driver import Driver, HostWords
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.execute.cuda.stall import Stall, Words, assume_missing, find_stall
@@ -30,7 +30,66 @@ from sidelane.native import Effect, Note
 from sidelane.program.ir import Program
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
-from sidelane.program.words import reached
+from sidelane.program.wraparound import reached
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Captured:
+    """What one capture of a call uses. ``is_gone``: None once it is."""
+
+    busy: int
+    what: str
+    is_gone: Callable[[], bool] | None
+
+
+class CapturedMemory:
+    """Of one executor. Callers add to it; one thread looks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._captured: list[_Captured] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to look at."""
+        return not self._captured
+
+    def add(self, busy: int, what: str, is_gone: Callable[[], bool]) -> None:
+        """Watch over the memory of a call that was captured just now.
+
+        Args:
+            busy: what its program writes while it runs (``watch.Subject``); 0 for what writes nothing, as kernels.
+            what: the call and its tensors, for people.
+            is_gone: whether some of the memory was freed. Called by another thread.
+        """
+        with self._lock:
+            for other in self._captured:
+                if other.busy == busy:
+                    # One program in two graphs: which of them runs cannot be told any more.
+                    other.busy = 0
+            self._captured.append(_Captured(busy, what, is_gone))
+
+    def look(self, busy: Callable[[], int]) -> str | None:
+        """Warn of memory that is gone; what is replayed on such memory, if anything is.
+
+        Args:
+            busy: asks what runs. Memory that was gone before that is not what it was captured with: to free it waits
+                for what is under way.
+        """
+        with self._lock:
+            captured = list(self._captured)
+        for one in captured:
+            if one.is_gone is not None and one.is_gone():
+                one.is_gone = None
+                logger.warning("%s: memory was freed with which it was captured: do not replay its graph", one.what)
+        running = busy()
+        found = [one.what for one in captured if one.is_gone is None and one.busy and one.busy == running]
+        with self._lock:  # of the rest there is no more to say
+            self._captured = [one for one in self._captured if one.is_gone is not None or one.busy]
+        return found[0] if found else None
+
 
 STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
 HOST_WORDS = BOARD + BOARD_WORDS

@@ -13,21 +13,21 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
-from sidelane.collectives import Communicator
 from sidelane.collectives.arguments import op_name
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError
-from sidelane.integrations.nodes.failing import RollCall
+from sidelane.integrations.fallback import Witness, make_other, nccl_not_ending_the_process
+from sidelane.integrations.nodes.failures import RollCall
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part
-from sidelane.integrations.nodes.lookout import Lookout
 from sidelane.integrations.nodes.plan import make_plan
 from sidelane.integrations.nodes.scratch import Scratch
 from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread
 from sidelane.integrations.nodes.topology import Nodes
-from sidelane.integrations.other import Witness, make_other, nccl_not_ending_the_process
+from sidelane.integrations.nodes.watchdog import Lookout
 from sidelane.integrations.works import OtherWork
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
 from sidelane.program.shape import Beside
+from sidelane.session import Communicator
 
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]

@@ -15,7 +15,7 @@ from sidelane.errors import PeerError, PeerTimeoutError, UnavailableError
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.process import ProcessIdentity
-from sidelane.memory.stored import not_understood, parsed, require_one_version
+from sidelane.memory.store_values import not_understood, parsed, require_one_version
 
 _NOWHERE = "nowhere"
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_thread import CallThread
-from sidelane.collectives.pool import MemoryUse
 from sidelane.collectives.work import NO_TIMEOUT, Work
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import PeerError, UnavailableError
+from sidelane.integrations.direct_gather import Tensors
+from sidelane.integrations.fallback import Witness
 from sidelane.integrations.links import Link
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import StreamOrder
-from sidelane.integrations.other import Witness
 from sidelane.integrations.ring import Ring
-from sidelane.integrations.straight import Tensors
 from sidelane.integrations.works import HostWork
 from sidelane.memory import ending
 from sidelane.program.collective import Kind

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sidelane.collectives import Communicator
 from sidelane.errors import UnavailableError
 from sidelane.integrations.nodes.steps import PACKED
+from sidelane.session import Communicator
 
 
 class Scratch:

@@ -1,7 +1,7 @@
 """Builders: pure functions from (collective, variant, transport) to a Program. Each file registers what it builds."""
 
 from sidelane.program.builders.alternating import ALTERNATING, ROW_BYTES, Alternation, alternation
-from sidelane.program.builders.batched import build_batch
+from sidelane.program.builders.batch import build_batch
 from sidelane.program.builders.everything import FILES
 from sidelane.program.builders.registry import (
     Algorithm,

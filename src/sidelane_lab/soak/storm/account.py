@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sidelane.memory import giving_back
+from sidelane.memory import release
 
 SYMMETRIC, WAITING, POOLS, SPANS = "symmetric", "symmetric, waiting", "pools waiting", "pieces retained"
 OURS = (SYMMETRIC, WAITING, POOLS, SPANS)
@@ -64,19 +64,19 @@ def account(device: torch.device, group: dist.ProcessGroup | None = None) -> Acc
     if device.type == "cpu":
         dist.barrier(group)
         return Account(_shared_bytes())
-    from sidelane.collectives import placed_cuda
-    from sidelane.execute.cuda import spans
+    from sidelane.execute.cuda import ordinary
+    from sidelane.session import pool_cuda
 
     for _ in range(2):  # what the peers have mapped of this rank's is theirs until they have let go of it
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # torch looks here which memory other streams are through with
-        placed_cuda.give_back_pools()
-        giving_back.give_back()
+        pool_cuda.give_back_pools()
+        release.give_back()
         torch.cuda.empty_cache()
         dist.barrier(group)
     free, total = torch.cuda.mem_get_info()
-    kept, waiting = giving_back.held_bytes()
-    held = {SYMMETRIC: kept, WAITING: waiting, POOLS: placed_cuda.waiting_bytes(), SPANS: spans.retained_bytes()}
+    kept, waiting = release.held_bytes()
+    held = {SYMMETRIC: kept, WAITING: waiting, POOLS: pool_cuda.waiting_bytes(), SPANS: ordinary.retained_bytes()}
     held |= {TORCH: torch.cuda.memory_reserved(), ALLOCATED: torch.cuda.memory_allocated(), POOL: _driver_pool(device)}
     found = Account(total - free, held, _alive(COUNTED))
     dist.barrier(group)

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from sidelane.collectives.pools import SymmetricPool
+from sidelane.session.pools import SymmetricPool
 from sidelane_lab.soak.ahead import Graph, Recorder
 from sidelane_lab.soak.calls import Caller
 from sidelane_lab.soak.described import Call

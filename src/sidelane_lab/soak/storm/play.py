@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import Communicator
 from sidelane.collectives.confirming import ELSEWHERE, NEW_OUTPUT, WENT_AHEAD
-from sidelane.collectives.pools import pool
 from sidelane.config import Config
+from sidelane.session import Communicator
+from sidelane.session.pools import pool
 from sidelane_lab.soak import leftovers
 from sidelane_lab.soak.ahead import Recorder, record
 from sidelane_lab.soak.calls import Caller

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sidelane.c3.heuristic import Kernel
-from sidelane.c3.measured import isolated_times
+from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import provenance

@@ -19,8 +19,8 @@ from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.cli.launch import Rank, choose_target
-from sidelane.device.gemm_shape import SHAPES, GemmShape
 from sidelane.errors import UnavailableError
+from sidelane.kernels.gemm_shape import SHAPES, GemmShape
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Prepared, candidates_of
 from sidelane_lab.baselines.roster import Roster, make_roster
@@ -38,7 +38,7 @@ from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
-    from sidelane.execute.cuda.shaped import ShapedGemm
+    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
 
 ROWS_ON_CPUS = "rows"
 """The shape of a GEMM on a CPU: parts of its rows, one after another."""
@@ -337,7 +337,7 @@ def _on_units(shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun]
 
 
 def _kernel(device: torch.device, shape: GemmShape, run: GemmRun) -> ShapedGemm:
-    from sidelane.execute.cuda.shaped import ShapedGemm
+    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
 
     return ShapedGemm(_driver(device), shape, run.a, run.b, run.c)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from sidelane.c3.isolated import Isolated
+from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import percent_of_ideal
 from sidelane.c3.workload import Workload

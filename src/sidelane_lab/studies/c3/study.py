@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from sidelane.c3.isolated import Isolated
+from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
-from sidelane.c3.measured import isolated_times
+from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload

@@ -22,8 +22,8 @@ import torch
 from sidelane.choice.candidate import applicable
 from sidelane.cli.launch import Rank
 from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
-from sidelane.collectives.prelaunched import prelaunchable
 from sidelane.program.collective import Kind
+from sidelane.session.prelaunch import prelaunchable
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
     CALLS_AHEAD,

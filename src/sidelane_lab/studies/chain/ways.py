@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from sidelane.c3.workload import Gemm
-from sidelane.collectives import Communicator
-from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import ELEMENT_BYTES
+from sidelane.session import Communicator
+from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.baselines.candidate import (
     CALLS_AHEAD,
     HIDDEN_LAUNCH_US,

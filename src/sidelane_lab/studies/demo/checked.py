@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from sidelane.cli.launch import Rank
-from sidelane.collectives import Communicator
 from sidelane.config import BUILTIN, Config
+from sidelane.session import Communicator
 
 COUNTS = (1, 1000, 100_000)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from sidelane.integrations.direct_gather import Straight, Tensors
 from sidelane.integrations.ring import Ring
-from sidelane.integrations.straight import Straight, Tensors
 from sidelane.program.shape import Beside
 
 BUFFERS = 2

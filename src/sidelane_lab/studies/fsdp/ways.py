@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from sidelane import config as settings
 from sidelane.cli.launch import Rank
 from sidelane.errors import UnavailableError
-from sidelane.integrations import fsdp, straight
+from sidelane.integrations import direct_gather, fsdp
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.fsdp.still import StillGather, StillScatter, StraightStill
 
@@ -157,7 +157,7 @@ class Ways:
         if name in OWN:
             return dataclasses.replace(self._sidelane(name != "sidelane_copies"), name=name)
         if name in FLOORS:
-            objection = straight.objection() if name == STRAIGHT_STILL else None
+            objection = direct_gather.objection() if name == STRAIGHT_STILL else None
             if objection is not None:
                 raise UnavailableError(objection)
             still: list[AllGather] = [StillGather()] * count
@@ -177,7 +177,7 @@ class Ways:
         for params, gather, scatter in zip(self._params, *self._library, strict=True):
             params._all_gather_comm, params._reduce_scatter_comm = gather, scatter
         enabled = fsdp.enable(self._model, config=self._config, straight_into_parameters=straight_into_parameters)
-        copied = straight.objection() if straight_into_parameters else None
+        copied = direct_gather.objection() if straight_into_parameters else None
 
         def note() -> str:
             elsewhere = [f"{one.calls} calls went elsewhere: {one.what}" for one in enabled.elsewhere.values()]

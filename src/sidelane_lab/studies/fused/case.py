@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import Communicator
+from sidelane.session import Communicator
 
 NCCL, SYMM_MEM = "unfused_nccl", "symm_mem"
 AS_CALLED = 'method="auto"'

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_thumb import ROUTED
-from sidelane.collectives import Communicator
+from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.ops.gemv_tiling import tiling_of
+from sidelane.session import Communicator
 from sidelane_lab.studies.fused import dispatch_cases, embedding_cases, gemm_cases, norm_cases, routed_cases
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,

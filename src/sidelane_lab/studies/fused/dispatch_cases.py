@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.collectives import Communicator
 from sidelane.ops.auto import AUTO
 from sidelane.ops.operands import Counts
+from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import NCCL, Auto, Case, Run, dtype_of, fill, ordinary
 from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane_lab.studies.fused.routed_cases import ON_DEVICE, ON_HOST, PIECES, by_expert, experts_of, grouped_by

@@ -18,9 +18,9 @@ from torch.nn import functional
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.choice.fused_order import ORDERS
-from sidelane.collectives import Communicator
 from sidelane.ops.alone import Pool
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
+from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
 from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from sidelane import ops
 from sidelane.choice.fused import UNFUSED
-from sidelane.collectives import Communicator
+from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
     NCCL,

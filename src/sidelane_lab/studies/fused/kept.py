@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.fused_heuristic import ROUTED, WITHOUT_KERNEL
 from sidelane.choice.fused_order import ORDERS
-from sidelane.choice.fused_thumb import ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import grouped
 from sidelane_lab.harness.study import Results

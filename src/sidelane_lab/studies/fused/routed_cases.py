@@ -12,7 +12,7 @@ import torch.distributed as dist
 from sidelane import ops
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_order import ORDERS
-from sidelane.collectives import Communicator
+from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import NCCL, Auto, Case, Run, dtype_of, fill, ordinary
 from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, EXPERTS_OF_A_RANK, HALF, by_top_k, evenly, half_for_one

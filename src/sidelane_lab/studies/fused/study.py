@@ -23,8 +23,8 @@ from sidelane.choice.store import required
 from sidelane.cli.launch import Rank
 from sidelane.cli.output import refuse_unwritable
 from sidelane.cli.terminal import progress_console
-from sidelane.collectives import Communicator
 from sidelane.config import current, profile_folder
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome

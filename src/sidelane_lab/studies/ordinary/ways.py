@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.cli.launch import Rank
-from sidelane.collectives import Communicator
 from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, LEARN, NOTHING
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import Binds, Entrant, Implementation, Tensors, nothing_to_wait_for, views
 from sidelane_lab.baselines.own import bound_call
 from sidelane_lab.baselines.reference import Case

@@ -17,7 +17,6 @@ from sidelane import config as settings
 from sidelane.cli.launch import Rank
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES
-from sidelane.collectives.session import Session
 from sidelane.collectives.staging import Staging
 from sidelane.config import BUILTIN
 from sidelane.errors import PeerTimeoutError, SidelaneError
@@ -27,6 +26,7 @@ from sidelane.program.builders import Alternation
 from sidelane.program.collective import Buffer
 from sidelane.program.ir import Program
 from sidelane.program.transform.stamp import slots_of
+from sidelane.session.session import Session
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.studies.phases.split import Sample
 from sidelane_lab.studies.phases.turns import Call, InTurn, TurnCounter
@@ -66,7 +66,7 @@ class Rig:
             self._measure_notify()
 
     def _measure_notify(self) -> None:
-        from sidelane.execute.cuda.round_trip import round_trip_us
+        from sidelane.execute.cuda.probe import round_trip_us
 
         try:
             self.notify_us = round_trip_us(self.executor.driver) / 2

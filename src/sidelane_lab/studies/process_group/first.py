@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.cli.launch import Rank
-from sidelane.collectives.pool import MemoryUse
+from sidelane.collectives.allocator import MemoryUse
 from sidelane.integrations import fsdp
 from sidelane.integrations.ledger import SIDELANE
 from sidelane_lab.baselines.reference import Case

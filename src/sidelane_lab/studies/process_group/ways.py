@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane.cli.launch import Rank
-from sidelane.collectives import Communicator
-from sidelane.collectives.pools import pool
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.ledger import report as report_of_groups
 from sidelane.integrations.process_group import SidelaneGroup
 from sidelane.integrations.registration import register
 from sidelane.program.collective import Kind
+from sidelane.session import Communicator
+from sidelane.session.pools import pool
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.studies.process_group.rows import ASYNC, LEARNED, OPERATIONS, ORDINARY, POOLED
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sidelane.c3.measured import isolated_file
+from sidelane.c3.measured_curves import isolated_file
 from sidelane.c3.strategy import LIBRARY
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.choice.candidate import DMA, SM

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Protocol
 
-from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR
+from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR
 from sidelane.c3.strategy import Means
 from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
 from sidelane.choice.candidate import DMA

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
-from sidelane.c3.measured import BESIDE
+from sidelane.c3.measured_curves import BESIDE
 from sidelane.c3.strategy import Means, Partition
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
-from sidelane.device.gemm_shape import TUNED
+from sidelane.kernels.gemm_shape import TUNED
 from sidelane.machine import local
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Prepared, candidates_of
@@ -155,7 +155,7 @@ class Bench:
         return functools.partial(_on_lane, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
 
     def _on_grid(self, run: GemmRun, units: int) -> Callable[[], None]:
-        from sidelane.execute.cuda.shaped import ShapedGemm
+        from sidelane.execute.cuda.shaped_gemm import ShapedGemm
 
         kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
         return kernel.bind((self._units - units) * max(1, kernel.resident))

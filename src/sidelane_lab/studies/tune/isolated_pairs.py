@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from sidelane.c3.lanes import DevicePartitions, Lanes, shares
-from sidelane.c3.measured import SERIAL
+from sidelane.c3.measured_curves import SERIAL
 from sidelane.c3.strategies import strategies
 from sidelane.c3.strategy import Strategy
 from sidelane.c3.workload import Gemm

@@ -10,8 +10,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.c3.isolated import GemmTimes, Isolated
-from sidelane.c3.measured import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
+from sidelane.c3.isolated_times import GemmTimes, Isolated
+from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
 from sidelane.c3.workload import Workload
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane.sizes import format_bytes

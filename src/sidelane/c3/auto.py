@@ -1,0 +1,126 @@
+"""Which strategy ``overlap`` takes under ``auto``, and why: by this machine's file, which the ranks compare once."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+from sidelane.c3.choose import Choice
+from sidelane.c3.expected_times import OF_CALLS, Asked, decide
+from sidelane.c3.isolated_times import Isolated
+from sidelane.c3.launch import objection
+from sidelane.c3.measured_curves import isolated_file, isolated_text, parse_isolated
+from sidelane.c3.strategies import strategies
+from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.workload import GEMM_DTYPES, Gemm, Workload
+from sidelane.choice import choose
+from sidelane.choice.hidden import hidden_shares
+from sidelane.config import BUILTIN, COMPUTE, NOTHING
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape, Computation
+from sidelane.session import Communicator
+
+Moves = tuple[str, int] | Sequence[tuple[str, int]]
+"""A collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an all_gather,
+the local buffer of the others."""
+
+_KNOWN, _CHOSEN = "overlap: isolated times", "overlap: chosen"
+
+
+def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Choice:
+    """Which strategy ``overlap(..., strategy="auto")`` takes; its ``reason`` says why.
+
+    By the file of ``sidelane tune --study c3`` where this machine has one, else by shares that are constants and by the
+    times of ``sidelane tune``; with ``Config(profile="builtin")`` always by these. What is expected to be slower than
+    one after the other is never taken. Collective, the first time for a communicator.
+
+    Args:
+        comm: that makes the collectives.
+        beside: what runs next to them, from ``Communicator.beside``. Units are taken from GEMMs of known shape only.
+        moves: what they are.
+
+    Raises:
+        ValueError: no collectives, or none of that name or size; the ranks have different files, or one that is none.
+        UnavailableError: the file was not read yet, and a graph is being captured.
+    """
+    asked = _asked(beside, moves)
+    chosen: dict[Asked, Choice] = comm.kept.setdefault(_CHOSEN, {})
+    if asked not in chosen:
+        known = _known(comm)
+        able = [one for one in strategies() if not objection(one, comm.device)]
+        chosen[asked] = _choose(comm, asked, able, known)
+    return chosen[asked]
+
+
+def _choose(comm: Communicator, asked: Asked, able: Sequence[Strategy], known: Isolated | None) -> Choice:
+    name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else ""
+    collectives = {curve.collective for curve in known.collectives} if known is not None else set()
+    times: dict[str, float] = {}
+    if any(move.collective not in collectives for move in asked.moves):
+        for mover, hint in ((Mover.LIBRARY, NOTHING), (Mover.DMA, COMPUTE)):
+            time_us = sum(_profiled_us(comm, move, hint) for move in asked.moves)
+            if math.isfinite(time_us):
+                times[mover] = time_us
+        if not times:
+            first = min(able, key=lambda one: one.preference)
+            reason = f"{first.name}: nothing was measured of these collectives (sidelane tune --study c3)"
+            return Choice(first.name, (), reason)
+    return decide(asked, able, known, hidden_shares(name), times, OF_CALLS)
+
+
+def _profiled_us(comm: Communicator, move: Workload, hint: str) -> float:
+    """What ``auto`` expects of a call alone, where ``hint`` says what may run it; infinite where it does not know."""
+    call = CallShape(move.collective, comm.world_size, move.nbytes, move.gemm.dtype, in_place=True, beside=hint)
+    time_us = choose(comm.profile.profile, call, comm.abilities).table[0][1]
+    return math.inf if time_us is None else time_us
+
+
+def _asked(beside: Computation, moves: Moves) -> Asked:
+    if not isinstance(beside, Computation):
+        raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
+    pairs = [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves)
+    gemm = Gemm(*beside.gemm) if beside.gemm is not None and beside.gemm[3] in GEMM_DTYPES else None
+    found = []
+    for pair in pairs:
+        match pair:
+            case (str(name), int(nbytes)) if name in Kind._value2member_map_ and nbytes > 0:
+                found.append(Workload(gemm or Gemm(1, 1, 1), Kind(name), nbytes))
+            case _:
+                raise ValueError(f"overlap: moves (value={pair!r}, allowed=(one of {', '.join(Kind)}, bytes above 0))")
+    if not found:
+        raise ValueError("overlap: moves (value=(), allowed=a collective and its bytes, or several)")
+    return Asked(beside.us, gemm, tuple(found))
+
+
+def _known(comm: Communicator) -> Isolated | None:
+    """What this machine's file says, if there is one; the ranks read it once each and compare."""
+    if _KNOWN not in comm.kept:
+        if comm.lane.backend.place()[1]:
+            raise UnavailableError("overlap: auto while a graph is captured (allowed=after choose_overlap was called)")
+        problem, text, known = None, "", None
+        if comm.config.profile != BUILTIN:
+            try:
+                path = isolated_file(comm.device.type, comm.world_size)
+                text = isolated_text(path)
+                known = parse_isolated(text, str(path)) if text else None
+            except ValueError as error:
+                problem = error
+        _compare(comm, text, problem)
+        comm.kept[_KNOWN] = known
+    found: Isolated | None = comm.kept[_KNOWN]
+    return found
+
+
+def _compare(comm: Communicator, text: str, problem: Exception | None) -> None:
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest())  # what a float32 holds
+    mine = torch.tensor([digest, -digest, problem is not None], dtype=torch.float32, device=comm.device)
+    comm.all_reduce(mine, op="max")
+    most, least, wrong = mine.tolist()
+    if problem is not None:
+        raise ValueError(f"overlap: {problem}") from problem
+    if wrong or most != -least:
+        raise ValueError("overlap: the ranks read different files of isolated times (allowed=one for all of them)")

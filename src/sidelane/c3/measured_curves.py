@@ -1,0 +1,167 @@
+"""The file of ``sidelane tune --study c3`` as curves, for those who choose by it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane.c3.workload import TABLE_I, Gemm, parse_gemm
+from sidelane.choice.key import key_here
+from sidelane.choice.store import user_file
+from sidelane.program.collective import Kind
+from sidelane.user_files import json_of, text_of
+
+GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
+SERIAL = "serial"
+"""``means`` of the row of a pair that the others of it are held against."""
+
+
+class Point(Protocol):
+    """A row of the file; see ``bench.results.rows.pairs.IsolatedRow``."""
+
+    @property
+    def what(self) -> str: ...
+    @property
+    def gemm(self) -> str: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def collective(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def implementation(self) -> str: ...
+    @property
+    def means(self) -> str: ...
+    @property
+    def units(self) -> int: ...
+    @property
+    def device_units(self) -> int: ...
+    @property
+    def time_us(self) -> float | None: ...
+    @property
+    def alone_us(self) -> float | None: ...
+    @property
+    def gbps(self) -> float | None: ...
+
+
+def isolated_file(device_type: str, ranks: int) -> Path | None:
+    """The user's file of this machine; None without a home."""
+    return user_file(key_here(device_type, ranks), "{}-c3.json")
+
+
+def isolated_text(path: Path | None) -> str:
+    """Return the text of a user's file; "" where there is none that this user can read."""
+    try:
+        return "" if path is None else path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    except ValueError as problem:
+        raise ValueError(f"{path}: cannot be read as text: {problem}") from problem
+
+
+def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated | None:
+    """What is in a file of isolated times; None: the user's of this machine, which need not be there.
+
+    Raises:
+        ValueError: there is no such file, it is another one, or says too little.
+    """
+    if path is None:
+        path = isolated_file(device_type, ranks)
+        text = isolated_text(path)
+        return parse_isolated(text, str(path)) if text else None
+    if not path.exists():
+        raise ValueError(f"isolated times: no such file (value={str(path)!r}, allowed=of sidelane tune --study c3)")
+    return parse_isolated(text_of(path), str(path))
+
+
+def parse_isolated(text: str, where: str) -> Isolated:
+    """What a file says.
+
+    Args:
+        text: of the file.
+        where: it is, for errors.
+
+    Raises:
+        ValueError: it is another file, or says too little.
+    """
+    try:
+        content = json_of(text)
+        if content["study"] != "isolated":
+            raise KeyError("study")
+        return isolated_of([types.SimpleNamespace(**row) for row in content["rows"]])
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as problem:
+        raise ValueError(
+            f"isolated times: not such a file (value={where!r}, allowed=of sidelane tune --study c3): {problem!r}"
+        ) from None
+
+
+def gemm_of(row: Point) -> Gemm:
+    """The GEMM of a row, by its name in the table if it has these sizes, divided or not."""
+    plain = Gemm(row.m, row.n, row.k, row.dtype)
+    tag, _, divisor = row.gemm.partition("/")
+    if tag not in TABLE_I:
+        return plain
+    named = parse_gemm(tag, row.dtype).scaled(int(divisor or 1))
+    return named if (named.m, named.n, named.k) == (row.m, row.n, row.k) else plain
+
+
+def isolated_of(rows: Sequence[Point]) -> Isolated:
+    """What was measured as curves.
+
+    Raises:
+        ValueError: no GEMM, or nothing of the memory, was measured.
+    """
+    timed = [row for row in rows if row.time_us is not None]
+    gemms = tuple(_gemms([row for row in timed if row.what == GEMM]))
+    memory = max((row.gbps for row in timed if row.what == MEMORY and row.gbps), default=0.0)
+    if not gemms or not memory:
+        raise ValueError("isolated_of: rows (value=none of a GEMM, or none of the memory; sidelane tune --study c3)")
+    tflops = max(curve.gemm.flops / curve.times_us[0] / 1e6 for curve in gemms)
+    collectives = tuple(_collectives([row for row in timed if row.what == COLLECTIVE]))
+    return Isolated(tflops, memory, gemms, collectives, tuple(_pairs([row for row in timed if row.what == PAIR])))
+
+
+def _gemms(rows: Sequence[Point]) -> Iterable[GemmTimes]:
+    for (*_, means), same in _alike(rows, "m", "n", "k", "dtype", "means"):
+        times = {row.units: row.time_us for row in same if row.time_us is not None}
+        if 0 in times:
+            yield GemmTimes(gemm_of(same[0]), str(means), same[0].device_units, times)
+
+
+def _collectives(rows: Sequence[Point]) -> Iterable[CollectiveTimes]:
+    for (collective, nbytes, implementation), same in _alike(rows, "collective", "bytes", "implementation"):
+        times: dict[int, float] = {}
+        for row in same:  # of several variants the fastest
+            if row.time_us is not None:
+                times[row.units] = min(row.time_us, times.get(row.units, row.time_us))
+        if 0 in times:
+            yield CollectiveTimes(Kind(collective), int(nbytes), str(implementation), times)
+
+
+def _pairs(rows: Sequence[Point]) -> Iterable[PairTimes]:
+    by = _alike(rows, "m", "n", "k", "dtype", "collective", "bytes", "implementation")
+    for (*_, collective, nbytes, implementation), same in by:
+        serial = next((row for row in same if row.means == SERIAL), None)
+        if serial is None or serial.time_us is None or serial.alone_us is None:
+            continue
+        others = [row for row in same if row.means != SERIAL]
+        times = {(row.means, row.units): row.time_us for row in others if row.time_us is not None}
+        comm_us, serial_us = serial.alone_us, serial.time_us
+        yield PairTimes(gemm_of(serial), Kind(collective), int(nbytes), str(implementation), comm_us, serial_us, times)
+
+
+def _alike(rows: Sequence[Point], *names: str) -> Iterator[tuple[tuple[Any, ...], list[Point]]]:
+    found: dict[tuple[Any, ...], list[Point]] = {}
+    for row in rows:
+        found.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return iter(found.items())

@@ -1,0 +1,146 @@
+"""Calls with many tensors, as data: what one rank asks, and what all ranks agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from functools import cached_property
+
+from sidelane.collectives.agreement import Location
+from sidelane.collectives.arguments import Request
+from sidelane.config import COMPUTE, NOTHING
+from sidelane.program.batch import Batch
+from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.program.shape import Beside, CallShape, Computation
+
+LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+"""The collectives that take lists, and that a batch takes."""
+
+BATCH = "batch"
+"""Name of calls that may hold several kinds."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ListRequest:
+    """One rank's view of a call with many tensors: a request for each of them, or for each pair."""
+
+    parts: tuple[Request, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What must be the same on every rank about one tensor, or pair: see the attributes of ``Agreement``."""
+
+    collective: Collective
+    dtype: str
+    input_place: Location
+    output_place: Location
+
+    @staticmethod
+    def of(request: Request) -> Part:
+        return Part(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
+
+    def for_engines(self) -> Part:
+        """What copy engines make of it: all that they add goes through staging, wherever the tensors lie."""
+        if self.collective.kind not in REDUCING:
+            return self
+        return dataclasses.replace(self, input_place=None, output_place=None)
+
+    @property
+    def symmetric(self) -> bool:
+        """Peers reach the output, and of a reduction the input; what is scattered has its output for itself."""
+        if not any(map(any, self.collective.counts)):
+            return True
+        kind = self.collective.kind
+        read = kind not in REDUCING or self.input_place is not None
+        return read and (kind is Kind.REDUCE_SCATTER or self.output_place is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListAgreement:
+    """As ``Agreement``, for a call with many tensors.
+
+    Attributes:
+        name: the kind of a call with lists; ``BATCH``.
+        world_size: ranks in the group.
+        parts: one for each tensor, or pair.
+        variant: as asked by the caller, ``auto`` included.
+        frozen: the call is being captured into a graph.
+        beside: what the caller says runs next to it.
+    """
+
+    name: str
+    world_size: int
+    parts: tuple[Part, ...]
+    variant: str
+    frozen: bool
+    beside: Beside = NOTHING
+
+    @cached_property
+    def collective(self) -> Batch:
+        """What the program must do."""
+        return Batch(self.name, self.world_size, tuple(part.collective for part in self.parts))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Which collectives; that with the most bytes first."""
+        if self.name != BATCH:
+            return (Kind(self.name),)
+        nbytes: dict[Kind, int] = {}
+        for part in self.parts:
+            collective = part.collective
+            nbytes[collective.kind] = nbytes.get(collective.kind, 0) + collective.largest_buffer
+        # A batch without tensors is as good as an all_gather without any.
+        return tuple(sorted(nbytes, key=lambda kind: (-nbytes[kind], kind))) or (Kind.ALL_GATHER,)
+
+    @property
+    def call(self) -> CallShape:
+        """What the choice looks at: the bytes of all tensors together, for the kind that has most of them."""
+        calls = [
+            CallShape.of(
+                part.collective, part.dtype, symmetric=part.symmetric, captured=self.frozen, beside=self.beside
+            )
+            for part in self.parts
+        ]
+        return CallShape(
+            kind=self.kinds[0],
+            world_size=self.world_size,
+            nbytes=sum(call.nbytes for call in calls),
+            dtype=calls[0].dtype if calls else "uint8",
+            in_place=any(call.in_place for call in calls),
+            symmetric=all(call.symmetric for call in calls),
+            captured=self.frozen,
+            beside=COMPUTE if isinstance(self.beside, Computation) else self.beside,
+            computation=self.beside if isinstance(self.beside, Computation) else None,
+            even=all(call.even for call in calls),
+            copies_own=all(call.copies_own for call in calls),
+            listed=True,
+            tensors=len(self.parts),
+            mixed=len(self.kinds) > 1,
+            uniform=len({(part.collective.reduction, part.collective.root) for part in self.parts}) <= 1,
+        )
+
+    def text(self) -> str:
+        """One line for people and for comparison between ranks; the digest covers what the words leave out."""
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
+        others = ", captured" if self.frozen else ""
+        others += f", beside {self.beside}" if self.beside != NOTHING else ""
+        sizes = "; ".join(map(_words, self.parts))
+        return f"{self.collective}, variant {self.variant}{others} #{digest}: {sizes or 'nothing'}"
+
+
+def _words(part: Part) -> str:
+    collective = part.collective
+    places = [
+        f"{name} symmetric {place[0]}+{place[1]}"
+        for name, place in (("input", part.input_place), ("output", part.output_place))
+        if place is not None
+    ]
+    return ", ".join(
+        [
+            f"{collective.kind} of {collective.largest_buffer} bytes of {part.dtype}",
+            *["in place"] * collective.in_place,
+            *["own parts stay"] * (not collective.copies_own),
+            *places,
+        ]
+    )

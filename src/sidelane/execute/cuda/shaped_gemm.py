@@ -1,0 +1,70 @@
+"""The shaped GEMM on a GPU: compiled and loaded once for a shape and a size, launched on the caller's stream.
+
+It goes around Triton's launcher, which cannot be told to ask for more shared memory than a kernel needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from sidelane.errors import missing
+from sidelane.execute.cuda.driver import Driver
+from sidelane.kernels.gemm_shape import GemmShape, SharedMemory
+
+
+class ShapedGemm:
+    """``c = a @ b`` in a shape.
+
+    Args:
+        driver: of the device, which is current.
+        shape: tiles and residency.
+        a, b, c: see ``device.shaped_gemm``.
+
+    Attributes:
+        resident: blocks that an SM holds at once.
+        shared_bytes: that a block asks for.
+
+    Raises:
+        ValueError: tensors that do not fit together.
+        UnavailableError: Triton is not installed, or no block fits an SM.
+        DriverError: the driver refused a call.
+    """
+
+    def __init__(self, driver: Driver, shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        try:
+            from sidelane.kernels import shaped_gemm
+        except ImportError as error:
+            raise missing("shaped GEMMs need Triton", "triton", error) from error
+        constants = shaped_gemm.constants_of(shape, a, b, c, wide=False)
+        self._driver, self._arguments = driver, [tensor.data_ptr() for tensor in (a, b, c)]
+        self._keeps = (a, b, c)
+        self._kernel = driver.kernels().load(shaped_gemm.KERNEL, constants, shape.warps, stages=shape.stages)
+        memory = shared_memory(driver)
+        self.shared_bytes = shape.asked_bytes(self._kernel.shared_bytes, memory)
+        driver.allow_shared(self._kernel.function, memory.block)  # others may have loaded it for more
+        self.resident = driver.most_resident(self._kernel.function, self._kernel.threads, self.shared_bytes)
+
+    def bind(self, blocks: int) -> Callable[[], None]:
+        """What launches it with so many blocks on torch's current stream."""
+
+        def launch() -> None:
+            stream = self._driver.place()[0]
+            call = self._kernel.bind(self._arguments, blocks=blocks, stream=stream, shared_bytes=self.shared_bytes)
+            self._driver.submit([call])
+
+        return launch
+
+
+def shared_memory(driver: Driver) -> SharedMemory:
+    """What the device has of it."""
+    unit, block, reserved = (
+        driver.attribute(name)
+        for name in (
+            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
+            "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+            "RESERVED_SHARED_MEMORY_PER_BLOCK",
+        )
+    )
+    return SharedMemory(unit, block, reserved)

@@ -1,0 +1,314 @@
+"""Parameters of FSDP2 that are gathered straight into the memory in which they are used.
+
+FSDP2 gathers the shards of a layer into one flat buffer, rank by rank, and copies it out into each parameter, on the
+stream of the computation. Here the buffer has the layout that the parameters want, and becomes their memory::
+
+    FSDP2     [rank 0: a b c][rank 1: a b c]  -> copy-out ->  [a: 0 1] [b: 0 1] [c: 0 1]
+    straight  [a: 0 1][b: 0 1][c: 0 1]                        the same bytes
+
+A parameter keeps its storage object, which autograd may have saved: after the gather that gets the memory of a part of
+the buffer, and where FSDP2 frees its own, the part goes back to the ring of buffers.
+
+torch has no hook for these steps. Two functions of its module are replaced while any model has this switched on, and
+pass on what is not ours; a method is replaced on each parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param, _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from sidelane import forks
+from sidelane.collectives.allocator import ALIGNMENT, rounded
+from sidelane.config import COMPUTE
+from sidelane.errors import SidelaneError
+from sidelane.integrations.ring import NoRoom, Part, Ring, cut
+from sidelane.memory.storage import exchange_memory, exchange_objection
+from sidelane.program.shape import Beside
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+
+GATHER = (
+    *("fsdp_params", "group", "async_op", "all_gather_copy_in_stream", "all_gather_stream", "device"),
+    "all_gather_comm",
+)
+COPY_OUT = ("all_gather_result", "fsdp_params", "group")
+NO_ROOM = "no symmetric memory is left for the parameters"
+
+FREEING = {
+    *("itertools", "chain", "all_gather_outputs", "_unsharded_inner_tensors", "free_storage"),
+    *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_"),
+}
+"""What freeing a parameter does: where it does more, as to keep memory, it is not to be replaced."""
+
+RESULT = (
+    *("all_gather_output", "all_gather_event", "all_gather_work", "param_all_gather_input_dtypes"),
+    *("param_all_gather_input_numels", "all_gather_input_split_sizes"),
+)
+
+
+def objection() -> str | None:
+    """Why this torch's FSDP2 cannot have it; None where it can."""
+    found = exchange_objection()
+    if found is not None:
+        return found
+    group, param = _fsdp_param_group.FSDPParamGroup, _fsdp_param.FSDPParam
+    for name, wanted in (("foreach_all_gather", GATHER), ("foreach_all_gather_copy_out", COPY_OUT)):
+        function: Any = getattr(_fsdp_param_group, name, None)
+        if function is None or function not in (_OURS[name], getattr(_fsdp_collectives, name, None)):
+            return f"something else has replaced {name}"
+        if tuple(inspect.signature(_TORCHS.get(name, function)).parameters) != wanted:
+            return f"{name} of torch {torch.__version__} takes other arguments"
+    if getattr(AllGatherResult, "_fields", ()) != RESULT:
+        return f"AllGatherResult of torch {torch.__version__} has other fields"
+    for method, used in (
+        (group.unshard, "foreach_all_gather"),
+        (group.wait_for_unshard, "foreach_all_gather_copy_out"),
+        (param.to_sharded, "free_unsharded_param"),
+        (param.free_unsharded_param, "free_storage"),
+        (param.init_unsharded_param, "all_gather_outputs"),
+    ):
+        if used not in inspect.unwrap(method).__code__.co_names:
+            return f"{method.__qualname__} of torch {torch.__version__} does not use {used}"
+    more = sorted(set(param.free_unsharded_param.__code__.co_names) - FREEING)
+    return f"free_unsharded_param of torch {torch.__version__} uses {more[0]}" if more else None
+
+
+class Gathers(Protocol):
+    """A lane that gathers, as a communicator does."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(
+        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+    ) -> dist.Work | None:
+        """See ``Communicator.all_gather``."""
+        ...
+
+
+class Straight:
+    """Gathers one parameter group of FSDP2.
+
+    Args:
+        params: torch's ``FSDPParamGroup``.
+        comm: makes the gathers.
+        ring: has the buffers.
+        group: whose shards they are.
+        note: called with dtype and gathered bytes of each gather.
+        refusal: why a gather of so many bytes is not ours to make; "" where it is.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        comm: Gathers,
+        ring: Ring,
+        group: dist.ProcessGroup,
+        note: Callable[[torch.dtype, int], None],
+        refusal: Callable[[int], str],
+    ) -> None:
+        self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
+        self._refusal = refusal
+        self._lent: dict[Any, Part] = {}  # by parameter: what has its own memory meanwhile
+
+    def objection(self) -> str | None:
+        """Why these parameters are not gathered so; None where they are."""
+        for param in self._params.fsdp_params:
+            if param.fsdp_placement.dim:
+                return f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):  # what it gathers is its own affair
+                return "a parameter has an extension of its own for gathers"
+        return None
+
+    def takes(self, group: dist.ProcessGroup) -> bool:
+        """This gather is one of shards, not of what a number for ``reshard_after_forward`` has left."""
+        if group is not self._group or not self._params.is_sharded or self.objection() is not None:
+            return False
+        nbytes = 0
+        for param in self._params.fsdp_params:
+            shard = param._sharded_param_data
+            nbytes += shard.numel() * (param.param_dtype or shard.dtype).itemsize * self._comm.world_size
+        return not self._refusal(nbytes)
+
+    @torch.no_grad()
+    def gather(self, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered:
+        """Begin a gather: torch's ``foreach_all_gather``."""
+        params, device = self._params.fsdp_params, self._params.device
+        handle, rank, ranks = torch.get_device_module(device), self._comm.rank, self._comm.world_size
+        backward = self._params._training_state is TrainingState.PRE_BACKWARD
+        # The first gather of a forward comes behind all of the backward before it, and behind the optimizer.
+        at_once = backward or self._ring.behind_backward or copy_in_stream == handle.current_stream()
+        self._ring.behind_backward = False
+        with handle.stream(copy_in_stream):
+            shards = [_shard(param) for param in params]
+            dtypes = [param.param_dtype or shard.dtype for param, shard in zip(params, shards, strict=True)]
+            sizes = [shard.numel() * ranks * dtype.itemsize for shard, dtype in zip(shards, dtypes, strict=True)]
+            parts = self._parts(sizes, copy_in_stream, at_once)
+            outputs = [part.memory.view(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+            own = [output.chunk(ranks)[rank] if output.numel() else output for output in outputs]
+            torch._foreach_copy_(own, shards)  # cast on the way
+        stream.wait_stream(copy_in_stream)
+        with handle.stream(stream):
+            work = self._comm.all_gather(outputs, own, async_op=async_op, beside=COMPUTE)
+            event = stream.record_event()
+        self._note(dtypes[0], sum(sizes))
+        numels = [shard.numel() for shard in shards]
+        gathered = Gathered(
+            *(torch.empty(0, device=device), event, work),
+            *([[dtype] for dtype in dtypes], [[numel] for numel in numels], numels),
+        )
+        gathered.straight, gathered.parts = self, parts
+        return gathered
+
+    def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[Part]:
+        """A buffer, cut into storages of so many bytes, which give it back together."""
+        places, end = [], 0
+        for nbytes in sizes:
+            places.append(end)
+            end += rounded(nbytes, ALIGNMENT)
+        if not end:
+            return [Part.empty(self._params.device) for _ in sizes]
+        whole, free = self._ring.take(end, stream, at_once=at_once)
+        return cut(whole, places, sizes, free)
+
+    def take_over(self) -> None:
+        """Have torch free our memory as ours."""
+        take_over(self)
+        for param in self._params.fsdp_params:
+            param.free_unsharded_param = functools.partial(self._free, param)
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Let torch do all as before. Parameters that are in use get ordinary memory, with what is in theirs."""
+        if self._params._all_gather_result is not None:
+            try:
+                self._params.wait_for_unshard()
+            except SidelaneError:  # the gather has failed, and has said so
+                self._params._all_gather_result = None
+        for param in self._params.fsdp_params:
+            copy = param.all_gather_outputs[0].clone() if param in self._lent else None
+            self._take_back(param)
+            if copy is not None:
+                exchange_memory(param.all_gather_outputs[0].untyped_storage(), copy.untyped_storage())
+            vars(param).pop("free_unsharded_param", None)
+        give_back(self)
+
+    def lend(self, param: Any, part: Part) -> None:
+        """Let the storage of a parameter have the memory of a gather."""
+        self._take_back(param)
+        storage = param.all_gather_outputs[0].untyped_storage()
+        if storage.size():  # which torch has filled now, or without us
+            storage.resize_(0)
+        exchange_memory(storage, part.memory.untyped_storage())
+        self._lent[param] = part
+
+    def _take_back(self, param: Any) -> None:
+        part = self._lent.pop(param, None)
+        if part is not None:
+            exchange_memory(param.all_gather_outputs[0].untyped_storage(), part.memory.untyped_storage())
+            part.release()
+
+    def _free(self, param: Any) -> None:
+        self._take_back(param)
+        self._ring.behind_backward |= self._params._training_state is TrainingState.POST_BACKWARD
+        type(param).free_unsharded_param(param)
+
+
+class Gathered(AllGatherResult):
+    """What torch keeps of a gather between its begin and its end.
+
+    Attributes:
+        straight: whose it is.
+        parts: the memory of the parameters, until they have it.
+    """
+
+    straight: Straight
+    parts: list[Part]
+
+    @torch.no_grad()
+    def hand_over(self, params: Sequence[Any], ranks: int) -> None:
+        """Order the caller behind the gather, and give parameters their memory: ``foreach_all_gather_copy_out``."""
+        device = self.all_gather_output.device
+        if self.all_gather_event is not None:
+            torch.get_device_module(device).current_stream().wait_event(self.all_gather_event)
+        if self.all_gather_work is not None:
+            self.all_gather_work.wait()
+        for param, part, numels, dtypes in zip(
+            *(params, self.parts, self.param_all_gather_input_numels, self.param_all_gather_input_dtypes), strict=True
+        ):
+            param.init_all_gather_outputs(numels, dtypes, ranks, device)
+            self.straight.lend(param, part)
+        self.parts.clear()
+
+
+def _shard(param: Any) -> torch.Tensor:
+    """What a rank has of a parameter, flat, on the device that computes."""
+    shard: torch.Tensor = param.all_gather_inputs[0] if param.offload_to_cpu else param._sharded_param_data
+    return shard
+
+
+def _foreach_all_gather(
+    fsdp_params: list[Any],
+    group: dist.ProcessGroup,
+    async_op: bool,
+    all_gather_copy_in_stream: Any,
+    all_gather_stream: Any,
+    device: torch.device,
+    all_gather_comm: Any,
+) -> AllGatherResult | None:
+    straight: Straight | None = getattr(all_gather_comm, "straight", None)
+    if straight is not None and straight.takes(group):
+        try:
+            return straight.gather(async_op, all_gather_copy_in_stream, all_gather_stream)
+        except NoRoom:
+            pass  # on all ranks alike; FSDP2's own buffers are fewer, since it has them for a shorter time
+    return _TORCHS["foreach_all_gather"](  # type: ignore[no-any-return]
+        fsdp_params, group, async_op, all_gather_copy_in_stream, all_gather_stream, device, all_gather_comm
+    )
+
+
+def _foreach_all_gather_copy_out(
+    all_gather_result: AllGatherResult, fsdp_params: list[Any], group: dist.ProcessGroup
+) -> None:
+    if isinstance(all_gather_result, Gathered):
+        all_gather_result.hand_over(fsdp_params, group.size())
+    else:
+        _TORCHS["foreach_all_gather_copy_out"](all_gather_result, fsdp_params, group)
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "foreach_all_gather": _foreach_all_gather,
+    "foreach_all_gather_copy_out": _foreach_all_gather_copy_out,
+}
+_TORCHS: dict[str, Callable[..., Any]] = {}
+_users: weakref.WeakSet[Straight] = weakref.WeakSet()
+_changing = forks.lock()
+
+
+def take_over(user: Straight) -> None:
+    """Have torch call the two functions here, until :func:`give_back`."""
+    with _changing:
+        _users.add(user)
+        if not _TORCHS:
+            for name, ours in _OURS.items():
+                _TORCHS[name] = getattr(_fsdp_param_group, name)
+                setattr(_fsdp_param_group, name, ours)
+
+
+def give_back(user: Straight) -> None:
+    """Have torch call its own functions again, when nobody else needs ours. Idempotent."""
+    with _changing:
+        _users.discard(user)
+        if not _users:
+            while _TORCHS:
+                setattr(_fsdp_param_group, *_TORCHS.popitem())

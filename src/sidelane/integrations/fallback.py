@@ -1,0 +1,202 @@
+"""The group behind a Sidelane group: Gloo for CPU tensors and NCCL for CUDA tensors, as torch would have made them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from sidelane import forks
+from sidelane.errors import PeerError
+from sidelane.integrations.buffers import Allocating, Source
+from sidelane.memory.process import ProcessIdentity
+from sidelane.memory.store_values import alike, not_understood, parsed
+
+Kind = dist.ProcessGroup.BackendType
+_DYING_S = 2.0  # a peer's connection breaks a moment before its process is gone
+_LATE = ("timed out", "timeout")
+_OF_PEERS = ("connection", *_LATE, "closed", "peer", "nccl", "remote")
+_MOST_MET = 16
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class _Gloo(Allocating, dist.ProcessGroupGloo):
+    """Gloo, which has memory of Sidelane's."""
+
+
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weakref.WeakKeyDictionary()
+"""Those that were made here: torch forgets what Python adds to a backend when nobody refers to it."""
+
+
+def ask_for_memory(group: dist.ProcessGroup, source: Source) -> None:
+    """Let the backends of a group that was made here answer with memory of ``source``; others keep their own."""
+    for backend in _backends.get(group, ()):
+        backend.source = weakref.ref(source)  # which refers to the group, and to this backend
+
+
+@functools.cache
+def _allocating(kind: type[Any]) -> type[Any]:
+    return type(kind.__name__, (Allocating, kind), {})
+
+
+def make_other(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
+) -> dist.ProcessGroup:
+    """An ordinary process group: Gloo for the CPU and, where torch finds GPUs, NCCL for them.
+
+    Args:
+        store: of these ranks alone.
+        rank: in the group.
+        size: of the group.
+        timeout: of its calls.
+        name: of the group.
+        ranks: in the world; empty for all of it.
+        options: for NCCL; None for its defaults.
+    """
+    group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
+    gloo = _Gloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    group._set_default_backend(Kind.GLOO)
+    group._register_backend(torch.device("cpu"), Kind.GLOO, gloo)
+    backends: list[Allocating] = [gloo]
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = _nccl(dist.PrefixStore("cuda/", store), rank, size, timeout, name, ranks, options)
+        group._set_default_backend(Kind.NCCL)
+        group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
+        backends += [nccl] if isinstance(nccl, Allocating) else []
+    _backends[group] = backends
+    forks.keeping(group)  # its connections are those of the process that a copy is of
+    return group
+
+
+def _nccl(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
+) -> Any:
+    nccl = dist.ProcessGroupNCCL
+    if options is None:
+        options = nccl.Options()
+        options.is_high_priority_stream = False
+    options._timeout = timeout
+    if dist.is_initialized() and ranks:
+        # Ranks outside of a group take part in a split of NCCL's communicator, where torch makes one.
+        source = (
+            c10d._get_split_source(c10d._get_default_group()) if c10d._get_default_group().bound_device_id else None
+        )
+        if source is not None:
+            options.split_from, options.split_color = source, c10d._process_group_color(list(ranks))
+    options.global_ranks_in_group, options.group_name = list(ranks), name
+    try:
+        made = _allocating(nccl)(store, rank, size, options)
+    except TypeError:  # a torch whose NCCL cannot be a base class: it has memory of its own
+        made = nccl(store, rank, size, options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+@contextlib.contextmanager
+def nccl_not_ending_the_process() -> Iterator[None]:
+    """Groups that are made meanwhile leave it to others what to do about an error of NCCL.
+
+    Else torch ends the process as soon as NCCL loses a peer, before anybody could say which.
+    """
+    before = os.environ.get(_HANDLING)
+    os.environ[_HANDLING] = "0"  # read when a group is made
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HANDLING]
+        else:
+            os.environ[_HANDLING] = before
+
+
+def name_of_backend(group: dist.ProcessGroup, device: str) -> str:
+    """What makes the calls of ``group`` on such tensors, in lower case."""
+    try:
+        return str(group._get_backend(torch.device(device)).name()).lower()
+    except RuntimeError:
+        return "none"
+
+
+def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
+    """The backends of a group, with what torch calls their types, by device."""
+    found: dict[torch.device, tuple[Any, Any]] = {}
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        known = {"gloo": Kind.GLOO, "nccl": Kind.NCCL, "mpi": Kind.MPI, "ucc": Kind.UCC}
+        found[device] = (known.get(str(backend.name()).lower(), Kind.CUSTOM), backend)
+    return found
+
+
+class Witness:
+    """Knows the processes of a group, to name those that have died when the other group fails.
+
+    Args:
+        store: of the group.
+        rank: of this process.
+        ranks: of the group, in the world.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = dist.PrefixStore("sidelane/processes", store), rank, tuple(ranks)
+        self._own = ProcessIdentity.own()
+        self._known: dict[int, ProcessIdentity] = {}
+        if len(ranks) > 1:
+            self._store.set(str(rank), json.dumps(self._own))
+
+    def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
+        """See :class:`sidelane.integrations.works.Watch`."""
+        text = str(error).lower()
+        if not any(word in text for word in _OF_PEERS):
+            return
+        until = time.monotonic() + (0.0 if any(word in text for word in _LATE) else _DYING_S)
+        while not (dead := self.dead(peers)):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.05)
+        named = ", ".join(f"rank {rank} (rank {self._ranks[rank]} of the world) died" for rank in dead)
+        raise PeerError(f"{named}: {error}", dead) from error
+
+    def dead(self, peers: Sequence[int]) -> list[int]:
+        """Those of ``peers`` whose processes are gone."""
+        return [rank for rank in peers if rank != self._rank and self._is_dead(rank)]
+
+    def meet(self) -> None:
+        """Read who the others are, as far as they have said: the store may go with the process that dies."""
+        if len(self._ranks) > _MOST_MET:
+            return  # of a large group, when it is needed
+        self._read()
+
+    def _read(self) -> None:
+        for rank in range(len(self._ranks)):
+            if rank in self._known or rank == self._rank:
+                continue
+            said = None
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([str(rank)]):
+                    said = self._store.get(str(rank))
+            if said is not None:
+                self._known[rank] = self._identity(rank, said)
+
+    def _identity(self, rank: int, said: bytes) -> ProcessIdentity:
+        with contextlib.suppress(ValueError):
+            found = parsed(said)
+            if alike(tuple(self._own), found):
+                return ProcessIdentity(*found)
+        raise not_understood("process group, who its processes are", rank, said)
+
+    def _is_dead(self, rank: int) -> bool:
+        if rank not in self._known:
+            self._read()
+        process = self._known.get(rank)
+        return process is not None and process.alive(self._own) is False

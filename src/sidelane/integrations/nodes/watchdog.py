@@ -1,0 +1,111 @@
+"""Looks after calls among several nodes that no host waits for: those on streams of GPUs.
+
+NCCL notices a dead node by its own time-out only, names nobody, and ends the process. Here a thread of each rank sees
+how long the call under way takes, and what the others have said; it ends the call with an error that names the ranks.
+
+A rank that cannot go on calls the roll with the number of its call. Who has come to that call answers, be it that its
+own part has ended; who has not is at fault.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.integrations.nodes.failures import RollCall
+from sidelane.memory import ending
+
+_LOOK_S = 0.5
+_PATIENCE_S = 2.0  # a rank may have done its part before it went
+
+
+@dataclasses.dataclass(slots=True)
+class Mark:
+    """A call under way.
+
+    Attributes:
+        number: of the call, from 1.
+        begun: says that what was queued in front of it has ended.
+        ended: says that it has.
+        since: when it was seen to have begun, by the clock of the thread.
+    """
+
+    number: int
+    begun: Callable[[], bool]
+    ended: Callable[[], bool]
+    since: float | None = None
+
+
+class Lookout:
+    """See the module. Its thread begins with the first call.
+
+    Args:
+        roll: what ranks tell each other.
+        timeout: of a call, from where it begins to run.
+        attach: called first in the thread.
+        end: called in the thread with what ends the communicator: everything that waits must go on.
+
+    Attributes:
+        calls: that have begun here; 0 where hosts wait for their calls, and nobody asks.
+    """
+
+    def __init__(
+        self, roll: RollCall, timeout: timedelta, attach: Callable[[], None], end: Callable[[PeerError], None]
+    ) -> None:
+        self._roll, self.timeout_s, self._attach, self._end = roll, timeout.total_seconds(), attach, end
+        self._marks: list[Mark] = []
+        self.calls = 0
+        self._noticed: float | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, begun: Callable[[], bool], ended: Callable[[], bool]) -> None:
+        """A call is about to be made; all ranks make the same calls. See :class:`Mark`; asked in the thread."""
+        self.calls += 1
+        self._marks.append(Mark(self.calls, begun, ended))
+        if self._thread is None:
+            ending.at_exit(self)
+            self._thread = threading.Thread(target=self._run, name="sidelane-lookout", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent; the thread itself may call it."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * _LOOK_S + 5)
+        self._attach, self._end = lambda: None, lambda error: None  # they refer to who refers to this
+
+    def end(self, until: float) -> None:
+        """At exit, as :meth:`close`."""
+        self.close()
+
+    def _run(self) -> None:
+        self._attach()
+        while not self._stop.wait(min(_LOOK_S, self.timeout_s / 4)):
+            failure = self.look(time.monotonic())
+            if failure is not None:
+                self._end(self._roll.settle(failure, calls=self.calls))
+                return
+
+    def look(self, now: float) -> PeerError | None:
+        """What to end for, if anything; the clock says ``now``."""
+        while self._marks and self._marks[0].ended():
+            self._marks.pop(0)
+            self._noticed = None
+        self._roll.answer(self.calls)
+        if not self._marks or not self._marks[0].begun():
+            return None
+        first = self._marks[0]
+        first.since = now if first.since is None else first.since
+        if self._roll.known():
+            self._noticed = now if self._noticed is None else self._noticed
+            if now - self._noticed > _PATIENCE_S:
+                return PeerError(f"call {first.number} among several nodes was under way")
+        if now - first.since > self.timeout_s:
+            waited = f"{now - first.since:.1f} s until its time-out"
+            return PeerTimeoutError(f"call {first.number} among several nodes was under way for {waited}", ())
+        return None

@@ -1,0 +1,64 @@
+"""Calls like one that Sidelane made before: what was decided for that one holds for them, and takes no time again.
+
+That is so for a synchronous call of the same operation, dtype and device on tensors which a communicator takes as they
+are. Everything else of a call (``calls``, ``staged``, ``dispatch``) is decided anew each time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from sidelane.session import Communicator
+
+Key = tuple[str, Hashable, torch.dtype, torch.device]
+"""Operation as torch calls it, its reduction or root, dtype and device of all tensors."""
+
+METHODS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+"""Operations that are remembered, and methods of a communicator that make them."""
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Again:
+    """How to make such calls.
+
+    Attributes:
+        communicator: that makes them.
+        method: of it.
+        options: of each call: its reduction or root.
+        rows: what the ledger calls them, by the variant that was chosen.
+    """
+
+    communicator: Communicator
+    method: Callable[..., Any]
+    options: dict[str, Any]
+    rows: dict[str, tuple[str, str, str, str, str]]
+
+    @classmethod
+    def of(cls, communicator: Communicator, operation: str, options: dict[str, Any]) -> Again:
+        return cls(communicator, getattr(communicator, METHODS[operation]), options, {})
+
+    def make(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make a call on these tensors, the output first; autograd hears nothing of it, as of all calls."""
+        self.method(*[tensor.data for tensor in tensors], **self.options)
+
+
+def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """True if a communicator takes these tensors as they are."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return False
+        if tensor.dtype is not dtype or tensor.device != device or tensor.is_neg() or tensor.is_conj():
+            return False
+    return True

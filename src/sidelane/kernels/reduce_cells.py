@@ -1,0 +1,115 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""reduce_scatter and all_reduce of few bytes, as cells: one pass, no handshake.
+
+    rank 0   input -> cells into slot 0 of everyone | wait for cells in own slots -> reduce -> output
+    rank 1   input -> cells into slot 1 of everyone | wait for cells in own slots -> reduce -> output
+
+Equivalent: ``output = reduce over ranks s of part r of the input of rank s`` (reduce_scatter) or ``of the input of rank
+s`` (all_reduce), on rank r. A rank sends to itself, too: then all that it reduces lies in one place. In place is fine.
+
+Legend: N ranks, R the power of two from N on, CELLS cells a tile, W elements a tile (as many as fit into CELLS words).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sidelane.device.flags import end_generation, next_generation
+from sidelane.device.launch import Launch, Site, cells_launch
+from sidelane.device.memory import load_words, store_words
+from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen
+from sidelane.kernels.cells import put_cells, slot, wait_for_cells
+from sidelane.program.collective import Reduction
+
+
+def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Reduction, *, distinct: bool) -> Launch:
+    """How to reduce one part a rank.
+
+    Args:
+        site: where.
+        output: address of one part.
+        input: address of one part, or of ``world_size`` parts if ``distinct``.
+        part_bytes: 1 to ``SLOT_PAYLOAD_BYTES``, whole elements.
+        reduction: operation and dtype.
+        distinct: each rank gets a part of its own (reduce_scatter), else all get the same (all_reduce).
+
+    Raises:
+        ValueError: a part is too large, or nothing.
+    """
+    constants = reduction_constants(reduction)
+    return cells_launch(KERNEL, site, output, input, part_bytes, distinct=distinct, constants=constants)
+
+
+@triton.jit
+def elements_of(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr):
+    """int32[CELLS] -> wide[CELLS, 2] for elements of 2 bytes, wide[CELLS] for 4, wide[CELLS / 2] for 8."""
+    if ELEMENT_BYTES == 2:
+        pair = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
+        return widen(pair.to(DTYPE, bitcast=True), FLOAT)
+    elif ELEMENT_BYTES == 4:
+        return widen(words.to(DTYPE, bitcast=True), FLOAT)
+    else:
+        low, high = tl.split(tl.reshape(words, (words.shape[0] // 2, 2)))
+        return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
+    """The words of wide values: the reverse of :func:`elements_of`."""
+    if ELEMENT_BYTES == 2:
+        low, high = tl.split(values.to(DTYPE).to(tl.int16, bitcast=True))
+        return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    elif ELEMENT_BYTES == 4:
+        return values.to(DTYPE).to(tl.int32, bitcast=True)
+    else:
+        return tl.reshape(tl.join(values.to(tl.int32), (values >> 32).to(tl.int32)), (values.shape[0] * 2,))
+
+
+@triton.jit
+def _reduce_cells(
+    output, input, part_bytes, stride, rank, board,
+    p0, p1, p2, p3, p4, p5, p6, p7,
+    N: tl.constexpr, R: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr,
+    FLOAT: tl.constexpr, CELLS: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    peers = (p0, p1, p2, p3, p4, p5, p6, p7)
+    generation = next_generation(p0)
+    cells = (part_bytes + 3) // 4
+    first = tl.program_id(0).to(tl.int64) * CELLS
+    step = tl.num_programs(0) * CELLS
+    lanes = tl.arange(0, CELLS)
+
+    start = first
+    while start < cells:
+        index = start + lanes
+        for turn in tl.static_range(N):
+            peer = (rank + turn) % N
+            words = load_words(input + peer * stride, index, part_bytes, UNIT, ALIGNED)
+            put_cells(slot(peers[turn], generation, rank, N), index, words, generation, index < cells)
+        start += step
+
+    tl.debug_barrier()  # what is written below may be what other threads have read above
+    senders = tl.arange(0, R)[:, None]
+    spent = tl.full((), 0, tl.int32)
+    start = first
+    while start < cells:
+        index = start + lanes
+        mask = (senders < N) & (index[None, :] < cells)
+        words, spent = wait_for_cells(
+            slot(p0, generation, 0, N), senders, index[None, :], mask, generation, board, spent
+        )
+        # Rows one by one, in the order of the ranks: a sum over rows that are 0 but for one is that row.
+        result = elements_of(tl.sum(tl.where(senders == 0, words, 0), axis=0), DTYPE, ELEMENT_BYTES, FLOAT)
+        for sender in tl.static_range(1, N):
+            row = tl.sum(tl.where(senders == sender, words, 0), axis=0)
+            result = accumulate(result, elements_of(row, DTYPE, ELEMENT_BYTES, FLOAT), OP)
+        result = words_of(finish(result, N, OP, FLOAT), DTYPE, ELEMENT_BYTES)
+        store_words(output, index, result, part_bytes, index < cells, UNIT, ALIGNED)
+        start += step
+    end_generation(p0, generation)
+
+
+KERNEL = _reduce_cells

@@ -1,0 +1,10 @@
+"""What users hold of collectives: communicators, sessions and their lanes, and what is loaded into them."""
+
+from sidelane.collectives.work import Work
+from sidelane.session.batch import Batched
+from sidelane.session.bound_program import BoundProgram
+from sidelane.session.communicator import Communicator
+from sidelane.session.prelaunch import Prelaunched
+from sidelane.session.session import Lane, Session
+
+__all__ = ["Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"]

@@ -1,0 +1,479 @@
+"""Programs of one's own on the ranks of a communicator: proved, bound to named buffers, called like collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Mapping, Set
+from types import TracebackType
+from typing import cast
+
+import torch
+
+from sidelane.choice import Candidate, Choice
+from sidelane.choice.candidate import DMA
+from sidelane.collectives.arguments import Arguments, check_tensors
+from sidelane.collectives.backend import Marked
+from sidelane.collectives.call_path import CallPath
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.heap import Region
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.work import Work
+from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
+from sidelane.execute.base import Addresses, Place
+from sidelane.memory.base import SymmetricBlock
+from sidelane.modes import untraced
+from sidelane.program.collective import Buffer
+from sidelane.program.contract import Contract
+from sidelane.program.ir import EngineKind, Move, Program, Signal, SignalOp, Value, Wait, describe, has_epochs, writes
+from sidelane.program.transform import freeze, lower
+from sidelane.program.transform.triggers import arrivals_of, flags_of_callers, triggers_of, without_callers
+from sidelane.program.verify import check_structure, verify
+from sidelane.program.wraparound import WORD_BYTES, WORD_MASK, as_int32
+from sidelane.session.entry import entry
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedBuffers:
+    """The tensors of one rank for a program.
+
+    Attributes:
+        program: whose.
+        tensors: by name of the buffer.
+        regions: of the tensors.
+        remote: names of the buffers that engines of peers touch.
+    """
+
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
+    regions: Mapping[str, Region]
+    remote: frozenset[str]
+
+    @staticmethod
+    def check(program: Program, given: Mapping[str, torch.Tensor], arguments: Arguments) -> NamedBuffers:
+        """Find the tensors in memory.
+
+        Raises:
+            TypeError: not a program, or not tensors by name.
+            ValueError: another number of ranks, a buffer that is missing or that the program does not have, too small,
+                not contiguous, on another device, overlapping another one, or out of reach of the peers that touch it.
+        """
+        if not isinstance(program, Program):
+            raise TypeError(f"load: program (value={type(program).__name__}, allowed=sidelane.program.ir.Program)")
+        if program.world_size != arguments.world_size:
+            raise ValueError(f"load: ranks of the program (value={program.world_size}, have={arguments.world_size})")
+        if not isinstance(given, Mapping):
+            raise TypeError(f"load: buffers (value={type(given).__name__}, allowed=a mapping from names to tensors)")
+        definition = program.collective
+        names = definition.bound if isinstance(definition, Contract) else definition.names
+        remote = program.remote_buffers().intersection(names)
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ValueError(f"load: {program.collective} has no such buffers (value={unknown}, allowed={names})")
+        sizes = {name: program.buffer_bytes(arguments.rank, name) for name in names}
+        needed = [name for name in names if sizes[name] or name in remote]
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise ValueError(f"load: buffers of rank {arguments.rank} are missing (value={missing}, needed={needed})")
+        tensors = {name: given[name] for name in needed}
+        check_tensors("load", *tensors.values())
+        regions = dict(zip(needed, arguments.regions("load", *tensors.values()), strict=True))
+        for name, region in regions.items():
+            if region.nbytes < sizes[name]:
+                raise ValueError(f"load: buffer {name!r} (value={region.nbytes} bytes, allowed={sizes[name]} and more)")
+            if name in remote and not region.symmetric:
+                raise ValueError(
+                    f"load: buffer {name!r} is touched by peers, so that it must be symmetric memory on every rank "
+                    "(allowed=tensors of Communicator.empty)"
+                )
+        for (a, one), (b, other) in itertools.combinations(regions.items(), 2):
+            if arguments.overlap(one, other):
+                raise ValueError(f"load: buffers {a!r} and {b!r} overlap")
+        return NamedBuffers(program, tensors, regions, remote)
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the program writes on some rank."""
+        names = {span.buffer for queue in self.program.queues for command in queue.commands for span in writes(command)}
+        return tuple(tensor for name, tensor in self.tensors.items() if name in names)
+
+    @property
+    def signature(self) -> str:
+        """What all ranks must have alike."""
+        places = {name: self.regions[name].place for name in sorted(self.remote)}
+        text = f"{self.program!r} {places}"
+        digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        return f"{self.program.collective} {self.program.variant} #{digest}"
+
+
+_ALIGNMENT = 256
+_EAGER, _CAPTURED = range(2)
+"""Regions of flags: replays of a graph know nothing of the calls between them."""
+
+
+@untraced
+class BoundProgram:
+    """A program between these buffers of the ranks. Made by :meth:`Communicator.load`.
+
+    To call it is a call of the communicator: every rank makes it, in the order of all calls. It takes its place in the
+    caller's order of work; inside of a CUDA graph capture it becomes part of the graph. It has flags and staging of its
+    own, and keeps them and the tensors until :meth:`close`.
+
+    A program whose callers have a part in it (``sidelane.program.transform.triggers``) is started ahead, by
+    ``async_op=True``. Each :meth:`trigger` lets go on what waits for it; behind the last, the ``Work`` is waited for.
+    What callers read while it is under way is ready behind :meth:`wait_for_arrival`. In a graph, where no value of one
+    call can be written, triggers and arrivals are dependencies.
+
+    Attributes:
+        program: what runs.
+        triggers: how many this rank fires in each call.
+        arrivals: how many this rank may wait for in each call.
+    """
+
+    def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
+        self.program = program = buffers.program
+        self._calls, self._preparer, self._forms, self._buffers = calls, preparer, forms, buffers
+        flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
+        staging_bytes = max(forms.eager.staging_bytes)
+        self._block: SymmetricBlock | None = calls.backend.memory.allocate(max(1, 2 * flag_bytes + staging_bytes))
+        begins = self._block.addresses
+        addresses: dict[tuple[int, str], int] = {
+            (rank, Buffer.STAGING): base + 2 * flag_bytes for rank, base in enumerate(begins)
+        }
+        for name, region in buffers.regions.items():
+            reached = preparer.reach(region, name in buffers.remote)
+            addresses.update({(rank, name): address for rank, address in reached.items()})
+        self._addresses = [
+            Addresses(addresses, tuple(base + region * flag_bytes for base in begins)) for region in (_EAGER, _CAPTURED)
+        ]
+        self._last_signals = _last_signals(program, calls.control.rank)
+        self._signature, self._written = buffers.signature, buffers.written
+        eager = self._prepare(forms.eager, _EAGER)
+        self._prepared: list[Prepared | None] = [eager, None]
+        flag = self._addresses[_EAGER].flag
+        self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
+        self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
+        self._arrivals = [
+            calls.backend.bind_arrival([(flag(wait.flag), wait.value) for wait in waits], eager.loaded)
+            for waits in forms.arrivals
+        ]
+        self.triggers, self.arrivals = len(self._triggers), len(self._arrivals)
+        self._has_callers = bool(self.triggers or self.arrivals)
+        self._epoch = 0
+        self._unfired: set[int] = set()
+        self._work: Work | None = None  # of the last call outside of graphs, where callers have a part in it
+        self._captured_work: Work | None = None  # of the last one in a graph
+        self._capture = 0  # that the last call of all went into
+
+    def __str__(self) -> str:
+        return f"{self.program.collective} {self.program.variant}"
+
+    @entry
+    def __call__(self, *, async_op: bool = False) -> Work | None:
+        """Run it once, all ranks together.
+
+        Args:
+            async_op: return a :class:`Work` instead of ordering the caller behind it.
+
+        Raises:
+            RuntimeError: it was closed, or waits for triggers of its last call.
+            ValueError: it has triggers, and the caller would wait for them before firing one.
+            UnavailableError: it cannot be captured; nothing has happened.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        calls = self._calls
+        call = calls.number()
+        place = calls.backend.place()
+        region = _CAPTURED if place[1] else _EAGER
+        with calls.telling_refusals(call, str(self)):
+            if self._block is None:
+                raise RuntimeError(f"a call of {self}, which was closed")
+            capture = self._begin(async_op, place) if self._has_callers else 0
+            prepared = self._prepared[region]
+            if prepared is None:
+                prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
+        with calls.failing_for_good():
+            calls.control.post_call(call, prepared.signature)
+        if calls.config.debug:
+            calls.agree(call)
+        work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
+        if self._has_callers:
+            self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
+            if capture:
+                self._captured_work = work
+            else:
+                self._work = work
+        return work
+
+    def trigger(self, number: int) -> None:
+        """Let go on what waits for a trigger, behind the caller's work so far, which has computed what it is for.
+
+        Args:
+            number: of the trigger, each once in a call: that of the ``caller`` engine of this rank.
+
+        Raises:
+            RuntimeError: no call is under way, or it has been fired in this one.
+            ValueError: there is no such trigger, or a graph is captured that the call is not in.
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        self._check_number("trigger", number)
+        place = self._place_of_call("trigger")
+        with self._calls.failing_for_good():
+            if place[1]:
+                cast(Marked, self._captured_work).mark(number, place)
+            else:
+                self._triggers[number].fire(self._epoch, place)
+        self._unfired.discard(number)
+
+    def trigger_from_host(self, number: int) -> None:
+        """As :meth:`trigger`, but at once: not behind the caller's work, which must have ended as far as it matters."""
+        self._check_number("trigger_from_host", number)
+        self._refuse_graphs("trigger_from_host")
+        with self._calls.failing_for_good():
+            self._triggers[number].fire_from_host(self._epoch)
+        self._unfired.discard(number)
+
+    def trigger_by_kernel(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Where a kernel of this rank fires a trigger: (address, value) of each flag, to be stored as 32 bits, release,
+        at system scope. From here on it counts as fired: a kernel that is not launched is a time-out. On CPU ranks
+        Triton's interpreter runs the kernel, in this process. Raises as :meth:`trigger`.
+        """
+        self._check_number("trigger_by_kernel", number)
+        self._refuse_graphs("trigger_by_kernel")
+        self._unfired.discard(number)
+        return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
+
+    def wait_for_arrival(self, number: int) -> None:
+        """Order the caller's next work behind an arrival: then it may read what has come. CPU ranks wait for the end.
+
+        Args:
+            number: of the arrival, in the order of the ``caller`` engines of this rank that wait.
+
+        Raises:
+            RuntimeError: no call is under way that was made with ``async_op=True``; or, in a graph, triggers of it have
+                not been fired.
+            ValueError: there is no such arrival, or a graph is captured that the call is not in.
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        if not 0 <= number < self.arrivals:
+            raise ValueError(f"wait_for_arrival: number (value={number!r}, allowed=0..{self.arrivals - 1})")
+        work = self._captured_work if self._capture else self._work
+        if work is None:
+            raise RuntimeError(
+                f"wait_for_arrival: {self} (value=not under way, allowed=behind a call with async_op=True)"
+            )
+        place = self._place_of_call("wait_for_arrival")
+        with self._calls.failing_for_good():
+            if place[1]:
+                cast(Marked, work).follow(number, place)
+            else:
+                self._arrivals[number].follow(self._epoch, place, work)
+
+    def renew(self, call: int) -> None:
+        """Let flags that follow calls count as set by ``call``. Nothing of the program may be under way anywhere."""
+        if self._block is None:
+            return
+        words = self._block.tensor[: WORD_BYTES * self.program.flag_count].view(torch.int32)
+        for index, value in self._last_signals.items():
+            words[index] = as_int32(value.at(call))
+
+    def close(self) -> None:
+        """Let go of its memory and of the tensors, once this rank's calls have ended. Idempotent, and no collective.
+
+        Raises:
+            PeerError, PeerTimeoutError: a call failed.
+        """
+        if self._block is None:
+            return
+        if not self._calls.closed and self._calls.failure is not None:
+            with contextlib.suppress(SidelaneError):
+                self._calls.backend.synchronize()  # threads of CPU ranks look at its flags until they have heard of it
+        elif not self._calls.closed:
+            with self._calls.failing_for_good():
+                if self._capture:  # whose graph this rank has left without the program
+                    self._unfired.clear()
+                for number in sorted(self._unfired):  # streams that wait cannot be called back
+                    self._triggers[number].fire_from_host(self._epoch)
+                self._calls.backend.synchronize()
+                if self._work is not None:
+                    self._work.wait()
+        self._preparer.own_programs.discard(self)
+        self._prepared, self._block, self._written = [None, None], None, ()
+        self._triggers, self._arrivals, self._work, self._captured_work = [], [], None, None
+        self._unfired.clear()
+        self._buffers = dataclasses.replace(self._buffers, tensors={}, regions={})
+
+    def __enter__(self) -> BoundProgram:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        calls = self._calls
+        if error is None or not self._unfired or calls.failure is not None:
+            self.close()
+            return
+        # The peers wait for bytes that this rank will not compute.
+        if isinstance(error, KeyboardInterrupt):
+            calls.fail(error)
+        else:
+            rank = calls.control.rank
+            text = f"rank {rank} left {self}, call {self._epoch}, untriggered: {type(error).__name__}: {error}"
+            calls.fail(PeerError(text, (rank,)))
+        with contextlib.suppress(SidelaneError):  # the first error is the one to see
+            self.close()
+
+    def _begin(self, async_op: bool, place: Place) -> int:
+        """Check that a call may begin in which callers have a part; the number of the capture that it would go into."""
+        capture = self._calls.backend.capture_of(place) if place[1] else 0
+        if self._unfired and self._capture in (0, capture):
+            raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
+        if self.triggers and not async_op:
+            raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
+        before = self._work if not capture else self._captured_work if capture == self._capture else None
+        if before is not None and self.triggers:
+            before.wait()  # what is computed for this call goes where that one has read
+        return capture
+
+    def _place_of_call(self, method: str) -> Place:
+        """Where the caller stands. Raises ValueError where the call is in a graph and that not in it, or vice versa."""
+        backend = self._calls.backend
+        place = backend.place()
+        if (backend.capture_of(place) if place[1] else 0) != self._capture:
+            inside, outside = "inside of the graph that has the call", "outside of graphs, as the call"
+            raise ValueError(f"{method}: {self} (allowed={inside if self._capture else outside})")
+        return place
+
+    def _refuse_graphs(self, method: str) -> None:
+        if self._capture:
+            raise ValueError(f"{method}: {self} in a graph, which would repeat what one call stores (allowed=trigger)")
+
+    def _check_number(self, method: str, number: int) -> None:
+        if not 0 <= number < self.triggers:
+            raise ValueError(f"{method}: number (value={number!r}, allowed=0..{self.triggers - 1})")
+        if number not in self._unfired:
+            state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
+            raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
+
+    def _prepare(self, program: Program, region: int) -> Prepared:
+        captured = region == _CAPTURED
+        loaded = self._calls.backend.executor.load(program, self._addresses[region], captured=captured)
+        choice = Choice(Candidate(DMA, self.program.variant), "a program of the caller's own", ())
+        return Prepared(loaded, self._signature + ", captured" * captured, captured, choice)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forms:
+    """A program as it runs, proved.
+
+    Attributes:
+        eager: outside of captures, without what callers do themselves.
+        captured: within; None where it has none, or where that is found out in a capture.
+        problem: why not.
+        triggers: what each trigger of this rank signals.
+        arrivals: what each arrival of this rank waits for.
+        with_callers: a program in which callers have a part, from which a capture makes what it needs.
+        proves: whether to prove that.
+    """
+
+    eager: Program
+    captured: Program | None
+    problem: str = ""
+    triggers: tuple[tuple[Signal, ...], ...] = ()
+    arrivals: tuple[tuple[Wait, ...], ...] = ()
+    with_callers: Program | None = None
+    proves: bool = True
+
+    @staticmethod
+    def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
+        """Find the forms of a program, and prove them.
+
+        Args:
+            program: as its author wrote it.
+            rank: whose triggers.
+            capabilities: moves that the engines have; others are put together from these.
+            proves: whether to.
+            captures: there can be graphs.
+
+        Raises:
+            ProgramError: the program is wrong.
+            ValueError: what callers do in it is neither a trigger nor an arrival.
+            UnavailableError: no executor runs one of its commands.
+        """
+        if proves:
+            verify(program)
+        elif malformed := check_structure(program):  # of memory that there is not, say
+            raise ProgramError(f"load: refused {program.collective} {program.variant}", malformed)
+        adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
+        if adds:
+            raise UnavailableError(f"load: engines cannot add to flags (value={describe(adds[0])}, allowed=set)")
+        triggers = () if program.prelaunched else triggers_of(program, rank)
+        eager = lower(program, capabilities)
+        if proves and eager is not program:
+            verify(eager)
+        if not program.prelaunched and any(queue.engine.kind is EngineKind.CALLER for queue in eager.queues):
+            runs, arrivals = without_callers(eager), arrivals_of(program, rank)
+            if not captures:
+                return Forms(runs, None, "there are no graphs", triggers, arrivals)
+            return Forms(runs, None, "", triggers, arrivals, eager, proves)  # one routing is rarely captured
+        if not captures or not has_epochs(eager):
+            return Forms(eager, eager)
+        try:
+            frozen = freeze(eager)
+        except ValueError as error:
+            return Forms(eager, None, str(error))
+        if proves:
+            verify(frozen)
+        return Forms(eager, frozen)
+
+    def for_a_graph(self) -> Program:
+        """What is captured. Raises UnavailableError if nothing can be."""
+        if self.captured is not None:
+            return self.captured
+        problem = self.problem
+        if self.with_callers is not None:
+            try:
+                frozen = freeze(self.with_callers)
+                if self.proves:
+                    verify(frozen)
+                return flags_of_callers(frozen)
+            except (ValueError, ProgramError) as error:
+                problem = str(error)
+        raise UnavailableError(f"{self.eager.collective} {self.eager.variant} cannot be captured: {problem}")
+
+
+def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
+    """Prove a program and bind it to buffers. Collective. See :meth:`Communicator.load`."""
+    calls, arguments, backend = path.calls, path.arguments, path.calls.backend
+
+    def check() -> tuple[tuple[NamedBuffers, Forms], str]:
+        found = NamedBuffers.check(program, buffers, arguments)
+        moves, captures = backend.executor.capabilities.moves, backend.abilities.captures
+        forms = Forms.of(program, arguments.rank, moves, proves=calls.config.verify, captures=captures)
+        return (found, forms), f"load {found.signature}"
+
+    call, (found, forms) = path.agree("load", check)
+    ready = calls.number()
+    with calls.failing_for_good():
+        with calls.telling_refusals(ready, "load"):
+            bound = BoundProgram(calls, path.preparer, forms, found)
+            bound.renew(call)  # new flags hold 0, which a call far on would take for its own
+            backend.settle()
+        calls.control.post_call(ready, f"load {found.signature}: flags are ready")
+    calls.agree(ready)
+    path.preparer.own_programs.add(bound)
+    return bound
+
+
+def _last_signals(program: Program, rank: int) -> dict[int, Value]:
+    """Of each flag of a rank that follows calls, what an invocation leaves there."""
+    found: dict[int, Value] = {}
+    for queue in program.queues:
+        for command in queue.commands:
+            if isinstance(command, Signal) and command.op is SignalOp.SET and command.flag.rank == rank:
+                value, index = command.value, command.flag.index
+                if value.per_epoch and (index not in found or found[index].base < value.base):
+                    found[index] = value
+    return found

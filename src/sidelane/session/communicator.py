@@ -1,0 +1,589 @@
+"""The communicator: collectives with the semantics of torch.distributed, run as programs on copy engines.
+
+Over 400 lines, since the documentation of each collective stands with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+import torch
+import torch.distributed as dist
+
+from sidelane.choice import Choice
+from sidelane.choice.candidate import FIRST
+from sidelane.collectives.agreement import compare
+from sidelane.collectives.allocator import MemoryUse
+from sidelane.collectives.call_forms import Asked, Form, SingleCall, own_part
+from sidelane.collectives.plan import AUTO
+from sidelane.collectives.reach import Reached
+from sidelane.collectives.uneven import UnevenCall
+from sidelane.collectives.work import Work
+from sidelane.config import Config
+from sidelane.errors import Page, PeerError, UnavailableError, explained
+from sidelane.execute.submitted import Counts, Submitted
+from sidelane.memory.posts import SPLITS
+from sidelane.modes import is_in_modes, leaving_modes, untraced
+from sidelane.program.collective import Kind
+from sidelane.program.ir import Program
+from sidelane.program.shape import Beside, Computation
+from sidelane.session.batch import Batched
+from sidelane.session.beside import beside
+from sidelane.session.bound_program import BoundProgram, bind_program
+from sidelane.session.entry import entry, repeated_entry
+from sidelane.session.lists import ListedCall, Tensors, holds_lists
+from sidelane.session.own_kernel import OwnKernel, load_kernel
+from sidelane.session.prelaunch import Prelaunched, prepare_prelaunched
+from sidelane.session.session import Lane, Session
+
+_MOST_BYTES = 2**63 - 1
+"""That a tensor can have."""
+
+
+@untraced
+class Communicator:
+    """Collectives among the ranks of a process group on one node.
+
+    Every rank of the group makes the communicator and makes the same calls in the same order, one at a time: threads
+    may take turns, or have a communicator each, but two that call at once are an error. A call takes its place in the
+    caller's order of work: on CPUs it returns when it is done, on GPUs it is queued on the current stream (inside a
+    CUDA graph capture it becomes part of the graph). ``async_op=True`` returns a :class:`Work` instead.
+
+    Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
+    :meth:`empty` save a copy, and in-place calls save that of a rank's own part (docs/internals/programs.md has both).
+    Autograd takes what a call writes as modified in place, as it does with torch.distributed.
+
+    :meth:`all_gather`, :meth:`all_to_all`, :meth:`broadcast`, :meth:`reduce_scatter` and :meth:`all_reduce` also take a
+    list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/internals/programs.md).
+
+    Args:
+        group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
+        device: where the tensors are. None: the current CUDA device where there is one, else the CPU.
+        config: settings; None for those in force (``sidelane.config``).
+
+    Attributes:
+        abilities: what ``auto`` chooses among.
+        kept: what operators that are made of calls keep with it until :meth:`close`, by keys of their own.
+        profile: the measured times that it chooses by, rank 0's.
+
+    Raises:
+        ValueError: more than 16 ranks. A device or a setting that there is not; the other ranks raise PeerError and say
+            which.
+        UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
+        PeerTimeoutError: a rank of the group did not come.
+    """
+
+    @explained(Page.ERRORS)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | Lane | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        config: Config | None = None,
+    ) -> None:
+        if isinstance(group, Lane):
+            if device is not None or config is not None:
+                raise ValueError("Communicator: device and config are the session's (allowed=neither, with a lane)")
+            lane, self._session = group, None
+        else:
+            self._session = Session(group, device=device, config=config)
+            lane = self._session.lane()
+        session = lane.session
+        self.rank, self.world_size = session.rank, session.world_size
+        self.device, self.config = session.device, session.config
+        self.lane, self.profile, self.abilities = lane, lane.profile, lane.backend.abilities
+        # As its own: every call comes by.
+        self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
+        self._control, self._backend = lane.control, lane.backend
+        self._barrier_tensor: torch.Tensor | None = None
+        self.kept: dict[Hashable, Any] = {}
+
+    @entry
+    def empty(self, *size: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
+
+        Its bytes come from a pool that grows when there is no room. They go back when the tensor and its views have
+        gone on all ranks; calls that were made before may still use them then, as with torch's own allocator. What a
+        graph has captured is kept until :meth:`close`.
+
+        Args:
+            size: shape, as in ``torch.empty``.
+            dtype: any that torch has a size for.
+
+        Raises:
+            MismatchError: ranks asked for different sizes; nothing was allocated.
+            PeerTimeoutError: a rank did not come.
+            UnavailableError: the device does not have it, or ``Config.memory_bytes`` are reserved; on all ranks alike.
+        """
+        return self._empty(size, dtype)
+
+    def _empty(self, size: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
+        call = self._calls.number()
+        with self._calls.telling_refusals(call, "empty"):
+            shape = _shape(size)
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"empty: dtype (value={dtype!r}, allowed=a torch.dtype)")
+            if any(length < 0 for length in shape):
+                raise ValueError(f"empty: size (value={shape}, allowed=lengths of 0 and more)")
+            nbytes = math.prod(shape) * dtype.itemsize
+            if max(nbytes, *shape, 0) > _MOST_BYTES:
+                raise ValueError(f"empty: size (value={shape} of {dtype}, allowed={_MOST_BYTES} bytes at most)")
+            if self._backend.place()[1]:
+                raise UnavailableError("empty: symmetric memory cannot be allocated while a graph is captured")
+        memory, most = self.lane.memory, self.config.memory_bytes
+        title = f"empty of {nbytes} bytes" + (f", of {most} at most" if most is not None else "")
+        with self._calls.failing_for_good():
+            self._control.post_call(call, title + SPLITS + memory.what_is_dropped())
+        posts = self._calls.posts(call)
+        compare(self._control, call, posts)
+        with self._calls.making_ready():
+            tensor, is_used_again = memory.allocate(max(nbytes, 1), [post.differing for post in posts])
+            self._backend.note_stream()
+            if is_used_again:
+                for lane in self.lane.session.lanes:
+                    lane.backend.follow_all()
+        return tensor[:nbytes].view(dtype).view(shape)
+
+    def memory(self) -> MemoryUse:
+        """The symmetric memory that :meth:`empty` and calls have taken from the device, and how much is in use."""
+        return dataclasses.replace(self.lane.memory.use(), own=self.lane.preparer.own_bytes)
+
+    @repeated_entry
+    def all_gather(
+        self,
+        output: Tensors,
+        input: Tensors,
+        *,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
+    ) -> Work | None:
+        """Concatenate every rank's ``input`` into everyone's ``output`` (torch: ``all_gather_into_tensor``).
+
+        Args:
+            output: ``world_size`` times the elements of ``input``, same dtype (any). Or a list, as ``input`` then is.
+            input: this rank's shard. In place if it is its own part of ``output``.
+            async_op: return a :class:`Work` instead of ordering the caller behind the collective.
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
+                (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
+            beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units, or what
+                :meth:`beside` returns. None takes ``Config.beside``.
+
+        Raises:
+            ValueError, TypeError: wrong arguments; nothing has moved.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        return self._call(Kind.ALL_GATHER, (output, input), (), variant, beside, async_op)
+
+    @repeated_entry
+    def all_to_all(
+        self,
+        output: Tensors,
+        input: Tensors,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        copy_own_part: bool = True,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
+    ) -> Work | None:
+        """Send part j of ``input`` to rank j, receive part i of ``output`` from rank i (torch: ``all_to_all_single``).
+
+        Args:
+            output: of ``input``'s dtype. In place if both are the same bytes (equal parts only).
+            input: any dtype.
+            output_split_sizes: rows of dimension 0 from each rank; None, like the next one, for equal parts.
+            input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
+            copy_own_part: False leaves part r of rank r where it is, in ``input``: nothing writes its place in
+                ``output``, and nothing reads it. The same on all ranks. Next to a GEMM that copy is what costs most
+                (docs/guide/overlap.md). Copy engines only; in place nothing is copied anyway.
+            async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``swap`` (``output`` symmetric, equal counts),
+                ``one_shot`` (equal counts), or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        if output_split_sizes is None and input_split_sizes is None:
+            return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
+        tensors: Any = (output, input)  # lists are refused there
+        uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes), copy_own_part)
+        run = leaving_modes(self._path.run_exchanged) if is_in_modes() else self._path.run_exchanged
+        return run(uneven, variant=variant, beside=beside, async_op=async_op)
+
+    @repeated_entry
+    def reduce_scatter(
+        self,
+        output: Tensors,
+        input: Tensors,
+        *,
+        op: str | dist.ReduceOp = "sum",
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
+    ) -> Work | None:
+        """Reduce part j of everyone's ``input`` into rank j's ``output`` (torch: ``reduce_scatter_tensor``).
+
+        Args:
+            output: this rank's part. In place if it is its own part of ``input``.
+            input: ``world_size`` times the elements of ``output``; float32, float16, bfloat16, int32 or int64. At one
+                place of symmetric memory on all ranks, or in ordinary memory on all: peers may read it.
+            op: ``sum``, ``avg``, ``min`` or ``max`` (torch's ``ReduceOp`` too), in float32 for floats, in rank order.
+            async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b``, ``one_shot``, ``one_shot_narrow`` or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(Kind.REDUCE_SCATTER, (output, input), (op,), variant, beside, async_op)
+
+    @repeated_entry
+    def all_reduce(
+        self,
+        tensor: Tensors,
+        *,
+        op: str | dist.ReduceOp = "sum",
+        output: Tensors | None = None,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
+    ) -> Work | None:
+        """Reduce everyone's ``tensor`` and give everyone the result, in ``output`` or in place.
+
+        Args:
+            tensor: any number of elements; dtypes as for :meth:`reduce_scatter`. Like ``output``, at one place of
+                symmetric memory on all ranks, or in ordinary memory on all.
+            op: see :meth:`reduce_scatter`.
+            output: same number of elements and dtype; None for in place.
+            async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b``, ``one_shot``, ``two_shot``, ``two_shot_push``,
+                ``one_shot_narrow``, ``two_shot_narrow`` or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        target = tensor if output is None else output
+        return self._call(Kind.ALL_REDUCE, (target, tensor), (op,), variant, beside, async_op)
+
+    @repeated_entry
+    def broadcast(
+        self, tensor: Tensors, *, root: int, async_op: bool = False, variant: str = AUTO, beside: Beside | None = None
+    ) -> Work | None:
+        """Replace everyone's ``tensor`` by that of ``root`` (a rank of the group).
+
+        Args:
+            tensor: same number of elements and dtype (any) on every rank.
+            root: rank of the group whose bytes everyone gets.
+            async_op: see :meth:`all_gather`.
+            beside: see :meth:`all_gather`.
+            variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``relay`` and ``bcst`` (``tensor`` symmetric),
+                ``one_shot`` (a kernel, on GPUs) or ``auto``.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(Kind.BROADCAST, (tensor,), (root,), variant, beside, async_op)
+
+    @repeated_entry
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor | None = None,
+        *,
+        root: int,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
+    ) -> Work | None:
+        """Give rank j part j of the root's ``input``, which is None on the other ranks.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(Kind.SCATTER, (output, input), (root,), variant, beside, async_op)
+
+    @repeated_entry
+    def gather(
+        self,
+        output: torch.Tensor | None,
+        input: torch.Tensor,
+        *,
+        root: int,
+        async_op: bool = False,
+        variant: str = AUTO,
+        beside: Beside | None = None,
+    ) -> Work | None:
+        """Concatenate every rank's ``input`` into the root's ``output``, which is None on the other ranks.
+
+        Raises:
+            As :meth:`all_gather`.
+        """
+        return self._call(Kind.GATHER, (output, input), (root,), variant, beside, async_op)
+
+    def batch(self, *, variant: str = AUTO, beside: Beside | None = None, async_op: bool = False) -> Batched:
+        """Collect collectives of any kinds in a ``with`` block, and run them as one call when it ends.
+
+            with comm.batch() as batch:
+                batch.all_gather(weights, shards)
+                batch.all_to_all(tokens_out, tokens)
+
+        Args:
+            variant: of all: ``b2b``, ``pcpy``, what else every kind in the block has for lists, or ``auto``.
+            beside: see :meth:`all_gather`.
+            async_op: ``batch.work`` is then a :class:`Work`.
+
+        Raises:
+            As :meth:`all_gather`, when the block ends.
+        """
+        return Batched(self._path, variant=variant, beside=beside, async_op=async_op)
+
+    @entry
+    def prepare_all_gather(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        variant: str = FIRST,
+        host_trigger: bool = False,
+        beside: Beside | None = None,
+    ) -> Prelaunched:
+        """Make an :meth:`all_gather` ready to be submitted ahead of its call and fired later. Collective.
+
+        Args:
+            output: see :meth:`all_gather`; the handle keeps it.
+            input: likewise.
+            variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
+            host_trigger: where ``trigger_from_host()`` shall work; the engines then see any trigger a little later.
+            beside: see :meth:`all_gather`.
+
+        Returns:
+            The handle (docs/internals/prelaunch.md), to be used in a ``with`` block.
+
+        Raises:
+            As :meth:`all_gather`, and UnavailableError inside a capture, or where no trigger could get through.
+        """
+        return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger, beside)
+
+    @entry
+    def prepare_all_to_all(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        copy_own_part: bool = True,
+        variant: str = FIRST,
+        host_trigger: bool = False,
+        beside: Beside | None = None,
+    ) -> Prelaunched:
+        """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
+        details = own_part(copy_own_part)
+        tensors = output, input
+        return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, tensors, variant, host_trigger, beside, details)
+
+    @entry
+    def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
+        """Prove a program of one's own and bind it to tensors, to call it like a collective. Collective.
+
+        Args:
+            program: the same on every rank (docs/internals/programs.md). What it claims to do is a collective, with the
+                buffers ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any
+                names.
+            buffers: this rank's tensors by name, any dtype, contiguous, of at least the bytes that the program has
+                there. A buffer that engines of peers touch is symmetric memory (:meth:`empty`) at one place on every
+                rank, also on those that have no bytes in it.
+
+        Returns:
+            What runs it: ``run = communicator.load(program, buffers)``, then ``run()`` on every rank.
+
+        Raises:
+            ProgramError: the proof failed; the text names ranks, commands and bytes.
+            ValueError, TypeError: wrong buffers; nothing was allocated.
+            UnavailableError: inside a capture, or the device cannot run a command of it.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        return bind_program(self._path, program, buffers)
+
+    @entry
+    def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
+        """Give a Triton kernel of one's own flags, by which it meets its peers. Collective.
+
+        Args:
+            kernel: made by ``triton.jit``. Its first argument is the context (``sidelane.device.context`` has what it
+                can do with it). CPU ranks run it by Triton's interpreter, with ``TRITON_INTERPRET=1``.
+            flags: how many it signals and waits for, of each sender.
+
+        Returns:
+            What launches it (docs/guide/own-kernels.md): ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank.
+
+        Raises:
+            TypeError, ValueError: no kernel, or a number of flags that there is not; nothing was allocated.
+            UnavailableError: inside a capture, or more than 8 ranks.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        return load_kernel(self._path, kernel, flags)
+
+    @leaving_modes
+    def peers(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Addresses of a symmetric tensor on all ranks, for kernels: int64[world_size] on its device. No collective.
+
+        Raises:
+            ValueError: the tensor is not symmetric memory, or not contiguous.
+            UnavailableError: of a new tensor, while a graph is captured.
+        """
+        return self.lane.peers(tensor)
+
+    @leaving_modes
+    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Number of the block and offset in bytes of a symmetric tensor; None for ordinary memory. No collective.
+
+        Tensors at the same place of different ranks are those that their peers reach by :meth:`peers`.
+
+        Raises:
+            ValueError: the tensor is not contiguous, or symmetric memory of another communicator.
+        """
+        return self.lane.arguments.regions("place", tensor)[0].place
+
+    @entry
+    def refuse(self, name: str, error: Exception) -> None:
+        """Tell the peers that this rank does not make its next call, and why: they raise PeerError with the reason.
+
+        For operators that are made of calls, and check their arguments before the first one.
+        """
+        self._calls.refuse(self._calls.number(), name, error)
+
+    @leaving_modes
+    def reach(self, tensor: torch.Tensor) -> Reached:
+        """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
+
+        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls that
+        do not go ahead (docs/internals/reach.md; :meth:`last_choice` says of a call that it has). One in a
+        :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
+
+        Raises:
+            ValueError: no call takes this tensor.
+        """
+        (region,) = self.lane.arguments.regions("reach", tensor)
+        if region.symmetric:
+            return Reached("symmetric")
+        if self._path.reach is None:  # no peers
+            return Reached("staged", "Config.map_memory is not on")
+        learning = self._path.learning
+        if learning is not None and tensor.nbytes and not self._path.reach.is_pooled(tensor):
+            why = learning.why(tensor)
+            return Reached("staged", why) if why else Reached("mapped", "in calls whose addresses have come again")
+        return self._path.reach.of(tensor)
+
+    @leaving_modes
+    def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
+        """Say what runs next to calls, for their ``beside=``: ``auto`` then weighs how much of either disappears.
+
+        Collective: the slowest rank's time is the hint of all ranks. It is one small collective and, of a GEMM, a few
+        runs of it on the current stream, whose matrices are freed again; make it once and keep it.
+
+        Args:
+            gemm: (m, n, k, dtype): m x k times k x n, dtype as torch names it (``bfloat16``).
+            us: instead, what the computation takes, in microseconds.
+
+        Raises:
+            ValueError: both or none of them; dimensions, a dtype or a time that is none; another GEMM than on other
+                ranks. On every rank.
+            UnavailableError: a graph is being captured.
+        """
+        capturing = self._backend.place()[1]
+        return beside(
+            gemm, us, self.device, capturing=capturing, slowest_of=lambda times: self.all_reduce(times, op="max")
+        )
+
+    @entry
+    def barrier(self) -> None:
+        """Order the caller's next work behind everything that all ranks had queued before their barrier."""
+        if self._barrier_tensor is None:
+            self._barrier_tensor = self._empty((self.world_size,), torch.uint8)
+        tensor = self._barrier_tensor
+        self._call(Kind.ALL_GATHER, (tensor, tensor[self.rank : self.rank + 1]), (), AUTO, None, False)
+
+    def synchronize(self) -> None:
+        """Block the host until every call has finished on this rank.
+
+        Raises:
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        self.lane.synchronize()
+
+    def last_choice(self) -> Choice | None:
+        """How this rank's last call was run, and why; None before the first call."""
+        return self._calls.last_choice
+
+    def last_submitted(self) -> Submitted | None:
+        """What this rank's last call gave to its engines, by class of engine; None before the first call."""
+        return self._backend.executor.ledger.last
+
+    def submitted(self) -> Counts:
+        """The same for all calls since the communicator was made, without those that were captured into graphs."""
+        return self._backend.executor.ledger.total()
+
+    def close(self) -> None:
+        """Release threads, streams and memory. Idempotent. Not a collective: peers may close later."""
+        self.kept.clear()
+        self.lane.close()
+        if self._session is not None:
+            self._session.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.lane.leave(kind, error, trace)
+        self.close()
+
+    def _call(
+        self,
+        kind: Kind,
+        tensors: tuple[Any, ...],
+        details: tuple[Hashable, ...],
+        variant: str,
+        beside: Beside | None,
+        async_op: bool,
+    ) -> Work | None:
+        repeats = None if async_op else self._repeats
+        if repeats is not None:
+            try:
+                made = repeats.run(kind, tensors, details, variant, beside)
+                if made:
+                    return None
+                if made is None:
+                    repeats = None  # it may be remembered, and its time come again
+            except (PeerError, KeyboardInterrupt) as error:
+                self._calls.fail(error)
+                raise
+        if holds_lists(kind, tensors):
+            asked: Form = ListedCall(kind, [Asked(kind, tensors, details)], self.world_size)
+        else:
+            asked = SingleCall(kind, tensors, details)
+        run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
+        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
+
+
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    lengths: Any = size
+    if len(size) == 1:
+        try:
+            operator.index(size[0])
+        except TypeError:
+            lengths = size[0]
+    try:
+        return tuple(map(operator.index, lengths))
+    except TypeError:
+        raise TypeError(f"empty: size (value={lengths!r}, allowed=whole numbers, or one sequence of them)") from None

@@ -1,0 +1,133 @@
+"""Calls with many tensors: collectives that run as one program, with one entry and one exit handshake."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+
+from sidelane.choice import Abilities
+from sidelane.collectives.arguments import Arguments, Request, identity
+from sidelane.collectives.call_forms import Asked
+from sidelane.collectives.heap import Region
+from sidelane.collectives.list_calls import BATCH, LISTED, ListAgreement, ListRequest, Part
+from sidelane.collectives.plan import check_variant
+from sidelane.program.collective import Kind
+from sidelane.program.shape import Beside
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+"""A tensor, or a list of them: all tensor arguments of a call are the one or the other."""
+
+
+def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
+    """True if a call is one with lists, or meant to be."""
+    return kind in LISTED and any(isinstance(argument, list | tuple) for argument in arguments)
+
+
+class ListedCall:
+    """Collectives on lists of tensors, run as one call; with ``BATCH`` for a name, of several kinds.
+
+    Args:
+        name: of the call: its kind, or ``BATCH``.
+        asked: what to do, in no order.
+        world_size: ranks.
+
+    """
+
+    def __init__(self, name: str, asked: Sequence[Asked], world_size: int) -> None:
+        self.name = name
+        self._asked, self._world_size = asked, world_size
+
+    @cached_property
+    def _lists(self) -> list[list[Sequence[torch.Tensor]]]:
+        """Of each collective. Raises TypeError or ValueError for lists that do not go together."""
+        return [_lists(each) for each in self._asked]
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for columns in self._lists for column in columns for tensor in column)
+
+    @property
+    def details(self) -> Hashable:
+        return tuple(
+            (each.kind, each.details, len(columns[0])) for each, columns in zip(self._asked, self._lists, strict=True)
+        )
+
+    @property
+    def repeated_as(self) -> Asked | None:
+        return self._asked[0]
+
+    def identities(self) -> Hashable:
+        return tuple(map(identity, self.tensors))
+
+    def check_variant(self, variant: str, abilities: Abilities) -> None:
+        for kind in dict.fromkeys(each.kind for each in self._asked):
+            check_variant(kind, variant, abilities, listed=True)
+
+    def request(self, arguments: Arguments) -> ListRequest:
+        where = BATCH if self.name == BATCH else "lists"
+        rows = [(each, row) for each, columns in zip(self._asked, self._lists, strict=True) for row in _rows(columns)]
+        asked = ListRequest(tuple(_requests(arguments, rows, where)))
+        _check_apart(self.name, asked.parts, where)
+        return asked
+
+    def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: Beside) -> ListAgreement:
+        parts = tuple(map(Part.of, request.parts))
+        return ListAgreement(self.name, self._world_size, parts, variant, frozen, beside)
+
+    def written(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor for columns in self._lists for tensor in columns[0])
+
+
+def _lists(asked: Asked) -> list[Sequence[torch.Tensor]]:
+    """The arguments as lists, outputs first."""
+    lists: list[Sequence[torch.Tensor]] = []
+    listed = any(isinstance(argument, list | tuple) for argument in asked.given)
+    for argument in asked.given:
+        if listed and not isinstance(argument, list | tuple):
+            raise TypeError(
+                f"{asked.kind}: tensors, or lists of tensors, but not both "
+                f"(value={type(argument).__name__} next to a list; the parts of one collective are one tensor here)"
+            )
+        lists.append(argument if listed else [argument])
+    if len(set(map(len, lists))) > 1:
+        lengths = ", ".join(str(len(column)) for column in lists)
+        raise ValueError(f"{asked.kind}: lists must be of one length (value={lengths})")
+    return lists
+
+
+def _rows(columns: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*columns, strict=True)
+
+
+def _requests(
+    arguments: Arguments, rows: Sequence[tuple[Asked, tuple[torch.Tensor, ...]]], where: str
+) -> Iterator[Request]:
+    for number, (asked, row) in enumerate(rows):
+        try:
+            yield getattr(arguments, asked.kind)(*row, *asked.details)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} (number {number} in the {where})") from None
+
+
+def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:
+    """Refuse tensors that overlap where one of them is written: nothing orders the tensors of a call."""
+    touched: list[tuple[Region, int, bool]] = []
+    for number, request in enumerate(requests):
+        if request.collective.in_place:
+            touched.append((request.whole, number, True))
+        else:
+            touched += [(request.output, number, True), (request.input, number, False)]
+    last: dict[bool, tuple[int, int]] = {}  # of those that are written, and of those that are read: end and number
+    for region, number, written in sorted(touched, key=lambda entry: entry[0].address):
+        if not region.nbytes:
+            continue
+        for other_written, (end, other) in last.items():
+            if end > region.address and (written or other_written):
+                raise ValueError(
+                    f"{name}: numbers {other} and {number} in the {where} overlap, and one of them is written "
+                    "(allowed=tensors that lie apart)"
+                )
+        if region.address + region.nbytes > last.get(written, (0, 0))[0]:
+            last[written] = (region.address + region.nbytes, number)

@@ -1,0 +1,285 @@
+"""Kernels of one's own on the ranks of a communicator: with flags of their own, launched like collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
+
+import torch
+
+from sidelane.choice import Candidate, Choice
+from sidelane.choice.candidate import SM
+from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.backend import KernelRunnable
+from sidelane.collectives.call_path import CallPath
+from sidelane.collectives.calls import Calls
+from sidelane.collectives.heap import SymmetricHeap
+from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.work import Work
+from sidelane.device.layout import (
+    BOARD,
+    CONTEXT_WORDS,
+    FLAG_COUNT,
+    GENERATION,
+    MAX_RANKS,
+    RANK,
+    REGION_FLAGS_OFFSET,
+    REGIONS,
+    WORLD_SIZE,
+    region_bytes,
+)
+from sidelane.errors import UnavailableError
+from sidelane.fields import several, whole
+from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.persistent import lasting
+from sidelane.modes import untraced
+from sidelane.program.kernel_call import KernelCall
+from sidelane.session.entry import entry
+
+MOST_FLAGS = 1 << 20
+MOST_RECENT = 1024
+"""Launches remembered by their arguments."""
+
+MOST_GRID = (2**31 - 1, 65535, 65535)
+
+
+@untraced
+class OwnKernel:
+    """A Triton kernel that talks to its peers by ``sidelane.device.context``. Made by ``Communicator.load_kernel``.
+
+    Attributes:
+        kernel: what runs.
+        name: of it.
+        flags: how many it has.
+        context: what it gets as its first argument: int64, on the device.
+    """
+
+    def __init__(self, calls: Calls, preparer: Preparer, device: torch.device, kernel: Any, flags: int) -> None:
+        self.kernel, self.name, self.flags = kernel, name_of(kernel), flags
+        self._calls, self._preparer = calls, preparer
+        rank, backend = calls.control.rank, calls.backend
+        block = backend.memory.allocate(region_bytes(flags))
+        self._block: SymmetricBlock | None = block
+        words = torch.zeros(CONTEXT_WORDS, dtype=torch.int64, device="cpu")
+        words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
+        words[BOARD], words[FLAG_COUNT] = backend.board, flags
+        words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
+        self.context = lasting(device, lambda: words.to(device))
+        self._compiled: set[str] = set()
+        self._recent: dict[Hashable, Prepared] = {}
+        self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
+        self._has_launched = self._has_ended = False
+
+    def __str__(self) -> str:
+        return f"kernel {self.name}"
+
+    @entry
+    def launch(
+        self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, alike: str = "", **options: Any
+    ) -> Work | None:
+        """Launch it on all ranks together: a call of the communicator, in the order of all calls.
+
+        It takes its place in the caller's order of work; inside of a CUDA graph capture it becomes part of the graph.
+
+        Args:
+            grid: programs in one to three dimensions, the same on every rank.
+            arguments: behind the context, of any type that Triton takes. Their values may differ between ranks.
+            async_op: return a :class:`Work` instead of ordering the caller behind it.
+            alike: what else must be the same on every rank; compared, like grid and options, where it is new.
+            options: constants of the kernel and what Triton's launcher takes (``num_warps``), the same on every rank.
+
+        Raises:
+            RuntimeError: it was closed, or its last launch has not come to ``end``.
+            ValueError: a grid that there is not.
+            UnavailableError: this device cannot run it.
+            Exception: what Triton raises where it cannot compile it; nothing has happened.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        calls = self._calls
+        call = calls.number()
+        place = calls.backend.place()
+        with calls.telling_refusals(call, str(self)):
+            if self._block is None:
+                raise RuntimeError(f"a launch of {self}, which was closed")
+            if not (self._has_ended or place[1]):
+                self._see_that_it_ends()
+            key = _key_of((alike, *grid), arguments, options, place[1])
+            prepared = self._recent.get(key)
+            if prepared is None:
+                prepared = self._prepare(_checked(grid), arguments, options, place[1], alike)
+        signature = prepared.signature
+        with calls.failing_for_good():
+            calls.control.post_call(call, signature)
+        is_new = signature not in self._compiled  # a rank whose kernel cannot be compiled launches nothing
+        if is_new or calls.config.debug:
+            calls.agree(call)
+            self._compiled.add(signature)
+        used = async_op or place[1]
+        tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
+        work = calls.run(prepared, call, async_op, tensors, (), place)
+        if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
+            if len(self._recent) >= MOST_RECENT:
+                self._recent.clear()
+            self._recent[key] = prepared
+        if not (self._has_launched or async_op or place[1]):
+            self._has_launched = True
+            if self.context.is_cuda:
+                self._first = torch.cuda.Event()
+                self._first.record()
+        return work
+
+    def _prepare(
+        self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool, alike: str
+    ) -> Prepared:
+        values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
+        signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
+        call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
+        runnable = self._calls.backend.bind_kernel_call(call, compiles=signature not in self._compiled)
+        choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
+        return Prepared(runnable, signature, captured, choice)
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """int32, on the device: what ``begin_of`` and ``end_relaxed`` take (``sidelane.device.context``)."""
+        if self._block is None:
+            raise RuntimeError(f"counters of {self}, which was closed")
+        return self._block.tensor[:REGION_FLAGS_OFFSET].view(torch.int32)
+
+    def generation(self) -> int:
+        """How many launches have come to their end on this rank, replays included. Waits for the caller's work."""
+        if self._block is None:
+            raise RuntimeError(f"generation of {self}, which was closed")
+        return int(self._block.tensor[:8].view(torch.int32)[GENERATION]) & 0xFFFFFFFF
+
+    def _see_that_it_ends(self) -> None:
+        """A kernel without ``end`` has one generation for ever, in which no wait waits. The host does not wait here."""
+        if not self._has_launched or (self._first is not None and not self._first.query()):
+            return
+        with torch.cuda.stream(None if self._first is None else torch.cuda.Stream(self.context.device)):
+            if not self.generation():
+                raise RuntimeError(f"{self}: its first launch has not come to an end (allowed=each program calls end)")
+        self._first, self._has_ended = None, True
+
+    def renew(self, call: int) -> None:
+        """Nothing: generations are its own."""
+
+    def close(self) -> None:
+        """Let go of its flags, once this rank's calls have ended. Idempotent, and no collective.
+
+        Raises:
+            PeerError, PeerTimeoutError: a call failed.
+        """
+        if self._block is None:
+            return
+        if not self._calls.closed and self._calls.failure is None:
+            with self._calls.failing_for_good():
+                self._calls.backend.synchronize()
+        self._preparer.own_programs.discard(self)
+        self._recent.clear()
+        self._block = None
+
+    def __enter__(self) -> OwnKernel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
+    """Give a kernel flags of its own. Collective. See ``Communicator.load_kernel``.
+
+    Of a session's up to 16 ranks only 8 may: what a kernel does with all ranks at once it does in ``MAX_RANKS`` lanes,
+    a constant of the compiled kernel (``device/context``), and a row of flags has as many words. So have the context
+    and the board of who is waited for. The kernels of collectives have the same limit, and so have the fused operators,
+    which come here.
+    """
+    arguments = path.arguments
+
+    def check() -> tuple[None, str]:
+        if arguments.world_size > MAX_RANKS:
+            raise UnavailableError(f"load_kernel: ranks (value={arguments.world_size}, allowed=1..{MAX_RANKS})")
+        if isinstance(flags, bool) or not isinstance(flags, int):
+            raise TypeError(f"load_kernel: flags (value={flags!r}, allowed=a number)")
+        if not 0 <= flags <= MOST_FLAGS:
+            raise ValueError(f"load_kernel: flags (value={flags}, allowed=0..{MOST_FLAGS})")
+        if not callable(getattr(kernel, "__getitem__", None)) or not hasattr(kernel, "run"):
+            raise TypeError(f"load_kernel: kernel (value={type(kernel).__name__}, allowed=made by triton.jit)")
+        return None, f"load_kernel {name_of(kernel)}, {flags} flags"
+
+    path.agree("load_kernel", check)
+    with path.calls.making_ready():
+        made = OwnKernel(path.calls, path.preparer, arguments.device, kernel, flags)
+    path.preparer.own_programs.add(made)
+    return made
+
+
+class Peers:
+    """Where each rank has a symmetric tensor, for kernels: int64[N] on the device, of each tensor only once.
+
+    Args:
+        heap: of the session.
+        arguments: checks what callers pass.
+    """
+
+    def __init__(self, heap: SymmetricHeap, arguments: Arguments) -> None:
+        self._heap, self._arguments = heap, arguments
+        self._found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See ``Communicator.peers``."""
+        (region,) = self._arguments.regions("peers", tensor)
+        if region.place is None:
+            raise ValueError(
+                "peers: a tensor that peers can reach is symmetric (value=ordinary memory, "
+                "allowed=tensors of Communicator.empty)"
+            )
+        found = self._found.get(region.place)
+        if found is None:
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise UnavailableError("peers: of a new tensor, while a graph is captured (allowed=once before)")
+            addresses = torch.tensor(self._heap.addresses(region), dtype=torch.int64, device="cpu")
+            device = self._arguments.device
+            found = self._found[region.place] = lasting(device, lambda: addresses.to(device))
+        return found
+
+
+def name_of(kernel: Any) -> str:
+    """Name of what ``triton.jit`` made."""
+    function = getattr(kernel, "fn", kernel)
+    while hasattr(function, "fn"):  # of an autotuner
+        function = function.fn
+    return str(getattr(function, "__name__", type(kernel).__name__))
+
+
+def _key_of(
+    launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
+) -> Hashable | None:
+    """All that a launch depends on; None where that is not known."""
+    parts: list[Hashable] = [captured, *launch, *options.items()]
+    for part in arguments:
+        if isinstance(part, torch.Tensor):
+            parts.append((part.data_ptr(), part.dtype))
+        elif isinstance(part, float):
+            parts.append(part.hex())  # 0.0 equals -0.0
+        elif isinstance(part, int):
+            parts.append((part, type(part)))
+        elif part is None:
+            parts.append(None)
+        else:
+            return None
+    key = tuple(parts)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+_GRID = several(whole, int)
+
+
+def _checked(grid: Sequence[int]) -> tuple[int, ...]:
+    shape: tuple[int, ...] = _GRID("launch: grid", grid)
+    if not 1 <= len(shape) <= 3 or any(not 1 <= length <= most for length, most in zip(shape, MOST_GRID, strict=False)):
+        raise ValueError(f"launch: grid (value={tuple(grid)}, allowed=one to three numbers of programs, from 1)")
+    return shape

@@ -1,0 +1,151 @@
+"""Results of operations on CPU ranks, placed in a pool: torch's allocator for CPUs cannot be replaced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sidelane import forks
+from sidelane.collectives.allocator import Pool
+from sidelane.memory.storage import storage_of
+
+_NO_CONTENT = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
+"""Operations whose results need not be copied."""
+
+_LIFTED = frozenset({"aten::lift_fresh", "aten::lift"})
+"""What torch passes a tensor through that ``torch.tensor`` has made of values; it is said to be a view."""
+
+
+class HostPlacer:
+    """See ``pools.Placer``.
+
+    Args:
+        name: of the pool.
+        region: its bytes, which every tensor in it keeps.
+        gone: told when nothing refers to them any more.
+    """
+
+    def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object]) -> None:
+        self._name, self._nbytes = name, region.nbytes
+        self._region = storage_of(region, 0, region.nbytes, gone)
+        self._places, self._lock = Pool(1), forks.rlock()  # a storage may go in the middle of anything
+        self._dropped: list[int] = []
+        self._places.grow(0, region.nbytes)
+
+    @property
+    def used(self) -> int:
+        with self._lock:
+            self._take_back()
+            return self._places.used
+
+    def active(self) -> contextlib.AbstractContextManager[object]:
+        return _Placing(self)
+
+    def close(self) -> None:
+        """Nothing to do: tensors keep the region."""
+
+    def storage(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of so many bytes (> 0).
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit.
+        """
+        with self._lock:
+            self._take_back()
+            found = self._places.take(nbytes)
+            if found is None:
+                raise torch.OutOfMemoryError(
+                    f"{self._name}: {nbytes} bytes do not fit (value={self._places.used} bytes used of {self._nbytes}; "
+                    f"allowed=a larger nbytes of sidelane.pool, or fewer tensors at once)"
+                )
+        number, place = found
+        dropped = self._dropped
+        return storage_of(self._region, place.offset, nbytes, lambda: dropped.append(number)).untyped_storage()
+
+    def _take_back(self) -> None:
+        while self._dropped:
+            self._places.drop([self._dropped.pop()])
+
+
+class _Placing(TorchDispatchMode):
+    """Moves what operations return into a pool."""
+
+    def __init__(self, placer: HostPlacer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._placer = placer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        written = [kwargs[name] for name in _outputs(func) if isinstance(kwargs.get(name), torch.Tensor)]
+        empty = [out for out in written if not out.untyped_storage().nbytes()]
+        result = func(*args, **kwargs)
+        for out in empty:
+            if _fits(out):
+                placed = self._place(out, copied=True)
+                out.set_(placed.untyped_storage(), placed.storage_offset(), placed.shape, placed.stride())
+        name = func._schema.name
+        fresh = [each.alias_info is None for each in func._schema.returns]
+        if name in _LIFTED:
+            fresh = [True]
+        if not any(fresh):
+            return result
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs)) if _has_storage(tensor)}
+
+        def place(value: Any, is_fresh: bool) -> Any:
+            if isinstance(value, list | tuple) and is_fresh:
+                return type(value)(place(each, is_fresh) for each in value)
+            if not is_fresh or not isinstance(value, torch.Tensor) or not _fits(value):
+                return value
+            if value.untyped_storage()._cdata in given and name not in _LIFTED:
+                return value
+            return self._place(value, copied=name not in _NO_CONTENT)
+
+        if isinstance(result, tuple) and len(fresh) > 1:
+            return tuple(place(value, each) for value, each in zip(result, fresh, strict=True))
+        return place(result, fresh[0])
+
+    def _place(self, tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
+        """The same tensor, in a storage of the pool."""
+        extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = self._placer.storage(extent * tensor.itemsize)
+        placed = torch.empty(0, dtype=tensor.dtype)
+        placed.set_(storage, 0, tensor.shape, tensor.stride())
+        if copied:
+            placed.copy_(tensor)
+        return placed
+
+
+def _fits(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes > 0
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
+
+
+def _outputs(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments if argument.is_out]
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from _tensors(list(given.values()))
+    elif isinstance(given, list | tuple):
+        for each in given:
+            yield from _tensors(each)
