@@ -542,9 +542,9 @@ def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, nati
 def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
     """What a machine with four GPUs would show, made up."""
     from sidelane.cli.launch import LaunchTarget
-    from sidelane.machine.inventory import Accelerators, Gpu, Inventory
+    from sidelane.machine.inventory import Accelerators, InstalledGpu, Inventory
 
-    gpus = tuple(Gpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
+    gpus = tuple(InstalledGpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
     access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
     found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
     monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))

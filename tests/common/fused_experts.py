@@ -141,7 +141,7 @@ def with_a_mistake(group: dist.ProcessGroup, mistake: str) -> list[str]:
     """What is wrong with the unfused way, by operator, if a part of it errs."""
     told: list[str] = []
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        groups = expert_products.Groups
+        groups = expert_products.ExpertGroups
         if mistake == "in order":
             patch.setattr(groups, "in_order", lambda self, rows: rows.clone())
         elif mistake == "moved":
@@ -197,7 +197,7 @@ def chosen(group: dist.ProcessGroup) -> list[list[str]]:
                     weight = torch.randn(*([] if experts is None else [each]), 8, 16).bfloat16()
                     counts = torch.ones(shape, dtype=torch.int64)
                     with pytest.MonkeyPatch.context() as inner:
-                        inner.setattr(expert_products.Groups, "product", counting(went))
+                        inner.setattr(expert_products.ExpertGroups, "product", counting(went))
                         op(comm, torch.randn(n * each, 16).bfloat16(), weight, counts, most_rows=32)
                     went.append(ops.explain(comm, op.__name__, *sizes, experts=each, dtype=torch.bfloat16))
                 told.append(went)
@@ -205,9 +205,9 @@ def chosen(group: dist.ProcessGroup) -> list[list[str]]:
 
 
 def counting(went: list[str]) -> Callable[..., torch.Tensor]:
-    product = expert_products.Groups.product
+    product = expert_products.ExpertGroups.product
 
-    def told(self: expert_products.Groups, *given: torch.Tensor) -> torch.Tensor:
+    def told(self: expert_products.ExpertGroups, *given: torch.Tensor) -> torch.Tensor:
         went.append("grouped")
         return product(self, *given)
 

@@ -734,9 +734,9 @@ def refused_in_graphs(gloo: dist.ProcessGroup) -> None:
             if dispatcher.names["cuda"] == "gloo":
                 refused("gloo makes it, on the host", lambda: dist.all_reduce(tensor.double(), group=ours))
             return
-        call = calls.Call("all_reduce", [on_gpu], [on_gpu], must_not, must_not)
+        call = calls.GroupCall("all_reduce", [on_gpu], [on_gpu], must_not, must_not)
         refused("the group's first call", lambda: dispatcher.run(call))
-        call = calls.Call("all_reduce", [on_gpu], [on_gpu], must_not, must_not, "product of float32")
+        call = calls.GroupCall("all_reduce", [on_gpu], [on_gpu], must_not, must_not, "product of float32")
         refused("gloo makes it, on the host .product of float32", lambda: dispatcher.run(call))
 
     try:

@@ -38,7 +38,7 @@ from sidelane.kernels import (
     reduce_push,
     relay,
 )
-from sidelane.kernels.list_table import Piece, Table
+from sidelane.kernels.list_table import ListPiece, ListTable
 from sidelane.program import reduce_chunks
 from sidelane.program.collective import ReduceOp, Reduction
 
@@ -229,11 +229,11 @@ def _broadcast(world: World, sizes: list[int], way: str, root: int, seed: int) -
         reached = tuple(base + margin + odd for base in addresses)
         held.append((data, room, wanted, reached))
         groups = (relay.from_root(reached, root),) if way == "push" else ()
-        pieces.append(Piece(data.data_ptr(), data.data_ptr(), nbytes, 0, 0, place, groups))
+        pieces.append(ListPiece(data.data_ptr(), data.data_ptr(), nbytes, 0, 0, place, groups))
         place += -(-nbytes // 16) * 16
     stagings = world.carve(place)[1] if way == "stage" else None
     if len(sizes) > 1:
-        table = Table.of(pieces, relay.TILE_BYTES if way in ("push", "stage") else parcels.TILE_BYTES)
+        table = ListTable.of(pieces, relay.TILE_BYTES if way in ("push", "stage") else parcels.TILE_BYTES)
         given: tuple[Any, ...] = (world.site, table, world.place_table(table.values), root)
         if way in ("push", "stage"):
             world.launch(list_broadcast_push.arrange(*given, stagings))
@@ -320,7 +320,7 @@ def _list(
             groups = (tuple(base + read for base in inputs_at),)
             groups += (world.site.rotated(outputs_at),) * (kind == "two_shot")
         strides = {"input_stride": nbytes if distinct else 0, "output_stride": nbytes if gathers else 0}
-        pieces.append(Piece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
+        pieces.append(ListPiece(input.data_ptr(), output.data_ptr(), nbytes, **strides, place=place, groups=groups))
         place += -(-nbytes // 16) * 16
         parts = [data[own] if distinct else data for data in inputs]
         wanted = torch.cat(parts) if gathers else in_rank_order(parts, reduction.op)
@@ -343,7 +343,7 @@ def _list(
 def _launch_list(
     world: World,
     way: str,
-    pieces: list[Piece],
+    pieces: list[ListPiece],
     place: int,
     reduction: Reduction | None,
     *,
@@ -355,7 +355,7 @@ def _launch_list(
         "pull": list_pull.tile_bytes(reduction),
         "symmetric": list_push.TILE_BYTES if reduction is None else list_direct.TILE_BYTES,
     }[way]
-    table = Table.of(pieces, tile_bytes)  # stays until the kernel has ended
+    table = ListTable.of(pieces, tile_bytes)  # stays until the kernel has ended
     given: tuple[Any, ...] = (world.site, table, world.place_table(table.values))
     if way == "parcels":
         world.launch(list_parcels.arrange(*given, reduction, distinct=distinct))

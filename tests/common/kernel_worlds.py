@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from sidelane.device import layout
-from sidelane.device.launch import Launch, Site
+from sidelane.device.launch import Launch, LaunchSite
 
 HEAP_BYTES = 27 << 20
 """Of a rank: eight reduce shards of 1.3 MB in chunks, out of place."""
@@ -31,7 +31,7 @@ class World(Protocol):
     world_size: int
     rank: int
     device: torch.device
-    site: Site
+    site: LaunchSite
     arenas: tuple[int, ...]
     whole: torch.Tensor
     base: int
@@ -70,7 +70,7 @@ class Heap:
         self.arenas = tuple(self.base + peer * self.span for peer in range(self.world_size))
         self.heaps = tuple(arena + layout.arena_bytes(self.world_size) for arena in self.arenas)
         self.board = self.heaps[rank] + HEAP_BYTES
-        self.site = Site(rank, self.arenas, self.board, self.most_blocks)
+        self.site = LaunchSite(rank, self.arenas, self.board, self.most_blocks)
 
     def carve(self, nbytes: int, misalign: int = 0) -> tuple[torch.Tensor, tuple[int, ...]]:
         start = self.used + misalign

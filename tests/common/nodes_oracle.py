@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sidelane.integrations.nodes.steps import Copies, Far, Join, Near, Plan, Span, Spread
+from sidelane.integrations.nodes.steps import Copies, ElementSpan, Far, Join, Near, NodeBroadcast, NodePlan
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import REDUCING, Kind
 
@@ -21,7 +21,7 @@ Task = Iterator[bool]
 
 
 def run(
-    kind: Kind, nodes: Nodes, counts: Sequence[int], plans: Sequence[Plan], seed: int, root: int = 0, **form: bool
+    kind: Kind, nodes: Nodes, counts: Sequence[int], plans: Sequence[NodePlan], seed: int, root: int = 0, **form: bool
 ) -> str:
     """What is wrong in the end; "" for nothing. ``form``: ``in_place`` or not, ``average`` or not."""
     return _Run(kind, nodes, counts, plans, random.Random(seed), root, **form).wrong()
@@ -33,7 +33,7 @@ class _Run:
         kind: Kind,
         nodes: Nodes,
         counts: Sequence[int],
-        plans: Sequence[Plan],
+        plans: Sequence[NodePlan],
         draw: random.Random,
         root: int,
         in_place: bool = False,
@@ -98,24 +98,24 @@ class _Run:
             if stuck > 4000:
                 return "nobody gets on"
         for rank, tensor, wanted in self.wanted:
-            if self.get(rank, Span("output", 0, len(wanted), tensor)) != wanted:
+            if self.get(rank, ElementSpan("output", 0, len(wanted), tensor)) != wanted:
                 return f"output {tensor} of rank {rank}"
         return "" if all(now == before for now, before in self.kept) else "an input has changed"
 
-    def view(self, rank: int, span: Span) -> tuple[list[int], int]:
+    def view(self, rank: int, span: ElementSpan) -> tuple[list[int], int]:
         memory, shift, count = self.views[rank][span.buffer, span.tensor]
         assert 0 <= span.offset <= span.offset + span.count <= count, span
         return memory, shift + span.offset
 
-    def get(self, rank: int, span: Span) -> list[int]:
+    def get(self, rank: int, span: ElementSpan) -> list[int]:
         memory, begin = self.view(rank, span)
         return memory[begin : begin + span.count]
 
-    def reading(self, rank: int, span: Span, into: dict[int, int]) -> list[tuple[Any, ...]]:
+    def reading(self, rank: int, span: ElementSpan, into: dict[int, int]) -> list[tuple[Any, ...]]:
         memory, begin = self.view(rank, span)
         return [("read", memory, begin + at, into, at) for at in range(span.count)]
 
-    def spoiling(self, rank: int, span: Span) -> list[tuple[Any, ...]]:
+    def spoiling(self, rank: int, span: ElementSpan) -> list[tuple[Any, ...]]:
         memory, begin = self.view(rank, span)
         return [("spoil", memory, begin + at) for at in range(span.count)]
 
@@ -128,7 +128,7 @@ class _Run:
                 memory[index] = self.draw.randrange(PRIME)
             yield True
 
-    def writing(self, rank: int, span: Span, values: Sequence[int]) -> Task:
+    def writing(self, rank: int, span: ElementSpan, values: Sequence[int]) -> Task:
         memory, begin = self.view(rank, span)
         assert len(values) == span.count, span
         for at in self.mixed(range(span.count)):
@@ -154,7 +154,7 @@ class _Run:
             else:
                 members, near = self.nodes.members[node], near + 1
                 there = ("near", node, near)
-                if isinstance(step, Spread):
+                if isinstance(step, NodeBroadcast):
                     yield from self.spread(rank, step, there, members)
                 else:
                     yield from self.collective(rank, step, there, members)
@@ -175,7 +175,7 @@ class _Run:
                 target[at] = value
             yield True
 
-    def spread(self, rank: int, step: Spread, where: Any, members: Sequence[int]) -> Task:
+    def spread(self, rank: int, step: NodeBroadcast, where: Any, members: Sequence[int]) -> Task:
         if len(members) == 1:
             return
         shared = self.shared.setdefault(where, [{} for _ in step.parts])

@@ -14,7 +14,7 @@ import pytest
 from pieces import BYTES, MadeUpPieces
 
 from sidelane.errors import UnavailableError
-from sidelane.execute.cuda.ordinary import Span, open_span, span_of
+from sidelane.execute.cuda.ordinary import MappedSpan, open_span, span_of
 from sidelane.memory.descriptors import MOST_AT_ONCE
 from sidelane.memory.ordinary import Allocation
 
@@ -74,7 +74,7 @@ def test_equal_memory_has_one_name_and_other_memory_another() -> None:
     memory.free(memory.base + BYTES)
     memory.create(memory.base + BYTES)
     assert found(memory, memory.base, 2 * BYTES).name != first.name, "freed, and given out again at the same address"
-    assert isinstance(first.kept, Span)
+    assert isinstance(first.kept, MappedSpan)
     assert any([first.kept.is_gone(), first.kept.is_gone()]), "each piece is looked at in turn"
     del first, again
     gc.collect()

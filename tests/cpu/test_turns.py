@@ -15,7 +15,7 @@ from ranks import RankPool
 from worlds import POISON, LocalWorld, check, fill, random_delays, wrong_bytes
 
 from sidelane import Communicator, Config
-from sidelane.collectives.alternate import OPENING, AlternatingProgram, Turns
+from sidelane.collectives.alternate import OPENING, AlternatingProgram, CallTurns
 from sidelane.execute.base import NO_STREAM, Addresses, Place
 from sidelane.execute.cpu import CpuExecutor
 from sidelane.program.builders import build
@@ -107,7 +107,7 @@ def test_one_rank_alone(pool: RankPool) -> None:
 
 def test_eager_calls_take_turns_and_every_capture_begins_with_an_opening() -> None:
     captures = iter((7, 7, 7, 7, 8, 7, 7, 9, 9))
-    turns = Turns(lambda place: next(captures))
+    turns = CallTurns(lambda place: next(captures))
     assert [turns.eager(NO_STREAM) for _ in range(3)] == [0, 1, 0]
     # 7 goes on after 8 has begun: an opening may follow anything, so it has another one.
     assert [turns.captured(NO_STREAM) for _ in range(9)] == [OPENING, 1, 0, 1, OPENING, OPENING, 1, OPENING, 1]
@@ -115,7 +115,7 @@ def test_eager_calls_take_turns_and_every_capture_begins_with_an_opening() -> No
 
 
 def test_the_study_of_phases_counts_turns_as_a_communicator_does() -> None:
-    turns, counter = Turns(lambda place: 1), TurnCounter()
+    turns, counter = CallTurns(lambda place: 1), TurnCounter()
     assert [turns.eager(NO_STREAM) for _ in range(5)] == [counter.take() for _ in range(5)]
     assert turns.captured(NO_STREAM) == OPENING
     counter.open()
@@ -141,7 +141,7 @@ def test_calls_of_different_programs_share_their_turns() -> None:
         return Recorder(program, log)
 
     captures = iter((1, 1, 1, 2))
-    turns = Turns(lambda place: next(captures))
+    turns = CallTurns(lambda place: next(captures))
     collectives = [all_gather([8] * 2), all_to_all([[4] * 2] * 2)]
     calls = [AlternatingProgram(alternation(c, frozen=False), load, turns, captured=False) for c in collectives]
     assert len(loads) == 4, "both turns, before the first call"

@@ -34,7 +34,7 @@ from sidelane.kernels import (
     push,
     relay,
 )
-from sidelane.kernels.list_table import Piece, Table
+from sidelane.kernels.list_table import ListPiece, ListTable
 
 TIMEOUT_S = 90
 
@@ -81,8 +81,8 @@ def dead_peer(world: World) -> None:
     words = world.words()
     output, outputs = world.carve(n * part)
     input = torch.zeros(n * part, dtype=torch.uint8)
-    piece = Piece(output.data_ptr(), output.data_ptr(), part, 0, 0, 0, (relay.from_root(outputs, 0),))
-    table = Table.of([piece], relay.TILE_BYTES)
+    piece = ListPiece(output.data_ptr(), output.data_ptr(), part, 0, 0, 0, (relay.from_root(outputs, 0),))
+    table = ListTable.of([piece], relay.TILE_BYTES)
     for work in (
         exchange_cells.arrange(world.site, output.data_ptr(), input.data_ptr(), part, distinct=True),
         push.arrange(world.site, outputs, input.data_ptr(), part, distinct=True),

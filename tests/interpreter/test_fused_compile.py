@@ -22,7 +22,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from sidelane.ops import (
-    alone,
     dispatch_gemm,
     embedding,
     embedding_backward,
@@ -33,6 +32,7 @@ from sidelane.ops import (
     gemv_cells,
     gemv_tiling,
     rms_norm_kernels,
+    single_rank,
 )
 
 H200 = GPUTarget("cuda", 90, 32)
@@ -395,12 +395,16 @@ def test_kernels_that_are_compared_compile() -> None:
     warps, rows = embedding_tables.threads_of(256, 2)
     constants = {"D": 256, "DP": 256, "L": rows, "DTYPE": triton.language.bfloat16, "ALIGNED": True}
     text, registers, stack = compiled(
-        alone.KERNELS[0], "*i64 *i64 *i64 *bf16 i32 i32 i32", constants, warps, multiples=("indices", "offsets", "out")
+        single_rank.KERNELS[0],
+        "*i64 *i64 *i64 *bf16 i32 i32 i32",
+        constants,
+        warps,
+        multiples=("indices", "offsets", "out"),
     )
     assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
     assert re.search(r"ld\.global\.(v4|L1.*v4)", text), "rows come in wide loads"
     known = ("x", "residual", "weight", "total", "out", "hidden")
     kinds = "*bf16 *bf16 *bf16 *bf16 *bf16 i32 fp32"
-    text, registers, stack = compiled(alone.KERNELS[1], kinds, {"HP": 8192}, 8, multiples=known)
+    text, registers, stack = compiled(single_rank.KERNELS[1], kinds, {"HP": 8192}, 8, multiples=known)
     assert stack <= MOST_STACK_BYTES, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"

@@ -17,7 +17,7 @@ import own_kernels
 import triton
 from triton.backends.compiler import GPUTarget
 
-from sidelane.device.launch import Launch, Site
+from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.cuda.kernel_launch import compile_for
 from sidelane.kernels import (
     broadcast_cells,
@@ -42,7 +42,7 @@ from sidelane.kernels import (
     reduce_push,
     relay,
 )
-from sidelane.kernels.list_table import Piece, Table
+from sidelane.kernels.list_table import ListPiece, ListTable
 from sidelane.program.collective import ReduceOp, Reduction
 from sidelane.program.kernel import NARROW_BLOCKS
 
@@ -57,7 +57,7 @@ MB = 1 << 20
 
 
 RANKS = 8
-SITE = Site(0, tuple(range(MB, (RANKS + 1) * MB, MB)), 64, 64)
+SITE = LaunchSite(0, tuple(range(MB, (RANKS + 1) * MB, MB)), 64, 64)
 STAGINGS = (16 * MB,) * RANKS
 
 
@@ -134,7 +134,7 @@ def test_kernels_of_ones_own_compile(name: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "available"), [(4, 227 << 10), (8, 227 << 10), (4, 163 << 10), (3, 0)])
 def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, available: int) -> None:
-    site = Site(0, SITE.arenas[:ranks], 64, NARROW_BLOCKS, available)
+    site = LaunchSite(0, SITE.arenas[:ranks], 64, NARROW_BLOCKS, available)
     inputs = (16 * MB,) * ranks
     launch = reduce_direct.arrange(site, inputs, inputs, MB, ranks * MB, AVERAGE, gather=True)
     shared = compile_for(H200, launch.kernel, launch.constants, launch.warps).metadata.shared
@@ -142,10 +142,10 @@ def test_narrow_reductions_take_no_more_shared_memory_than_there_is(ranks: int, 
     assert shared > available // 2, "tiles are copied ahead"
 
 
-def table(odd: int, tile_bytes: int, groups: int = 0) -> tuple[Site, Table, int]:
+def table(odd: int, tile_bytes: int, groups: int = 0) -> tuple[LaunchSite, ListTable, int]:
     here = 16 * MB + odd
-    piece = Piece(here, here, MB + odd, MB + odd, MB + odd, 0, ((here,) * RANKS,) * groups)
-    return SITE, Table.of([piece] * 2, tile_bytes), 64
+    piece = ListPiece(here, here, MB + odd, MB + odd, MB + odd, 0, ((here,) * RANKS,) * groups)
+    return SITE, ListTable.of([piece] * 2, tile_bytes), 64
 
 
 @pytest.mark.parametrize(("what", "odd"), [(moving, 1), (reducing, 2)])

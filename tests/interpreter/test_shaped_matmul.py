@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sidelane import ShapedMatmul, choose_shaping
-from sidelane.c3.shaping import Shaped, Shaping
+from sidelane.c3.shaping import Shaping, ShapingChoice
 from sidelane.kernels.gemm_shape import GemmShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ def test_the_choice_of_a_file() -> None:
     assert "as many blocks as fit" in product.ran and found.reason in product.ran
     limited = dataclasses.replace(found, shaping=Shaping("opt2", 7, 2, True, True, 1.0), saved=0.3)
     assert (ShapedMatmul(shaping=limited)._shape.resident, ShapedMatmul(shaping=limited)._blocks) == (2, 7)
-    assert isinstance(found, Shaped)
+    assert isinstance(found, ShapingChoice)
 
 
 def test_files_without_the_pair_are_refused(tmp_path: Path) -> None:

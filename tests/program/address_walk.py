@@ -174,7 +174,7 @@ def take_over() -> None:
     with contextlib.suppress(ImportError):
         from sidelane.execute.cuda import kernel_launch
 
-        kernel_launch.Kernels.load = lambda self, *_: StubKernel(self._driver)
+        kernel_launch.LoadedKernels.load = lambda self, *_: StubKernel(self._driver)
 
 
 class Walk:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from isolated_files import SIZE, collective, file_of, gemm, pair
 
-from sidelane.c3.expected_times import OF_CALLS, OF_STUDIES, Asked, Movers, decide
+from sidelane.c3.expected_times import OF_CALLS, OF_STUDIES, Movers, PairRequest, decide
 from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.measured_curves import isolated_times, parse_isolated
 from sidelane.c3.strategies import named, strategies
@@ -18,7 +18,7 @@ from sidelane.program.collective import Kind
 
 GEMM = Gemm(8192, 8192, 8192)
 MOVE = Workload(GEMM, Kind.ALL_GATHER, SIZE)
-ASKED = Asked(1000.0, GEMM, (MOVE,))
+ASKED = PairRequest(1000.0, GEMM, (MOVE,))
 H200 = hidden_shares("NVIDIA H200")
 
 
@@ -151,5 +151,5 @@ def test_what_adds_is_judged_by_what_adds() -> None:
     known = parse_isolated(file_of(*rows), "made up")
     able = [named(name) for name in ("serial", "conccl")]
     for kind, expected in ((Kind.REDUCE_SCATTER, 1600), (Kind.ALL_TO_ALL, 1100)):
-        choice = decide(Asked(1000.0, GEMM, (Workload(GEMM, kind, SIZE),)), able, known, H200, {"dma": 800.0})
+        choice = decide(PairRequest(1000.0, GEMM, (Workload(GEMM, kind, SIZE),)), able, known, H200, {"dma": 800.0})
         assert round(dict(choice.predicted_us)["conccl"]) == expected

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from sidelane.c3.choose import Candidate, choose
+from sidelane.c3.choose import StrategyCandidate, choose
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, parse_workload
@@ -163,8 +163,10 @@ def test_what_a_runner_refuses_is_a_result_with_the_reason() -> None:
     assert outcome.choice is None
 
 
-def candidates(**comm_us: float) -> list[Candidate]:
-    return [Candidate(named(name), time, in_place=name in ("conccl", "nccl_ce")) for name, time in comm_us.items()]
+def candidates(**comm_us: float) -> list[StrategyCandidate]:
+    return [
+        StrategyCandidate(named(name), time, in_place=name in ("conccl", "nccl_ce")) for name, time in comm_us.items()
+    ]
 
 
 def test_choice_on_measured_times() -> None:

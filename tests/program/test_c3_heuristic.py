@@ -6,7 +6,7 @@ import pytest
 
 from sidelane.c3.heuristic import (
     EFFICIENCY,
-    Kernel,
+    KernelDemand,
     allocate,
     expected_comm_us,
     expected_gemm_us,
@@ -24,7 +24,7 @@ ALL_TO_ALL = {8: 8.0, 16: 4.0, 32: 2.0, 64: 1.0, 128: 1.0}
 
 @pytest.mark.parametrize(("collective", "workgroups"), [("all_gather", 64), ("all_to_all", 56)])
 def test_a_collective_is_launched_before_a_gemm(collective: str, workgroups: int) -> None:
-    kernels = [Kernel("gemm", 1024), Kernel(collective, workgroups)]
+    kernels = [KernelDemand("gemm", 1024), KernelDemand(collective, workgroups)]
     for given in (kernels, kernels[::-1]):
         found = launch_order(given)
         assert [kernel.name for kernel in found.kernels] == [collective, "gemm"]
@@ -32,14 +32,19 @@ def test_a_collective_is_launched_before_a_gemm(collective: str, workgroups: int
 
 
 def test_more_kernels_and_what_supersedes() -> None:
-    kernels = [Kernel("gemm", 4096), Kernel("all_to_all", 56), Kernel("norm", 512), Kernel("copies", 0)]
+    kernels = [
+        KernelDemand("gemm", 4096),
+        KernelDemand("all_to_all", 56),
+        KernelDemand("norm", 512),
+        KernelDemand("copies", 0),
+    ]
     assert [one.name for one in launch_order(kernels).kernels] == ["copies", "all_to_all", "norm", "gemm"]
-    urgent = launch_order([*kernels, Kernel("optimizer", 9999, priority=1)])
+    urgent = launch_order([*kernels, KernelDemand("optimizer", 9999, priority=1)])
     assert [one.name for one in urgent.kernels] == ["optimizer", "copies", "all_to_all", "norm", "gemm"]
     assert urgent.reason.startswith("highest priority, then fewest workgroups first: optimizer (9999, priority 1), ")
-    alike = [Kernel("first", 7), Kernel("second", 7)]
+    alike = [KernelDemand("first", 7), KernelDemand("second", 7)]
     assert launch_order(alike).kernels == tuple(alike)
-    for wrong in ([], [Kernel("less than none", -1)]):
+    for wrong in ([], [KernelDemand("less than none", -1)]):
         with pytest.raises(ValueError, match="launch_order: kernels"):
             launch_order(wrong)
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from isolated_files import SIZE, collective, file_of, gemm, pair
 
-from sidelane.c3.heuristic import Kernel
+from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.measured_curves import parse_isolated
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
@@ -39,7 +39,7 @@ TIMES = {
     ("conccl", 0): 1060.0, ("conccl_rp", 8): 1150.0,
 }  # fmt: skip
 PAIR = Workload(SHAPE, Kind.ALL_GATHER, SIZE)
-SWEEP = Sweep(PAIR, 1000.0, TIMES, (Kernel("gemm", 4096), Kernel("all_gather", 32)), why_not="pairs only")
+SWEEP = Sweep(PAIR, 1000.0, TIMES, (KernelDemand("gemm", 4096), KernelDemand("all_gather", 32)), why_not="pairs only")
 
 
 def verdicts(sweep: Sweep) -> dict[str, Any]:
@@ -77,12 +77,12 @@ def test_what_is_lost() -> None:
 
 
 def test_a_small_gemm_goes_first() -> None:
-    found = verdicts(dataclasses.replace(SWEEP, kernels=(Kernel("gemm", 4), Kernel("all_gather", 32))))
+    found = verdicts(dataclasses.replace(SWEEP, kernels=(KernelDemand("gemm", 4), KernelDemand("all_gather", 32))))
     assert found[LAUNCH_ORDER].chosen == "c3_base" and not found[LAUNCH_ORDER].right
 
 
 def test_three_kernels() -> None:
-    kernels = (Kernel("gemm", 4096), Kernel("all_gather", 32), Kernel("all_to_all", 16))
+    kernels = (KernelDemand("gemm", 4096), KernelDemand("all_gather", 32), KernelDemand("all_to_all", 16))
     orders = {("all_to_all", "all_gather", "gemm"): 1030.0, ("gemm", "all_gather", "all_to_all"): 1000.0}
     found = verdicts(dataclasses.replace(SWEEP, others=kernels, orders_us=orders))[LAUNCH_ORDERS]
     assert (found.chosen, found.best) == ("all_to_all > all_gather > gemm", "gemm > all_gather > all_to_all")

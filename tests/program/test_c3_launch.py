@@ -13,7 +13,7 @@ from made_up_device import FakeDevice
 
 from sidelane.c3 import launch, overlap
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.launch import Way, kept_for_backward, ways_of
+from sidelane.c3.launch import LaunchMode, kept_for_backward, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Means, Partition
 from sidelane.errors import UnavailableError
@@ -78,7 +78,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
-def launched(device: FakeDevice, way: Way, lanes: int = 1, several: int = 1) -> list[str]:
+def launched(device: FakeDevice, way: LaunchMode, lanes: int = 1, several: int = 1) -> list[str]:
     comms: Any = [Comm(device, f"gather {number}") for number in range(lanes)]
     computes = [device.queue(name) for name in ("compute", "more", "still more")[:several]]
     launch.run(way, computes, lambda *comms: [comm.all_gather() for comm in comms] and None, comms)
@@ -86,7 +86,7 @@ def launched(device: FakeDevice, way: Way, lanes: int = 1, several: int = 1) -> 
 
 
 def test_units_of_their_own(device: FakeDevice) -> None:
-    assert launched(device, Way(named("c3_sp_rp"), 8)) == [
+    assert launched(device, LaunchMode(named("c3_sp_rp"), 8)) == [
         "caller: record e1",
         "own_8: wait e1",
         "gemm_without_8: wait e1",
@@ -100,7 +100,7 @@ def test_units_of_their_own(device: FakeDevice) -> None:
 
 
 def test_the_computation_first(device: FakeDevice) -> None:
-    assert launched(device, Way(named("c3_rp"), 16))[3:7] == [
+    assert launched(device, LaunchMode(named("c3_rp"), 16))[3:7] == [
         "gemm_without_16: record e2",
         "own_16: wait e2",
         "gemm_without_16: compute",
@@ -109,25 +109,25 @@ def test_the_computation_first(device: FakeDevice) -> None:
 
 
 def test_copy_engines_keep_their_lane(device: FakeDevice) -> None:
-    log = launched(device, Way(named("conccl_rp"), 8))
+    log = launched(device, LaunchMode(named("conccl_rp"), 8))
     assert "side_0: gather 0 beside compute" in log and "gemm_without_8: compute" in log
     assert log[-2:] == ["caller: join side_0", "caller: join gemm_without_8"]
 
 
 def test_a_wish_leaves_the_computation_on_the_callers_stream(device: FakeDevice) -> None:
-    log = launched(device, Way(named("c3_target"), 32))
+    log = launched(device, LaunchMode(named("c3_target"), 32))
     assert log[log.index("32 fewer") :] == ["32 fewer", "caller: compute", "all", "caller: join side_0"]
     assert "side_0: gather 0 beside nothing" in log
 
 
 def test_several_lanes_share_the_units(device: FakeDevice) -> None:
-    log = launched(device, Way(named("c3_rp"), 8), lanes=2)
+    log = launched(device, LaunchMode(named("c3_rp"), 8), lanes=2)
     assert [line for line in log if "gather" in line] == [
         "own_8: gather 0 beside nothing",
         "own_8: gather 1 beside nothing",
     ]
     device.log.clear()
-    log = launched(device, Way(named("c3_sp")), lanes=2)
+    log = launched(device, LaunchMode(named("c3_sp")), lanes=2)
     assert [line for line in log if "gather" in line] == [
         "side_0: gather 0 beside nothing",
         "side_1: gather 1 beside nothing",
@@ -135,7 +135,7 @@ def test_several_lanes_share_the_units(device: FakeDevice) -> None:
 
 
 def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> None:
-    log = launched(device, Way(named("conccl")), several=3)
+    log = launched(device, LaunchMode(named("conccl")), several=3)
     assert [line for line in log if line.endswith(("compute", "more"))] == [
         "side_0: gather 0 beside compute", "caller: compute", "compute_1: more", "compute_2: still more",
     ]  # fmt: skip
@@ -143,7 +143,7 @@ def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> N
     assert all(log.index(f"{road}: wait e2") > begun for road in ("caller", "compute_1", "compute_2"))
     assert log[-3:] == ["caller: join side_0", "caller: join compute_1", "caller: join compute_2"]
     device.log.clear()
-    log = launched(device, Way(named("c3_rp"), 8), several=2)
+    log = launched(device, LaunchMode(named("c3_rp"), 8), several=2)
     assert [line for line in log if line.endswith(("compute", "more"))] == [
         "gemm_without_8: compute", "gemm_without_8: more",
     ]  # fmt: skip
@@ -152,7 +152,7 @@ def test_several_computations_have_streams_of_their_own(device: FakeDevice) -> N
 @pytest.mark.parametrize(("name", "units", "gather"), [("conccl", 0, "side_0"), ("c3_rp", 8, "own_8")])
 def test_an_order_of_their_own(device: FakeDevice, name: str, units: int, gather: str) -> None:
     computes, comm = [device.queue("compute"), device.queue("more")], Comm(device, "gather")
-    launch.run(Way(named(name), units), computes, lambda comm: comm.all_gather(), [comm], (1, 2, 0))  # type: ignore[list-item]
+    launch.run(LaunchMode(named(name), units), computes, lambda comm: comm.all_gather(), [comm], (1, 2, 0))  # type: ignore[list-item]
     roads = ("gemm_without_8", "gemm_without_8") if units else ("caller", "compute_1")
     beside = "compute" if name == "conccl" else "nothing"
     first = device.log.index(f"{roads[1]}: record e2")
@@ -167,16 +167,16 @@ def test_lanes_are_joined_after_a_failure(device: FakeDevice) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
-        launch.run(Way(named("c3_sp_rp"), 8), [fail], lambda comm: comm.all_gather(), [Comm(device, "gather")])  # type: ignore[list-item]
+        launch.run(LaunchMode(named("c3_sp_rp"), 8), [fail], lambda comm: comm.all_gather(), [Comm(device, "gather")])  # type: ignore[list-item]
     assert device.log[-2:] == ["caller: join own_8", "caller: join gemm_without_8"]
 
 
 def test_a_capture_holds_no_making_of_lanes(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UnavailableError, match="c3_rp with 16 units has no lanes yet.*call it once before"):
-        launched(device, Way(named("c3_rp"), 16))
+        launched(device, LaunchMode(named("c3_rp"), 16))
     assert "compute" not in " ".join(device.log), "nothing was launched"
-    launched(device, Way(named("c3_rp"), 8))
+    launched(device, LaunchMode(named("c3_rp"), 8))
 
 
 def test_which_ways_there_are(device: FakeDevice) -> None:

@@ -11,8 +11,8 @@ from sidelane.choice.fused import (
     FUSED,
     SPLIT,
     UNFUSED,
+    FusedTable,
     FusedTime,
-    Table,
     builtin,
     choose_method,
     choose_order,
@@ -36,13 +36,13 @@ def some(op: str = OP, captured: bool = False, nbytes: int = 2, sizes: int = 102
 
 
 def chosen(*times: FusedTime, op: str = OP, n: int = 2, **options: object) -> str:
-    table = Table(HERE, times, "here")
+    table = FusedTable(HERE, times, "here")
     found = choose_method([table], op, n, (1024, 1024, 1024), ways=ALL, **options)  # type: ignore[arg-type]
     return f"{found.method} {found.reason.partition(':')[0]}"
 
 
 @pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
-def test_tables_of_this_package_are_what_was_measured(table: Table) -> None:
+def test_tables_of_this_package_are_what_was_measured(table: FusedTable) -> None:
     name = table.where.removeprefix("built-in ")
     key, times = kept_of(read(RESULTS / name / "fused.json"))
     assert (table.key, table.times) == (key, times)
@@ -50,7 +50,7 @@ def test_tables_of_this_package_are_what_was_measured(table: Table) -> None:
 
 
 @pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
-def test_measured_shapes_are_never_slower_than_unfused(table: Table) -> None:
+def test_measured_shapes_are_never_slower_than_unfused(table: FusedTable) -> None:
     """And by thumb, as if there were no table, GEMMs by no more than 2% where one rank measured them."""
     for time in table.times:
         by_method = {way.partition("/")[0]: us for way, us in sorted(time.times.items(), key=lambda item: -item[1])}
@@ -90,8 +90,8 @@ def test_times_of_several_experts_say_nothing_about_one() -> None:
     assert choose(1, known[1:]).endswith("by thumb") and choose(2, known[:1]).endswith("by thumb")
     assert choose(32, known[:2]).endswith("by thumb")  # too far
     assert choose(2, (known[0], timed(2, captured=True, fused=2, unfused=1))).startswith("unfused measured")
-    table = Table(HERE, known, "here")
-    assert Table.parse(table.to_text(), "here") == table and table.to_text().count('"experts"') == 2
+    table = FusedTable(HERE, known, "here")
+    assert FusedTable.parse(table.to_text(), "here") == table and table.to_text().count('"experts"') == 2
     with pytest.raises(ValueError, match="must be positive"):
         timed(0, fused=1)
 
@@ -186,9 +186,9 @@ def test_orders_by_thumb() -> None:
     assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("by thumb: ")
     unordered = some(op=BAGS, captured=True, fused=1.0)
     nearby = FusedTime(BAGS, 2, False, (900, 900, 900), 2, {"fused": 1.0}, {"remote_first": 1.0, "oblivious": 2.0})
-    table = Table(HERE, (unordered, nearby), "here")
+    table = FusedTable(HERE, (unordered, nearby), "here")
     assert choose_order([table], BAGS, 2, (1024, 1024, 1024)).order == ORDERS[0]
-    assert Table.parse(table.to_text(), "here") == table
+    assert FusedTable.parse(table.to_text(), "here") == table
     with pytest.raises(ValueError, match="allowed=remote_first, oblivious"):
         FusedTime(BAGS, 2, False, (1, 1, 1), 2, {"fused": 1.0}, {"last": 1.0})
 

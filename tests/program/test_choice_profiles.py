@@ -141,7 +141,7 @@ FUSED_ROW = {
 GIVEN: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "profile": (read, json.loads(CROSSING.to_text())),
     "fused": (
-        lambda path: fused.Table.parse(text_of(path), str(path)),
+        lambda path: fused.FusedTable.parse(text_of(path), str(path)),
         {"format": fused.FORMAT, "key": KEY.to_dict(), "times": [FUSED_ROW]},
     ),
     "machine": (lambda path: load.find(str(path)), {"base": "mi300x8", "gpus": 4, "gpu": {"units": 100}}),

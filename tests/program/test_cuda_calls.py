@@ -15,11 +15,11 @@ from sidelane.execute.cuda.calls import (
     MemcpyRows,
     MemOps,
     Operand,
-    Plan,
     RecordEvent,
     RecordStamp,
     Route,
     StreamCall,
+    StreamPlan,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -51,11 +51,11 @@ from sidelane.program.ir import (
 from sidelane.program.transform import freeze, lower, prelaunch
 
 
-def of_type(plan: Plan, kind: type) -> list:
+def of_type(plan: StreamPlan, kind: type) -> list:
     return [call for call in plan.calls() if isinstance(call, kind)]
 
 
-def copies_of(plan: Plan) -> list[Memcpy]:
+def copies_of(plan: StreamPlan) -> list[Memcpy]:
     """Copies in the order of submission, whether they go alone or in a batch."""
     return [
         copy

@@ -13,7 +13,7 @@ from test_cuda_calls import of_type
 
 from sidelane.execute.base import Addresses, Pieces
 from sidelane.execute.cuda.calls import Memcpy, MemcpyBatch, MemOps, Operand, StreamCall, WaitValue, WriteValue
-from sidelane.execute.cuda.copy_batches import Footprint, batch_copies
+from sidelane.execute.cuda.copy_batches import CopyFootprint, batch_copies
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch, parts_of
@@ -83,7 +83,7 @@ def test_copies_are_joined_exactly_as_far_as_none_touches_what_another_one_write
             for _ in range(6)
         ]
         copies[3] = Memcpy(copies[3].src, copies[3].dst, copies[3].nbytes, False)
-        footprint = Footprint()
+        footprint = CopyFootprint()
         for index, copy in enumerate(copies):
             verdict = footprint.is_apart(copy)
             assert verdict == all(apart(copy, other) for other in copies[:index])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sidelane.execute.cuda import kernel_launch
-from sidelane.execute.cuda.kernel_launch import Kernels, kernels_of
+from sidelane.execute.cuda.kernel_launch import LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound
 
 
@@ -65,7 +65,7 @@ def test_threads_that_load_one_kernel_go_by_one(loaded: list[str], monkeypatch: 
         return real_load(self, image, name, shared_bytes)
 
     monkeypatch.setattr(Loader, "load_function", load_function)
-    kernels, found = Kernels(Loader(loaded)), []
+    kernels, found = LoadedKernels(Loader(loaded)), []
     threads = [threading.Thread(target=lambda: found.append(kernels.load("pull", {}, 4))) for _ in range(2)]
     for thread in threads:
         thread.start()

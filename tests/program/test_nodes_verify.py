@@ -15,7 +15,17 @@ import torch
 from common import nodes_oracle
 from sidelane.integrations.nodes import plan
 from sidelane.integrations.nodes.plan import make_plan, objection
-from sidelane.integrations.nodes.steps import BUFFERS, Copies, Far, Join, Near, Plan, Span, Spread, Step
+from sidelane.integrations.nodes.steps import (
+    BUFFERS,
+    Copies,
+    ElementSpan,
+    Far,
+    Join,
+    Near,
+    NodeBroadcast,
+    NodePlan,
+    Step,
+)
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.nodes.verify import PlanError, verify_plans
 from sidelane.program.collective import Kind
@@ -54,13 +64,17 @@ def test_large_pieces_begin_at_whole_vectors(kind: Kind, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("kind", "without", "layout"),
     [
-        *((kind, step, "aabb") for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE) for step in (Copies, Spread, Join)),
+        *(
+            (kind, step, "aabb")
+            for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE)
+            for step in (Copies, NodeBroadcast, Join)
+        ),
         *((kind, step, "aabbb") for kind in (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) for step in (Copies, Near, Join)),
     ],
     ids=str,
 )
 def test_a_step_that_is_left_out_is_found(kind: Kind, without: type, layout: str) -> None:
-    def make(*arguments: Any) -> Plan:
+    def make(*arguments: Any) -> NodePlan:
         plan = make_plan(*arguments)
         if arguments[2] != 1:
             return plan
@@ -74,7 +88,7 @@ def test_a_step_that_is_left_out_is_found(kind: Kind, without: type, layout: str
 def test_a_join_that_comes_too_late_is_found() -> None:
     """What has come is copied before it is there."""
 
-    def make(*arguments: Any) -> Plan:
+    def make(*arguments: Any) -> NodePlan:
         plan = make_plan(*arguments)
         joins = [step for step in plan.steps if isinstance(step, Join)]
         return dataclasses.replace(plan, steps=(*(step for step in plan.steps if step not in joins), *joins))
@@ -93,22 +107,22 @@ class Whole:
 
 def test_wrong_numbers_are_refused_where_they_are_made() -> None:
     """Of any type; and what is a whole number otherwise is one."""
-    span = Span("output", Whole(2), torch.tensor(3))  # type: ignore[arg-type]
-    assert span == Span("output", 2, 3) and type(span.offset) is type(span.count) is int
+    span = ElementSpan("output", Whole(2), torch.tensor(3))  # type: ignore[arg-type]
+    assert span == ElementSpan("output", 2, 3) and type(span.offset) is type(span.count) is int
     assert Near("all_to_all", span, span).kind is Kind.ALL_TO_ALL
     wrong: list[Callable[[], object]] = [
-        *(lambda n=n: Span("output", n, 1) for n in (-1, 1.0, "1", None, True, (1,))),
-        *(lambda n=n: Span("output", 0, n) for n in (-1, 0.5)),
-        *(lambda name=name: Span(name, 0, 1) for name in ("packed", "packed2", "", 3)),
-        lambda: Span("packed0", 0, 1, 1),
+        *(lambda n=n: ElementSpan("output", n, 1) for n in (-1, 1.0, "1", None, True, (1,))),
+        *(lambda n=n: ElementSpan("output", 0, n) for n in (-1, 0.5)),
+        *(lambda name=name: ElementSpan(name, 0, 1) for name in ("packed", "packed2", "", 3)),
+        lambda: ElementSpan("packed0", 0, 1, 1),
         lambda: span.part(1, 3),
-        lambda: Copies(((span, Span("input", 0, 2)),)),
+        lambda: Copies(((span, ElementSpan("input", 0, 2)),)),
         *(lambda pairs=pairs: Copies(pairs) for pairs in (None, (span,), ((span, 3),), ((span,),))),
-        *(lambda root=root: Spread(((root, span),)) for root in (-1, 1.5, None)),
+        *(lambda root=root: NodeBroadcast(((root, span),)) for root in (-1, 1.5, None)),
         *(lambda kind=kind: Near(kind, span, span) for kind in (Kind.ALL_GATHER, "none", None)),
         *(lambda kind=kind: Far(kind, span, span) for kind in (Kind.SCATTER, 7)),
-        lambda: Near(Kind.ALL_TO_ALL, Span("output", 0, 0), Span("input", 0, 0)),
-        lambda: Far(Kind.ALL_REDUCE, span, Span("output", 3, 3)),
+        lambda: Near(Kind.ALL_TO_ALL, ElementSpan("output", 0, 0), ElementSpan("input", 0, 0)),
+        lambda: Far(Kind.ALL_REDUCE, span, ElementSpan("output", 3, 3)),
         lambda: Far(Kind.ALL_GATHER, span, span, 1),
         *(lambda root=root: Far(Kind.BROADCAST, span, span, root) for root in (-1, "0")),
         *(
@@ -117,8 +131,8 @@ def test_wrong_numbers_are_refused_where_they_are_made() -> None:
         ),
         lambda: Far(Kind.ALL_GATHER, span, span, 0, (3,), (3,)),
         *(lambda number=number: Join(number) for number in (-1, None, 0.0)),
-        *(lambda steps=steps: Plan(steps, {}) for steps in (None, ("join",), (Join,))),
-        *(lambda scratch=scratch: Plan((), scratch) for scratch in (None, {"packed": 1}, {"packed0": -1})),
+        *(lambda steps=steps: NodePlan(steps, {}) for steps in (None, ("join",), (Join,))),
+        *(lambda scratch=scratch: NodePlan((), scratch) for scratch in (None, {"packed": 1}, {"packed0": -1})),
     ]
     for make in wrong:
         with pytest.raises(PlanError, match=r"value=.*allowed="):
@@ -135,7 +149,9 @@ def test_wrong_numbers_are_refused_where_they_are_made() -> None:
             verify_plans(Kind.BROADCAST, nodes, (3,), 1, root)  # type: ignore[arg-type]
 
 
-IN, OUT, MIDDLE, CAME = (Span(name, 0, n) for name, n in (("input", 2), ("output", 4), ("middle0", 4), ("arrived0", 4)))
+IN, OUT, MIDDLE, CAME = (
+    ElementSpan(name, 0, n) for name, n in (("input", 2), ("output", 4), ("middle0", 4), ("arrived0", 4))
+)
 GATHER = (Far(Kind.ALL_GATHER, CAME, MIDDLE.part(0, 2)), Join(0))
 FIRST, LAST = Copies(((MIDDLE.part(0, 2), IN),)), Copies(((OUT, CAME),))
 
@@ -162,13 +178,21 @@ FIRST, LAST = Copies(((MIDDLE.part(0, 2), IN),)), Copies(((OUT, CAME),))
             True,
         ),
         ((Copies(((MIDDLE.part(0, 2), OUT.part(1, 2)), (MIDDLE.part(1, 2), IN))),), r"middle0\[1:3\] and mid", True),
-        ((FIRST, *GATHER, LAST, Spread(((1, OUT),))), r"step 4, .*root 1 of output\[0:4\] \(allowed=.* 0 to 0", False),
+        (
+            (FIRST, *GATHER, LAST, NodeBroadcast(((1, OUT),))),
+            r"step 4, .*root 1 of output\[0:4\] \(allowed=.* 0 to 0",
+            False,
+        ),
         ((FIRST, *GATHER, LAST, Far(Kind.BROADCAST, OUT, OUT, 2), Join(1)), r"step 4, .*root 2 .*0 to 1", True),
         ((Far(Kind.ALL_TO_ALL, CAME, MIDDLE, 0, (1, 3), (3, 1)), Join(0)), r"far step 0 of its rail takes 3 ", True),
         ((Far(Kind.ALL_TO_ALL, CAME, MIDDLE, 0, (1, 2, 1), (4, 0, 0)), Join(0)), r"one for each of 2 nodes", True),
         ((FIRST, *GATHER, Copies(((OUT.part(1, 3), CAME.part(0, 3)),))), r"ends with output\[0:4\], of which el", True),
-        ((FIRST, *GATHER, Copies(((Span("output", 1, 4), CAME),))), r"output\[1:5\] sticks out of 4", True),
-        ((FIRST, *GATHER, LAST, Copies(((Span("output", 0, 1, 1), OUT.part(0, 1)),))), "of tensor 1 sticks out", True),
+        ((FIRST, *GATHER, Copies(((ElementSpan("output", 1, 4), CAME),))), r"output\[1:5\] sticks out of 4", True),
+        (
+            (FIRST, *GATHER, LAST, Copies(((ElementSpan("output", 0, 1, 1), OUT.part(0, 1)),))),
+            "of tensor 1 sticks out",
+            True,
+        ),
         ((FIRST, *GATHER, LAST, Join(1)), r"step 4, join of far step 1: allowed=", True),
         ((FIRST, *GATHER, LAST, GATHER[0]), r"ends with far step 1 under way", True),
     ],
@@ -176,7 +200,7 @@ FIRST, LAST = Copies(((MIDDLE.part(0, 2), IN),)), Copies(((OUT, CAME),))
 )
 def test_what_the_runtime_may_spoil_is_refused(steps: tuple[Step, ...], words: str, goes_wrong: bool) -> None:
     """All-gathers of two nodes of one rank; where somebody would notice, an order of the runtime's is wrong."""
-    nodes, made = Nodes.named("ab"), Plan(steps, {"middle0": 4, "arrived0": 4})
+    nodes, made = Nodes.named("ab"), NodePlan(steps, {"middle0": 4, "arrived0": 4})
 
     def verify() -> int:
         return verify_plans(Kind.ALL_GATHER, nodes, (2,), 1, make=lambda *_: made)
@@ -192,16 +216,16 @@ def test_what_the_runtime_may_spoil_is_refused(steps: tuple[Step, ...], words: s
 
 def test_an_average_is_weighted_once_and_symmetric_scratch_is_alike_in_a_node() -> None:
     """A near step of one rank changes no sum; and what one rank takes alone, its node waits for."""
-    packed, middle, nodes = Span("packed0", 0, 2), MIDDLE.part(0, 2), Nodes.named("ab")
+    packed, middle, nodes = ElementSpan("packed0", 0, 2), MIDDLE.part(0, 2), Nodes.named("ab")
     near, back = Near(Kind.REDUCE_SCATTER, middle, packed), Copies(((packed, middle),))
     ends = Far(Kind.ALL_REDUCE, middle, middle), Join(0), Copies(((OUT.part(0, 2), middle),))
     for steps, words in (((near, back, near), "2 near steps"), ((), "nothing"), ((near,), "")):
-        made = Plan((Copies(((packed, IN),)), *steps, *ends), {"packed0": 2, "middle0": 2})
+        made = NodePlan((Copies(((packed, IN),)), *steps, *ends), {"packed0": 2, "middle0": 2})
         with pytest.raises(PlanError, match=words) if words else contextlib.nullcontext():
             verify_plans(Kind.ALL_REDUCE, nodes, (2,), 1, make=lambda *_, made=made: made)
         assert bool(nodes_oracle.run(Kind.ALL_REDUCE, nodes, (2,), [made] * 2, 0, average=True)) == bool(words)
 
-    def make(*arguments: Any) -> Plan:
+    def make(*arguments: Any) -> NodePlan:
         plan = make_plan(*arguments)
         more = {"packed0": plan.scratch["packed0"] + (arguments[2] == 1)}
         return dataclasses.replace(plan, scratch=plan.scratch | more)
@@ -236,7 +260,7 @@ def test_whatever_is_accepted_is_right_in_every_order(kind: Kind) -> None:
     assert refused > MUTANTS / 2 and accepted > MUTANTS / 50, (accepted, refused)
 
 
-def mutated(draw: random.Random, nodes: Nodes, plans: Sequence[Plan]) -> list[Plan]:
+def mutated(draw: random.Random, nodes: Nodes, plans: Sequence[NodePlan]) -> list[NodePlan]:
     """Plans with one mistake: of one rank, of all ranks of a node, or of all."""
     everyone = range(len(plans))
     whose = draw.choice(((draw.choice(everyone),), nodes.members[0], everyone, everyone))
@@ -244,7 +268,7 @@ def mutated(draw: random.Random, nodes: Nodes, plans: Sequence[Plan]) -> list[Pl
     return [change(plan, at, random.Random(number)) if rank in whose else plan for rank, plan in enumerate(plans)]
 
 
-def _order(plan: Plan, at: float, draw: random.Random) -> Plan:
+def _order(plan: NodePlan, at: float, draw: random.Random) -> NodePlan:
     """Steps change places, go, or are there twice."""
     steps = list(plan.steps)
     index = int(at * len(steps))
@@ -260,7 +284,7 @@ def _order(plan: Plan, at: float, draw: random.Random) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _late(plan: Plan, at: float, draw: random.Random) -> Plan:
+def _late(plan: NodePlan, at: float, draw: random.Random) -> NodePlan:
     """A join, or a far step, moves by a few steps: what lies between is beside it then."""
     steps = list(plan.steps)
     found = [index for index, step in enumerate(steps) if isinstance(step, Join | Far)]
@@ -270,18 +294,18 @@ def _late(plan: Plan, at: float, draw: random.Random) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _shared(plan: Plan, at: float, draw: random.Random) -> Plan:
+def _shared(plan: NodePlan, at: float, draw: random.Random) -> NodePlan:
     """Two tensors of scratch become one: the pieces under way share it."""
     one, other = draw.sample(sorted({*plan.scratch, "packed0", "middle1"}), 2)
     scratch = {name: max(plan.scratch.values(), default=0) for name in plan.scratch}
 
-    def joined(span: Span) -> Span:
+    def joined(span: ElementSpan) -> ElementSpan:
         return at_(span, buffer=other) if span.buffer == one else span
 
-    return Plan(tuple(rewritten(step, joined) for step in plan.steps), scratch)
+    return NodePlan(tuple(rewritten(step, joined) for step in plan.steps), scratch)
 
 
-def _numbers(plan: Plan, at: float, draw: random.Random) -> Plan:
+def _numbers(plan: NodePlan, at: float, draw: random.Random) -> NodePlan:
     """One step, or one span of it, is another."""
     steps = list(plan.steps)
     index = int(at * len(steps))
@@ -291,7 +315,7 @@ def _numbers(plan: Plan, at: float, draw: random.Random) -> Plan:
     which = chosen % max(len(spans_of(step)), 1)
     turn = itertools.count()
 
-    def altered(span: Span) -> Span:
+    def altered(span: ElementSpan) -> ElementSpan:
         if next(turn) != which:
             return span
         return at_(span, **{field: draw.choice(BUFFERS) if field == "buffer" else getattr(span, field) + by})
@@ -299,11 +323,11 @@ def _numbers(plan: Plan, at: float, draw: random.Random) -> Plan:
     match step:
         case Join(number):
             steps[index] = Join(number + by)
-        case Spread(parts) if parts and chosen < 3:
+        case NodeBroadcast(parts) if parts and chosen < 3:
             where = draw.randrange(len(parts))
             root, span = parts[where]
             instead = (((root + by, span),), (), ((root, span),) * 2)[chosen]
-            steps[index] = Spread((*parts[:where], *parts[where + 1 :], *instead))
+            steps[index] = NodeBroadcast((*parts[:where], *parts[where + 1 :], *instead))
         case Copies(pairs) if pairs and chosen < 4:
             where = draw.randrange(len(pairs))
             (to, given), other = pairs[where], pairs[where - 1][0]
@@ -323,7 +347,7 @@ def _numbers(plan: Plan, at: float, draw: random.Random) -> Plan:
     return dataclasses.replace(plan, steps=tuple(steps))
 
 
-def _more(plan: Plan, at: float, draw: random.Random) -> Plan:
+def _more(plan: NodePlan, at: float, draw: random.Random) -> NodePlan:
     """A copy between spans of the plan, somewhere; or two steps of copies are one."""
     steps = list(plan.steps)
     index = int(at * len(steps))
@@ -343,14 +367,14 @@ def _more(plan: Plan, at: float, draw: random.Random) -> Plan:
 MUTATIONS = (_order, _late, _late, _shared, _numbers, _numbers, _more, _more)
 
 
-def at_(span: Span, **changes: Any) -> Span:
+def at_(span: ElementSpan, **changes: Any) -> ElementSpan:
     return dataclasses.replace(span, **changes)
 
 
-def spans_of(step: Step) -> list[Span]:
-    found: list[Span] = []
+def spans_of(step: Step) -> list[ElementSpan]:
+    found: list[ElementSpan] = []
 
-    def note(span: Span) -> Span:
+    def note(span: ElementSpan) -> ElementSpan:
         found.append(span)
         return span
 
@@ -358,13 +382,13 @@ def spans_of(step: Step) -> list[Span]:
     return found
 
 
-def rewritten(step: Step, change: Callable[[Span], Span]) -> Step:
+def rewritten(step: Step, change: Callable[[ElementSpan], ElementSpan]) -> Step:
     """With other spans; a far step in place has one."""
     match step:
         case Copies(pairs):
             return Copies(tuple((change(to), change(given)) for to, given in pairs))
-        case Spread(parts):
-            return Spread(tuple((root, change(span)) for root, span in parts))
+        case NodeBroadcast(parts):
+            return NodeBroadcast(tuple((root, change(span)) for root, span in parts))
         case Near():
             return dataclasses.replace(step, output=change(step.output), input=change(step.input))
         case Far():

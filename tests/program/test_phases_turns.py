@@ -20,7 +20,7 @@ from fake_driver import FakeDriver
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES
 from sidelane.program.collective import Buffer
-from sidelane.program.transform.stamp import Mark
+from sidelane.program.transform.stamp import StampMark
 from sidelane_lab.studies.phases import check as phases_check
 from sidelane_lab.studies.phases import rig as phases_rig
 from sidelane_lab.studies.phases.programs import OPENING, Operation
@@ -192,7 +192,7 @@ def test_a_peer_that_is_late_shows_in_the_handshake_and_not_in_the_copies(
         rigs.world.drivers[2].do(rigs.streams[2].cuda_stream, late.wait)
 
         def come() -> None:
-            wait_for(rigs.world.drivers[0], calls.calls[0]._now._loaded._stamps[Mark.STAGED])
+            wait_for(rigs.world.drivers[0], calls.calls[0]._now._loaded._stamps[StampMark.STAGED])
             time.sleep(LATE_US / 1e6)
             late.set()
 

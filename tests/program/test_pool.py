@@ -7,7 +7,16 @@ import random
 import pytest
 import torch
 
-from sidelane.collectives.allocator import ALIGNMENT, MOST_TEXT, SEGMENT_BYTES, Pool, Range, as_text, from_text, rounded
+from sidelane.collectives.allocator import (
+    ALIGNMENT,
+    MOST_TEXT,
+    SEGMENT_BYTES,
+    BlockAllocator,
+    Range,
+    as_text,
+    from_text,
+    rounded,
+)
 from sidelane.memory.storage import storage_of
 
 
@@ -24,7 +33,7 @@ def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: in
     """Each rank says what it has dropped with each allocation; nothing is given out that any rank still has."""
     draw = random.Random(seed)
     ranks = draw.randrange(1, 4)
-    pools = [Pool(ranks) for _ in range(ranks)]
+    pools = [BlockAllocator(ranks) for _ in range(ranks)]
     held: list[dict[int, Range]] = [{} for _ in range(ranks)]
     unsaid: list[list[int]] = [[] for _ in range(ranks)]
     segments = 0
@@ -67,7 +76,7 @@ def test_ranks_that_drop_at_times_of_their_own_give_out_the_same_places(seed: in
 
 
 def test_the_smallest_hole_is_taken_and_neighbours_grow_together() -> None:
-    pool = Pool(1)
+    pool = BlockAllocator(1)
     pool.grow(0, 8 * 512)
     numbers = [pool.take(nbytes)[0] for nbytes in (512, 1024, 512, 512, 1536)]  # type: ignore[index]
     assert pool.take(1) is None and pool.used == pool.reserved == 8 * 512

@@ -11,8 +11,8 @@ import pytest
 
 from sidelane.errors import SidelaneError, UnavailableError
 from sidelane.execute.cuda.site import DEFAULT_REDUCE_BLOCKS
-from sidelane.machine import local, nvidia_power
-from sidelane.machine.nvidia_power import NvmlSensor
+from sidelane.machine import local, nvidia
+from sidelane.machine.nvidia import NvmlSensor
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import Results
@@ -100,9 +100,9 @@ def test_no_nvml_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(nvidia_power.importlib, "import_module", missing)
+    monkeypatch.setattr(nvidia.importlib, "import_module", missing)
     with pytest.raises(UnavailableError, match="pynvml.*pip install nvidia-ml-py"):
-        nvidia_power.load_nvml()
+        nvidia.load_nvml()
     assert "no GPU" in (local.power_problem() or "")
     monkeypatch.setattr(local.nvidia, "device_count", lambda: 2)
     assert "pip install nvidia-ml-py" in (local.power_problem() or "")

@@ -15,9 +15,9 @@ from sidelane.execute.cuda.calls import (
     MemcpyBatch,
     MemcpyRows,
     MemOps,
-    Plan,
     RecordEvent,
     RecordStamp,
+    StreamPlan,
     WaitEvent,
 )
 from sidelane.execute.cuda.plan import INLINE_BYTES, plan_calls
@@ -28,7 +28,7 @@ from sidelane.program.builders.alternating import alternating
 from sidelane.program.collective import Collective
 from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
-from sidelane.program.transform.stamp import Mark, slots_of, times_of
+from sidelane.program.transform.stamp import StampMark, slots_of, times_of
 from sidelane.program.verify import verify
 from sidelane_lab.model.published import bare
 
@@ -39,7 +39,7 @@ def gather(ranks: int = 4, nbytes: int = 64, *, in_place: bool = False) -> Colle
 
 def marks_of(commands: tuple[object, ...]) -> list[str]:
     return [
-        Mark(c.slot % len(Mark)).name if isinstance(c, Stamp) else "copy" if isinstance(c, MOVES) else "flag"
+        StampMark(c.slot % len(StampMark)).name if isinstance(c, Stamp) else "copy" if isinstance(c, MOVES) else "flag"
         for c in commands
     ]
 
@@ -61,7 +61,7 @@ def test_a_rank_that_only_receives_is_stamped_at_its_ends() -> None:
     (queue,) = stamp(build(define.scatter([0, 8], root=0), "b2b")).queues_of(1)
     assert marks_of(queue.commands) == ["BEGIN", "flag", "flag", "END"]
     with pytest.raises(ValueError, match="no stamps around copies"):
-        times_of({Mark.BEGIN: 1.0, Mark.END: 2.0})
+        times_of({StampMark.BEGIN: 1.0, StampMark.END: 2.0})
 
 
 @pytest.mark.parametrize("kind", [define.Kind.ALL_GATHER, define.Kind.ALL_TO_ALL])
@@ -85,18 +85,18 @@ def test_stamps_come_once_and_before_the_trigger() -> None:
     assert marks_of(triggered.commands)[:2] == ["flag", "BEGIN"]
 
 
-def kinds_of(plan: Plan) -> list[str]:
+def kinds_of(plan: StreamPlan) -> list[str]:
     """The calls of stream 0 by kind; of stamps the mark."""
     names = {MemOps: "ops", Memcpy: "copy", MemcpyBatch: "copies", MemcpyRows: "rows"}
     return [
-        Mark(call.slot % len(Mark)).name
+        StampMark(call.slot % len(StampMark)).name
         if isinstance(call, RecordStamp)
         else names.get(type(call), type(call).__name__)
         for call in plan.calls(0)
     ]
 
 
-def without_stamps(plan: Plan) -> list[tuple[int, object]]:
+def without_stamps(plan: StreamPlan) -> list[tuple[int, object]]:
     """The calls with their streams, those of the flags taken together where a stamp has split them."""
     found: list[tuple[int, object]] = []
     for step in plan.steps:
@@ -179,13 +179,25 @@ def test_the_own_chunk_is_stamped_beside_the_copies() -> None:
 def test_marks_are_the_outermost_of_all_queues() -> None:
     # Two engines (slots 0 to 3 and 6 to 9), and an own chunk that ends last (slot 14).
     times = {0: 0.0, 1: 5.0, 2: 9.0, 3: 11.0, 6: 1.0, 7: 4.0, 8: 8.0, 9: 12.0, 14: 20.0}
-    nothing_staged = {Mark.STAGED: 4.0, Mark.READY: 4.0}
-    assert times_of(times) == {Mark.BEGIN: 0.0, Mark.FIRST: 4.0, Mark.LAST: 20.0, Mark.END: 20.0, **nothing_staged}
+    nothing_staged = {StampMark.STAGED: 4.0, StampMark.READY: 4.0}
+    assert times_of(times) == {
+        StampMark.BEGIN: 0.0,
+        StampMark.FIRST: 4.0,
+        StampMark.LAST: 20.0,
+        StampMark.END: 20.0,
+        **nothing_staged,
+    }
     del times[14]
-    assert times_of(times) == {Mark.BEGIN: 0.0, Mark.FIRST: 4.0, Mark.LAST: 9.0, Mark.END: 12.0, **nothing_staged}
+    assert times_of(times) == {
+        StampMark.BEGIN: 0.0,
+        StampMark.FIRST: 4.0,
+        StampMark.LAST: 9.0,
+        StampMark.END: 12.0,
+        **nothing_staged,
+    }
     # One that copies into its slot (until 5) and pulls (from 7), and resets flags beside that (slot 9).
     staged = times_of({1: 4.0, 4: 5.0, 5: 7.0, 2: 9.0, 9: 10.0})
-    assert (staged[Mark.STAGED], staged[Mark.READY], staged[Mark.END]) == (5.0, 7.0, 10.0)
+    assert (staged[StampMark.STAGED], staged[StampMark.READY], staged[StampMark.END]) == (5.0, 7.0, 10.0)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -220,11 +232,11 @@ def test_the_executor_times_the_phases_and_moves_the_bytes(variant: str, capture
         for rank, each in enumerate(loaded.ranks):
             slots = slots_of(program, rank)
             marks = times_of({slot: each.elapsed_us(slots[0], slot) for slot in slots})
-            assert marks[Mark.BEGIN] <= marks[Mark.FIRST] <= marks[Mark.LAST] <= marks[Mark.END]
+            assert marks[StampMark.BEGIN] <= marks[StampMark.FIRST] <= marks[StampMark.LAST] <= marks[StampMark.END]
             if rank != 2:
                 # Nothing can go to the rank that is late. With an engine for each peer, the other's copy goes ahead.
-                held = Mark.FIRST if variant == "b2b" else Mark.LAST
-                assert marks[held] - marks[Mark.BEGIN] >= 10_000
+                held = StampMark.FIRST if variant == "b2b" else StampMark.LAST
+                assert marks[held] - marks[StampMark.BEGIN] >= 10_000
         assert not captured or not any(flags[FLAGS:].any() for flags in world.flags)
 
 

@@ -8,7 +8,7 @@ from cuda_world import SUM, world_of
 from sidelane.execute.cuda.calls import Route
 from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.plan import plan_calls
-from sidelane.execute.submitted import Counts, Ledger, Submitted
+from sidelane.execute.submitted import Counts, SubmissionLedger, Submitted
 from sidelane.program import collective as define
 from sidelane.program.builders import Transport, build
 from sidelane.program.ir import Copy, Program
@@ -104,7 +104,7 @@ def test_pull_and_staging_count_where_the_bytes_go() -> None:
 
 
 def test_a_ledger_holds_few_tallies_for_many_calls() -> None:
-    ledger = Ledger()
+    ledger = SubmissionLedger()
     for size in range(100):
         entry = ledger.entry(Submitted(f"all_to_all of {size}", "dma", "b2b", False, Counts(peer_copies=3, calls=2)))
         ledger.count(entry)

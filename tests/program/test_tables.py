@@ -13,7 +13,7 @@ import pytest
 from fake_driver import FakeDriver
 
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.tables import CHUNK_BYTES, SMALLEST_BYTES, DeviceTable, Tables
+from sidelane.execute.cuda.tables import CHUNK_BYTES, SMALLEST_BYTES, DeviceTable, DeviceTables
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def driver() -> Iterator[FakeDriver]:
 
 
 @pytest.fixture
-def tables(driver: FakeDriver) -> Iterator[Tables]:
-    made = Tables(driver, driver.create_stream())
+def tables(driver: FakeDriver) -> Iterator[DeviceTables]:
+    made = DeviceTables(driver, driver.create_stream())
     yield made
     made.close()
     assert not driver.allocated
@@ -35,7 +35,7 @@ def read(table: DeviceTable, count: int) -> list[int]:
     return list((ctypes.c_int64 * count).from_address(table.address))
 
 
-def test_tables_hold_their_values_and_lie_apart(tables: Tables, driver: FakeDriver) -> None:
+def test_tables_hold_their_values_and_lie_apart(tables: DeviceTables, driver: FakeDriver) -> None:
     sizes = (1, 7, 64, 65, 1000, 5, CHUNK_BYTES // 8 + 1, 3)
     made = [tables.place(np.arange(size, dtype=np.int64) + 1000 * size, None) for size in sizes]
     for table, size in zip(made, sizes, strict=True):
@@ -45,7 +45,7 @@ def test_tables_hold_their_values_and_lie_apart(tables: Tables, driver: FakeDriv
     assert len(driver.allocated) == 2, "one chunk for all that are small"
 
 
-def test_memory_is_used_again_once_the_last_kernel_has_ended(tables: Tables, driver: FakeDriver) -> None:
+def test_memory_is_used_again_once_the_last_kernel_has_ended(tables: DeviceTables, driver: FakeDriver) -> None:
     values, stream, kernel = np.ones(4, np.int64), driver.create_stream(), threading.Event()
     address = tables.place(values, None).address
     gc.collect()
@@ -57,7 +57,7 @@ def test_memory_is_used_again_once_the_last_kernel_has_ended(tables: Tables, dri
     assert tables.place(values, stream).address == address
 
 
-def test_a_stream_under_capture_is_not_asked(tables: Tables, driver: FakeDriver) -> None:
+def test_a_stream_under_capture_is_not_asked(tables: DeviceTables, driver: FakeDriver) -> None:
     values, stream = np.ones(4, np.int64), driver.create_stream()
     address = tables.place(values, None).address
     gc.collect()
@@ -69,7 +69,7 @@ def test_a_stream_under_capture_is_not_asked(tables: Tables, driver: FakeDriver)
     assert address in (kept[-1].address, tables.place(values, stream).address)
 
 
-def test_a_stream_that_is_gone_is_asked_another_time(tables: Tables, driver: FakeDriver) -> None:
+def test_a_stream_that_is_gone_is_asked_another_time(tables: DeviceTables, driver: FakeDriver) -> None:
     values, stream = np.ones(4, np.int64), driver.create_stream()
     address = tables.place(values, None).address
     gc.collect()
@@ -84,14 +84,14 @@ def test_what_cannot_be_freed_keeps_nobody_from_closing(driver: FakeDriver, monk
     def refuse(address: int) -> None:
         raise DriverError("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "cuMemFree")
 
-    tables = Tables(driver, driver.create_stream())
+    tables = DeviceTables(driver, driver.create_stream())
     tables.place(np.ones(4, np.int64), None)
     monkeypatch.setattr(driver, "free", refuse)
     tables.close()
     tables.close()
 
 
-def test_many_lists_that_come_and_go_take_little_memory(tables: Tables, driver: FakeDriver) -> None:
+def test_many_lists_that_come_and_go_take_little_memory(tables: DeviceTables, driver: FakeDriver) -> None:
     stream = driver.create_stream()
     for count in range(3000):
         table = tables.place(np.full(64 + count % 100, count, np.int64), stream)
@@ -101,7 +101,9 @@ def test_many_lists_that_come_and_go_take_little_memory(tables: Tables, driver: 
     assert len(driver.allocated) == 1
 
 
-def test_without_memory_nothing_is_lost(tables: Tables, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_nothing_is_lost(
+    tables: DeviceTables, driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(nbytes: int) -> int:
         raise DriverError("CUDA_ERROR_OUT_OF_MEMORY", "cuMemAlloc")
 

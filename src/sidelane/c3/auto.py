@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sidelane.c3.choose import Choice
-from sidelane.c3.expected_times import OF_CALLS, Asked, decide
+from sidelane.c3.choose import StrategyChoice
+from sidelane.c3.expected_times import OF_CALLS, PairRequest, decide
 from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.launch import objection
 from sidelane.c3.measured_curves import isolated_file, isolated_text, parse_isolated
@@ -31,7 +31,7 @@ the local buffer of the others."""
 _KNOWN, _CHOSEN = "overlap: isolated times", "overlap: chosen"
 
 
-def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Choice:
+def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> StrategyChoice:
     """Which strategy ``overlap(..., strategy="auto")`` takes; its ``reason`` says why.
 
     By the file of ``sidelane tune --study c3`` where this machine has one, else by shares that are constants and by the
@@ -48,7 +48,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Cho
         UnavailableError: the file was not read yet, and a graph is being captured.
     """
     asked = _asked(beside, moves)
-    chosen: dict[Asked, Choice] = comm.kept.setdefault(_CHOSEN, {})
+    chosen: dict[PairRequest, StrategyChoice] = comm.kept.setdefault(_CHOSEN, {})
     if asked not in chosen:
         known = _known(comm)
         able = [one for one in strategies() if not objection(one, comm.device)]
@@ -56,7 +56,7 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Cho
     return chosen[asked]
 
 
-def _choose(comm: Communicator, asked: Asked, able: Sequence[Strategy], known: Isolated | None) -> Choice:
+def _choose(comm: Communicator, asked: PairRequest, able: Sequence[Strategy], known: Isolated | None) -> StrategyChoice:
     name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else ""
     collectives = {curve.collective for curve in known.collectives} if known is not None else set()
     times: dict[str, float] = {}
@@ -68,7 +68,7 @@ def _choose(comm: Communicator, asked: Asked, able: Sequence[Strategy], known: I
         if not times:
             first = min(able, key=lambda one: one.preference)
             reason = f"{first.name}: nothing was measured of these collectives (sidelane tune --study c3)"
-            return Choice(first.name, (), reason)
+            return StrategyChoice(first.name, (), reason)
     return decide(asked, able, known, hidden_shares(name), times, OF_CALLS)
 
 
@@ -79,7 +79,7 @@ def _profiled_us(comm: Communicator, move: Workload, hint: str) -> float:
     return math.inf if time_us is None else time_us
 
 
-def _asked(beside: Computation, moves: Moves) -> Asked:
+def _asked(beside: Computation, moves: Moves) -> PairRequest:
     if not isinstance(beside, Computation):
         raise ValueError(f"overlap: beside (value={beside!r}, allowed=what Communicator.beside returns)")
     pairs = [moves] if len(moves) == 2 and isinstance(moves[0], str) else list(moves)
@@ -93,7 +93,7 @@ def _asked(beside: Computation, moves: Moves) -> Asked:
                 raise ValueError(f"overlap: moves (value={pair!r}, allowed=(one of {', '.join(Kind)}, bytes above 0))")
     if not found:
         raise ValueError("overlap: moves (value=(), allowed=a collective and its bytes, or several)")
-    return Asked(beside.us, gemm, tuple(found))
+    return PairRequest(beside.us, gemm, tuple(found))
 
 
 def _known(comm: Communicator) -> Isolated | None:

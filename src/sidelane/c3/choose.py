@@ -15,7 +15,7 @@ for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class StrategyCandidate:
     """A strategy that can run here.
 
     Attributes:
@@ -39,7 +39,7 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class StrategyChoice:
     """The pick, what was predicted for every candidate (fastest first), why, and units taken from the GEMM."""
 
     strategy: str
@@ -49,8 +49,8 @@ class Choice:
 
 
 def choose(
-    gemm_us: float, collective: Kind, candidates: Sequence[Candidate], hidden: Mapping[str, float] | None = None
-) -> Choice:
+    gemm_us: float, collective: Kind, candidates: Sequence[StrategyCandidate], hidden: Mapping[str, float] | None = None
+) -> StrategyChoice:
     """Pick the candidate with the least predicted time.
 
     The prediction for a concurrent strategy is ``longer + (1 - hidden) * shorter``, with the isolated times of the GEMM
@@ -74,10 +74,10 @@ def choose(
     reason = f"{best}: {_explain(gemm_us, collective, best, table)} = {predicted:.0f} us expected"
     if len(ranking) > 1:
         reason += f", next {ranking[1][1]} {ranking[1][0]:.0f} us"
-    return Choice(best.strategy.name, tuple((str(c), us) for us, c in ranking), reason, best.units)
+    return StrategyChoice(best.strategy.name, tuple((str(c), us) for us, c in ranking), reason, best.units)
 
 
-def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
+def _share(collective: Kind, candidate: StrategyCandidate, hidden: Mapping[str, float]) -> float:
     share = hidden.get(candidate.strategy.name, 0.0) if candidate.hidden is None else candidate.hidden
     copies_own_chunk = not (collective is Kind.ALL_GATHER and candidate.in_place)
     if candidate.strategy.mover is Mover.LIBRARY_DMA and copies_own_chunk:
@@ -85,7 +85,7 @@ def _share(collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) 
     return share
 
 
-def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> float:
+def _predict(gemm_us: float, collective: Kind, candidate: StrategyCandidate, hidden: Mapping[str, float]) -> float:
     gemm_us = gemm_us if candidate.gemm_us is None else candidate.gemm_us
     if not candidate.strategy.concurrent:
         return gemm_us + candidate.comm_us
@@ -93,7 +93,7 @@ def _predict(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Map
     return longer + (1.0 - _share(collective, candidate, hidden)) * shorter
 
 
-def _explain(gemm_us: float, collective: Kind, candidate: Candidate, hidden: Mapping[str, float]) -> str:
+def _explain(gemm_us: float, collective: Kind, candidate: StrategyCandidate, hidden: Mapping[str, float]) -> str:
     gemm_us = gemm_us if candidate.gemm_us is None else candidate.gemm_us
     if not candidate.strategy.concurrent:
         return f"{gemm_us:.0f} + {candidate.comm_us:.0f}"

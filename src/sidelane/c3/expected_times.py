@@ -14,7 +14,7 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from sidelane.c3.choose import Candidate, Choice, choose
+from sidelane.c3.choose import StrategyCandidate, StrategyChoice, choose
 from sidelane.c3.isolated_times import Isolated, PairTimes
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import LEAST_GAIN, Means, Mover, Strategy, ideal_speedup
@@ -34,7 +34,7 @@ OF_CALLS: Movers = {Mover.LIBRARY: (Mover.SM, Mover.DMA), Mover.DMA: (Mover.DMA,
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
+class PairRequest:
     """A computation and collectives, none of which depends on another.
 
     Attributes:
@@ -51,13 +51,13 @@ class Asked:
 
 
 def decide(
-    asked: Asked,
+    asked: PairRequest,
     strategies: Sequence[Strategy],
     known: Isolated | None,
     constants: Mapping[str, float],
     comm_us: Mapping[str, float],
     movers: Movers = OF_STUDIES,
-) -> Choice:
+) -> StrategyChoice:
     """The strategy with the least expected time; serial is always among them, so none that is expected to be slower.
 
     Args:
@@ -72,7 +72,7 @@ def decide(
         ValueError: there is no candidate.
     """
     ours = {mover: _implementation(known, asked, movers.get(mover, ())) for mover in Mover}
-    found: list[Candidate] = []
+    found: list[StrategyCandidate] = []
     for strategy in sorted(strategies, key=lambda one: (one.concurrent, one.preference)):
         alone = comm_us.get(strategy.mover)
         if alone is None:
@@ -80,7 +80,7 @@ def decide(
         if alone is None:
             continue
         if strategy.partition is None:
-            found.append(Candidate(strategy, alone, asked.in_place))
+            found.append(StrategyCandidate(strategy, alone, asked.in_place))
         elif known is not None and asked.gemm is not None and (_telling(known) or not strategy.mover.takes_units):
             found += _partitioned(strategy, asked, known, alone, ours[strategy.mover])
     for number, one in enumerate(found):
@@ -91,13 +91,13 @@ def decide(
     return dataclasses.replace(chosen, reason=f"{chosen.reason}; {basis}")
 
 
-def _implementation(known: Isolated | None, asked: Asked, among: tuple[str, ...]) -> str:
+def _implementation(known: Isolated | None, asked: PairRequest, among: tuple[str, ...]) -> str:
     """Of several the one that is fastest alone; empty where none was measured."""
     times = {name: us for name in among if (us := _alone(known, asked, name)) is not None}
     return min(times, key=times.__getitem__) if times else next(iter(among), "")
 
 
-def _alone(known: Isolated | None, asked: Asked, implementation: str) -> float | None:
+def _alone(known: Isolated | None, asked: PairRequest, implementation: str) -> float | None:
     """Time of all collectives alone; None where they were not measured."""
     try:
         return None if known is None else sum(known.comm_us(move, (implementation,)) for move in asked.moves)
@@ -106,8 +106,8 @@ def _alone(known: Isolated | None, asked: Asked, implementation: str) -> float |
 
 
 def _partitioned(
-    strategy: Strategy, asked: Asked, known: Isolated, comm_us: float, implementation: str
-) -> list[Candidate]:
+    strategy: Strategy, asked: PairRequest, known: Isolated, comm_us: float, implementation: str
+) -> list[StrategyCandidate]:
     """A candidate for each number of units that both tables have."""
     assert strategy.partition is not None
     assert asked.gemm is not None
@@ -125,14 +125,14 @@ def _partitioned(
     return [_with(strategy, asked, n, slower[n], comm_us * given[n]) for n in sorted(set(slower) & set(given))]
 
 
-def _with(strategy: Strategy, asked: Asked, units: int, slower: float, comm_us: float) -> Candidate:
-    return Candidate(strategy, comm_us, asked.in_place, units, asked.gemm_us * slower)
+def _with(strategy: Strategy, asked: PairRequest, units: int, slower: float, comm_us: float) -> StrategyCandidate:
+    return StrategyCandidate(strategy, comm_us, asked.in_place, units, asked.gemm_us * slower)
 
 
 def _share(
     strategy: Strategy,
     units: int,
-    asked: Asked,
+    asked: PairRequest,
     known: Isolated | None,
     constants: Mapping[str, float],
     implementation: str,
@@ -165,7 +165,7 @@ def _way(strategy: Strategy) -> tuple[object, ...]:
     return strategy.order, strategy.priority, strategy.partition
 
 
-def _nearest(pairs: list[PairTimes], asked: Asked, known: Isolated) -> list[PairTimes]:
+def _nearest(pairs: list[PairTimes], asked: PairRequest, known: Isolated) -> list[PairTimes]:
     """Return the pairs of the same collective, else of one that adds too, else all; of these, of the same bound."""
     kinds = {move.collective for move in asked.moves}
     adds = {kind in REDUCING for kind in kinds}
@@ -187,7 +187,7 @@ def _telling(known: Isolated) -> list[PairTimes]:
     ]
 
 
-def _measured(strategy: Strategy, units: int, asked: Asked, known: Isolated, implementation: str) -> float | None:
+def _measured(strategy: Strategy, units: int, asked: PairRequest, known: Isolated, implementation: str) -> float | None:
     """The median over measured pairs: of the same collective (or one that adds, too), the same bound, the same units,
     if there are such. Where it is left to the device who gets units, the least of all pairs, if they differ: which it
     will be is not known.

@@ -15,7 +15,7 @@ TIE = 1.001
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelDemand:
     """What a runtime is about to launch.
 
     Attributes:
@@ -33,11 +33,11 @@ class Kernel:
 class LaunchOrder:
     """Kernels in the order of their launches, and why."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelDemand, ...]
     reason: str
 
 
-def launch_order(kernels: Sequence[Kernel]) -> LaunchOrder:
+def launch_order(kernels: Sequence[KernelDemand]) -> LaunchOrder:
     """Launch by number of workgroups, low to high, so that none starves (ConCCL paper, V-C; for several, VII-B1).
 
     A priority supersedes that, and equals stay in the order given.
@@ -61,7 +61,7 @@ def launch_order(kernels: Sequence[Kernel]) -> LaunchOrder:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
+class UnitAllocation:
     """Units for a collective.
 
     Attributes:
@@ -79,7 +79,7 @@ class Allocation:
 
 def allocate(
     gemm_us: float, comm_us: float, gemm_slowdown: Mapping[int, float], comm_slowdown: Mapping[int, float]
-) -> Allocation:
+) -> UnitAllocation:
     """Take the allocation with the least ``max(GEMM, collective)`` (ConCCL paper, V-C).
 
     Args:
@@ -109,7 +109,7 @@ def allocate(
     if others:
         following = min(others, key=lambda n: expected[n])
         reason += f", next {following} units {expected[following]:.0f} us"
-    return Allocation(chosen, equal, tuple(expected.items()), reason)
+    return UnitAllocation(chosen, equal, tuple(expected.items()), reason)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class Isolated:
         within = nearest.times_us[0] < LATENCY_FACTOR * smallest.times_us[0]
         return Limit.LATENCY if within else Limit.BANDWIDTH
 
-    def allocate(self, workload: Workload, implementation: str | None = None) -> heuristic.Allocation:
+    def allocate(self, workload: Workload, implementation: str | None = None) -> heuristic.UnitAllocation:
         """Units for a collective next to a GEMM, by the look-up tables that were measured (ConCCL paper, V-C).
 
         Args:

@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class LaunchMode:
     """A strategy, and how many units it takes from the computation."""
 
     strategy: Strategy
@@ -58,13 +58,13 @@ def objection(strategy: Strategy, device: torch.device) -> str:
     return f"it takes compute units from the computation: {reason}" if reason else ""
 
 
-def ways_of(strategy: Strategy, device: torch.device) -> tuple[Way, ...]:
+def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
     """A strategy with each number of units that is worth a try."""
     if strategy.partition is None:
-        return (Way(strategy),)
+        return (LaunchMode(strategy),)
     partitions, _ = partitions_of(device)
     units = SMALLEST_SHARE * 2 if partitions is None else partitions.units
-    return tuple(Way(strategy, one) for one in shares(strategy.partition, units, memory_bound=True))
+    return tuple(LaunchMode(strategy, one) for one in shares(strategy.partition, units, memory_bound=True))
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
 
 
 def run(
-    way: Way,
+    way: LaunchMode,
     computes: Sequence[Callable[[], T]],
     collective: Callable[..., S],
     on: Sequence[Communicator],
@@ -151,7 +151,7 @@ class Beside:
 
 
 def _on_streams(
-    way: Way,
+    way: LaunchMode,
     computes: Sequence[Callable[[], T]],
     collective: Callable[..., S],
     on: Sequence[Communicator],
@@ -227,7 +227,7 @@ def _computed(compute: Callable[[], T], road: torch.cuda.Stream, caller: torch.c
 
 
 def _roads(
-    way: Way, device: torch.device, caller: torch.cuda.Stream, lanes: Lanes | None, count: int
+    way: LaunchMode, device: torch.device, caller: torch.cuda.Stream, lanes: Lanes | None, count: int
 ) -> list[torch.cuda.Stream]:
     """A stream for each computation: the caller's for the first. Those under green contexts have one for all."""
     if lanes is not None and lanes.gemm is not caller:
@@ -235,7 +235,7 @@ def _roads(
     return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
 
 
-def _lanes(way: Way, device: torch.device, caller: torch.cuda.Stream) -> Lanes | None:
+def _lanes(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> Lanes | None:
     """Lanes of a way that takes units; None for one that does not.
 
     Raises:
@@ -254,7 +254,7 @@ def _lanes(way: Way, device: torch.device, caller: torch.cuda.Stream) -> Lanes |
     return partitions.lanes(partition, way.units, usual, confine=way.strategy.mover.takes_units)
 
 
-def _asides(way: Way, device: torch.device, lanes: Lanes | None, count: int) -> list[torch.cuda.Stream]:
+def _asides(way: LaunchMode, device: torch.device, lanes: Lanes | None, count: int) -> list[torch.cuda.Stream]:
     """A stream for each communicator. Those that own units have one, on which collectives follow each other."""
     urgent, partition = bool(way.strategy.priority), way.strategy.partition
     splits = partition is not None and partition.means is Means.SPLIT

@@ -19,7 +19,7 @@ SERIAL = "serial"
 """``means`` of the row of a pair that the others of it are held against."""
 
 
-class Point(Protocol):
+class CurvePoint(Protocol):
     """A row of the file; see ``bench.results.rows.pairs.IsolatedRow``."""
 
     @property
@@ -105,7 +105,7 @@ def parse_isolated(text: str, where: str) -> Isolated:
         ) from None
 
 
-def gemm_of(row: Point) -> Gemm:
+def gemm_of(row: CurvePoint) -> Gemm:
     """The GEMM of a row, by its name in the table if it has these sizes, divided or not."""
     plain = Gemm(row.m, row.n, row.k, row.dtype)
     tag, _, divisor = row.gemm.partition("/")
@@ -115,7 +115,7 @@ def gemm_of(row: Point) -> Gemm:
     return named if (named.m, named.n, named.k) == (row.m, row.n, row.k) else plain
 
 
-def isolated_of(rows: Sequence[Point]) -> Isolated:
+def isolated_of(rows: Sequence[CurvePoint]) -> Isolated:
     """What was measured as curves.
 
     Raises:
@@ -131,14 +131,14 @@ def isolated_of(rows: Sequence[Point]) -> Isolated:
     return Isolated(tflops, memory, gemms, collectives, tuple(_pairs([row for row in timed if row.what == PAIR])))
 
 
-def _gemms(rows: Sequence[Point]) -> Iterable[GemmTimes]:
+def _gemms(rows: Sequence[CurvePoint]) -> Iterable[GemmTimes]:
     for (*_, means), same in _alike(rows, "m", "n", "k", "dtype", "means"):
         times = {row.units: row.time_us for row in same if row.time_us is not None}
         if 0 in times:
             yield GemmTimes(gemm_of(same[0]), str(means), same[0].device_units, times)
 
 
-def _collectives(rows: Sequence[Point]) -> Iterable[CollectiveTimes]:
+def _collectives(rows: Sequence[CurvePoint]) -> Iterable[CollectiveTimes]:
     for (collective, nbytes, implementation), same in _alike(rows, "collective", "bytes", "implementation"):
         times: dict[int, float] = {}
         for row in same:  # of several variants the fastest
@@ -148,7 +148,7 @@ def _collectives(rows: Sequence[Point]) -> Iterable[CollectiveTimes]:
             yield CollectiveTimes(Kind(collective), int(nbytes), str(implementation), times)
 
 
-def _pairs(rows: Sequence[Point]) -> Iterable[PairTimes]:
+def _pairs(rows: Sequence[CurvePoint]) -> Iterable[PairTimes]:
     by = _alike(rows, "m", "n", "k", "dtype", "collective", "bytes", "implementation")
     for (*_, collective, nbytes, implementation), same in by:
         serial = next((row for row in same if row.means == SERIAL), None)
@@ -160,8 +160,8 @@ def _pairs(rows: Sequence[Point]) -> Iterable[PairTimes]:
         yield PairTimes(gemm_of(serial), Kind(collective), int(nbytes), str(implementation), comm_us, serial_us, times)
 
 
-def _alike(rows: Sequence[Point], *names: str) -> Iterator[tuple[tuple[Any, ...], list[Point]]]:
-    found: dict[tuple[Any, ...], list[Point]] = {}
+def _alike(rows: Sequence[CurvePoint], *names: str) -> Iterator[tuple[tuple[Any, ...], list[CurvePoint]]]:
+    found: dict[tuple[Any, ...], list[CurvePoint]] = {}
     for row in rows:
         found.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
     return iter(found.items())

@@ -15,8 +15,8 @@ import torch
 
 from sidelane.c3.auto import Moves, choose_overlap
 from sidelane.c3.call_kernels import BY_KERNELS
-from sidelane.c3.heuristic import Kernel, launch_order
-from sidelane.c3.launch import Way, objection, run, ways_of
+from sidelane.c3.heuristic import KernelDemand, launch_order
+from sidelane.c3.launch import LaunchMode, objection, run, ways_of
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover
 from sidelane.errors import Page, explained, see
@@ -120,7 +120,7 @@ def overlap(
                 f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
             )
         choice = choose_overlap(comms[0], beside, moves)
-        way = Way(named(choice.strategy), choice.units)
+        way = LaunchMode(named(choice.strategy), choice.units)
     else:
         if beside is not None or moves:
             raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")
@@ -129,7 +129,7 @@ def overlap(
 
 
 def _run(
-    way: Way,
+    way: LaunchMode,
     compute: Callable[[], T] | Sequence[Callable[[], T]],
     collective: Callable[..., S],
     comms: Sequence[Communicator],
@@ -163,7 +163,7 @@ def _check_collective(collective: object, count: int) -> None:
         raise _refused(f"overlap: collective (value={collective.__qualname__} of {code.co_argcount}, {allowed}")
 
 
-def _releases(way: Way, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
+def _releases(way: LaunchMode, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
     """Numbers of what is released, few workgroups first; empty where the strategy has the order."""
     if not len(workgroups):
         return ()
@@ -173,7 +173,7 @@ def _releases(way: Way, count: int, workgroups: Sequence[int]) -> tuple[int, ...
             f"overlap: workgroups (value={tuple(workgroups)}, allowed={count + 1} whole numbers of 0 and more: of each "
             "computation and of the collective; not with serial)"
         )
-    kernels = [Kernel(str(number), each) for number, each in enumerate(workgroups)]
+    kernels = [KernelDemand(str(number), each) for number, each in enumerate(workgroups)]
     return tuple(int(kernel.name) for kernel in launch_order(kernels).kernels)
 
 
@@ -216,7 +216,7 @@ class Overlap:
             )
         self._trials = 0
         self._clocks: list[list[_Clock]] = [[] for _ in self._ways]
-        self._best: Way | None = None if len(self._ways) > 1 else self._ways[0]
+        self._best: LaunchMode | None = None if len(self._ways) > 1 else self._ways[0]
         self.times_us: dict[str, float] = {}
 
     @property
@@ -265,7 +265,7 @@ class Overlap:
         self._clocks.clear()
 
 
-def possible(name: str, device: torch.device) -> Way:
+def possible(name: str, device: torch.device) -> LaunchMode:
     """The strategy of that name with the fewest units.
 
     Raises:
@@ -279,14 +279,14 @@ def possible(name: str, device: torch.device) -> Way:
     return ways_of(found, device)[0]
 
 
-def _way(name: str, units: int | None, device: torch.device) -> Way:
+def _way(name: str, units: int | None, device: torch.device) -> LaunchMode:
     way = possible(name, device)
     if units is None:
         return way
     partition = way.strategy.partition
     if partition is None or partition.units is not None or units < 1:
         raise _refused(f"overlap: units (value={units}, allowed=1 and more, of a strategy that takes some): {name}")
-    return Way(way.strategy, units)
+    return LaunchMode(way.strategy, units)
 
 
 class _Clock(contextlib.AbstractContextManager["_Clock"]):

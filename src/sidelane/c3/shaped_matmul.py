@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sidelane.c3.shaping import Shaped
+from sidelane.c3.shaping import ShapingChoice
 from sidelane.errors import UnavailableError
 from sidelane.kernels.gemm_shape import SHAPES, GemmShape
 
@@ -54,7 +54,7 @@ class ShapedMatmul:
         *,
         blocks: int = 0,
         blocks_per_unit: int | None = None,
-        shaping: Shaped | None = None,
+        shaping: ShapingChoice | None = None,
     ) -> None:
         self.ran = ""
         self._unshaped = ""

@@ -42,7 +42,7 @@ class Shaping:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shaped:
+class ShapingChoice:
     """The way to take, what it saves (0.2: 20% of the time), and why."""
 
     shaping: Shaping
@@ -50,7 +50,7 @@ class Shaped:
     reason: str
 
 
-def choose(measured: Sequence[Shaping]) -> Shaped:
+def choose(measured: Sequence[Shaping]) -> ShapingChoice:
     """Take the fastest way, unless the fastest that shapes nothing is as good.
 
     Args:
@@ -72,14 +72,14 @@ def choose(measured: Sequence[Shaping]) -> Shaped:
     saved = 1 - best.time_us / base.time_us
     if saved < LEAST_SAVED:
         reason = f"{base}: {base.time_us:.0f} us"
-        return Shaped(
+        return ShapingChoice(
             base, 0.0, reason + ("" if best is base else f"; shaping and priority save {100 * saved:.1f}% ({best})")
         )
     than = f"{100 * saved:.1f}% less than {base} ({base.time_us:.0f} us)"
-    return Shaped(best, saved, f"{best}: {best.time_us:.0f} us, {than}")
+    return ShapingChoice(best, saved, f"{best}: {best.time_us:.0f} us, {than}")
 
 
-class Row(Protocol):
+class ShapingRow(Protocol):
     """A row of ``sidelane c3 --study occupancy``; see ``bench.results.rows.pairs.OccupancyRow``."""
 
     @property
@@ -96,14 +96,14 @@ class Row(Protocol):
     def time_us(self) -> float | None: ...
 
 
-def shaping_of(row: Row, rows: Sequence[Row]) -> Shaping:
+def shaping_of(row: ShapingRow, rows: Sequence[ShapingRow]) -> Shaping:
     """A row as a way to choose from; ``rows``: all of its pair, which say how many blocks fit a unit."""
     most = max(other.resident for other in rows if other.shape == row.shape)
     limited = row.grid != "data-parallel" or row.resident < most
     return Shaping(row.shape, row.blocks, row.resident, limited, row.priority, row.time_us or 0.0)
 
 
-def choose_shaping(file: str | Path, gemm: tuple[int, int, int], collective: Kind | str) -> Shaped:
+def choose_shaping(file: str | Path, gemm: tuple[int, int, int], collective: Kind | str) -> ShapingChoice:
     """The shape, the occupancy and the priority that were fastest for pipelined iterations on this machine, and why.
 
     Args:

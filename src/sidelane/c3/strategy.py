@@ -1,7 +1,7 @@
 """A strategy, under which a GEMM and a collective run, as a value; and the arithmetic that judges it.
 
 ``c3.run`` and ``c3.overlap`` turn the value into launches, ``model.strategies`` into a prediction. The strategies that
-there are stand in ``c3.strategies``, a file each.
+there are stand in ``c3.strategies``.
 """
 
 from __future__ import annotations

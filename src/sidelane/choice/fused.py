@@ -75,7 +75,7 @@ class FusedTime:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Table:
+class FusedTable:
     """Times of one machine.
 
     Attributes:
@@ -94,7 +94,7 @@ class Table:
         return f'{{\n "format": {FORMAT},\n "key": {json.dumps(self.key.to_dict())},\n "times": [\n{lines}\n ]\n}}\n'
 
     @staticmethod
-    def parse(text: str, where: str) -> Table:
+    def parse(text: str, where: str) -> FusedTable:
         """Read such a file.
 
         Raises:
@@ -105,7 +105,7 @@ class Table:
             if content["format"] != FORMAT:
                 raise ValueError(f"format (value={content['format']!r}, allowed={FORMAT})")
             times = tuple(_time_of(number, row) for number, row in enumerate(content["times"]))
-            return Table(Key.from_dict(content["key"]), times, where)
+            return FusedTable(Key.from_dict(content["key"]), times, where)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as problem:
             raise ValueError(f"{where}: not times of fused operators: {type(problem).__name__}: {problem}") from problem
 
@@ -126,7 +126,7 @@ class MethodChoice:
 
 
 def choose_method(
-    tables: Iterable[Table],
+    tables: Iterable[FusedTable],
     op: str,
     world_size: int,
     sizes: tuple[int, ...],
@@ -189,7 +189,7 @@ class OrderChoice:
 
 
 def choose_order(
-    tables: Iterable[Table],
+    tables: Iterable[FusedTable],
     op: str,
     world_size: int,
     sizes: tuple[int, ...],
@@ -217,7 +217,7 @@ def choose_order(
     return OrderChoice(order, f"by thumb: {why}")
 
 
-def _measured(time: FusedTime, table: Table, found: Mapping[str, float]) -> str:
+def _measured(time: FusedTime, table: FusedTable, found: Mapping[str, float]) -> str:
     where = f"{_shape(time.sizes, time.experts)}, {'in a graph' if time.captured else 'eager'}, {table.where}"
     return f"measured at {where}: {_in_words(found)}"
 
@@ -289,7 +289,7 @@ def user_file(key: Key) -> Path | None:
     return store.user_file(key, "fused-{}.json")
 
 
-def tables_of(setting: str | None, key: Key) -> tuple[Table, ...]:
+def tables_of(setting: str | None, key: Key) -> tuple[FusedTable, ...]:
     """The tables to choose by on a machine: the user's, then those of this package for such GPUs.
 
     What is missing, wrong, or of another machine is left out.
@@ -301,16 +301,16 @@ def tables_of(setting: str | None, key: Key) -> tuple[Table, ...]:
     return (*([] if setting == BUILTIN else _of_the_user(key)), *(table for table in builtin() if _alike(table, key)))
 
 
-def _alike(table: Table, key: Key) -> bool:
+def _alike(table: FusedTable, key: Key) -> bool:
     return (table.key.device_type, table.key.device) == (key.device_type, key.device)
 
 
-def _of_the_user(key: Key) -> Iterator[Table]:
+def _of_the_user(key: Key) -> Iterator[FusedTable]:
     path = user_file(key)
     if path is None:
         return
     try:
-        found = Table.parse(path.read_text(encoding="utf-8"), path.name)
+        found = FusedTable.parse(path.read_text(encoding="utf-8"), path.name)
     except (OSError, ValueError):
         return
     if not found.key.differences(key):
@@ -318,12 +318,12 @@ def _of_the_user(key: Key) -> Iterator[Table]:
 
 
 @functools.cache
-def builtin() -> tuple[Table, ...]:
+def builtin() -> tuple[FusedTable, ...]:
     """The tables of this package, by name."""
     folder = importlib.resources.files("sidelane.choice") / "builtin" / "fused"
     files = sorted(folder.iterdir(), key=lambda entry: entry.name)
     return tuple(
-        Table.parse(entry.read_text(encoding="utf-8"), f"built-in {entry.name.removesuffix('.json')}")
+        FusedTable.parse(entry.read_text(encoding="utf-8"), f"built-in {entry.name.removesuffix('.json')}")
         for entry in files
         if entry.name.endswith(".json")
     )
@@ -336,6 +336,6 @@ def keep(key: Key, times: Iterable[FusedTime]) -> Path:
     found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    temporary.write_text(Table(key, tuple(found.values()), path.name).to_text(), encoding="utf-8")
+    temporary.write_text(FusedTable(key, tuple(found.values()), path.name).to_text(), encoding="utf-8")
     temporary.replace(path)
     return path

@@ -24,7 +24,7 @@ MOST_FOLDS = 3
 INDENT, GAP = "    ", "   "
 
 
-class Row(Protocol):
+class TableRow(Protocol):
     """What ``table.Line`` has."""
 
     @property
@@ -47,7 +47,7 @@ class Tabular(Protocol):
     def columns(self) -> tuple[str, ...]: ...
 
     @property
-    def lines(self) -> Sequence[Row]: ...
+    def lines(self) -> Sequence[TableRow]: ...
 
     @property
     def notes(self) -> tuple[str, ...]: ...

@@ -57,7 +57,7 @@ class Range:
     nbytes: int
 
 
-class Pool:
+class BlockAllocator:
     """Gives out ranges of segments, smallest hole first, and takes them back.
 
     Args:

@@ -20,7 +20,7 @@ FLAGS = flags_of(MAX_NODE_RANKS)
 """What programs need that may share flags."""
 
 
-class Turns:
+class CallTurns:
     """Counts the alternating calls of one communicator, as every rank of it does.
 
     Args:
@@ -69,7 +69,7 @@ class AlternatingProgram:
         self,
         alternation: Alternation,
         load: Callable[[Program], Runnable],
-        turns: Turns,
+        turns: CallTurns,
         *,
         captured: bool,
         late: bool = False,

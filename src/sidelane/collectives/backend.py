@@ -19,7 +19,7 @@ from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 
 
-class Held(Protocol):
+class SubmittedAhead(Protocol):
     """A program whose invocations are submitted ahead and fired later (``Communicator.prepare_all_gather``)."""
 
     @property
@@ -88,7 +88,7 @@ class Marked(Protocol):
         ...
 
 
-class Spread(Protocol):
+class SecondMapping(Protocol):
     """A second mapping of a symmetric block. It goes with its last reference."""
 
     @property
@@ -147,7 +147,7 @@ class Backend(Protocol):
         """What ``auto`` may choose among; the same on all ranks."""
         ...
 
-    def spread(self, block: SymmetricBlock) -> Spread | None:
+    def spread(self, block: SymmetricBlock) -> SecondMapping | None:
         """Map a block of all ranks once more, at equal distances; None if the device cannot."""
         ...
 
@@ -185,7 +185,7 @@ class Backend(Protocol):
         """Make flags of this rank, (address, value) of each, ready to be waited for while ``loaded`` is under way."""
         ...
 
-    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> Held:
+    def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> SubmittedAhead:
         """Bind a program with one trigger on each rank (``transform.hold``). ``host_trigger``: the host fires it, too.
 
         Raises:

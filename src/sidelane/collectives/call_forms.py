@@ -17,7 +17,7 @@ from sidelane.program.shape import Beside
 AnyRequest = Request | ListRequest
 
 
-class Asked(NamedTuple):
+class CallRequest(NamedTuple):
     """A collective on one or many tensors, as its caller asked for it.
 
     Attributes:
@@ -36,7 +36,7 @@ def own_part(copied: object) -> tuple[Hashable, ...]:
     return () if copied is True else (copied if copied is False else repr(copied),)
 
 
-class Form(Protocol):
+class CallForm(Protocol):
     """A call as ``CallPath`` takes it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Form(Protocol):
     def tensors(self) -> tuple[torch.Tensor | None, ...]: ...
 
     @property
-    def repeated_as(self) -> Asked | None: ...
+    def repeated_as(self) -> CallRequest | None: ...
 
     def identities(self) -> Hashable:
         """Everything about the tensors that :meth:`request` looks at. Raises as that does, or not at all."""

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from sidelane.collectives.agreement import OFFER, compare
 from sidelane.collectives.arguments import Arguments, Request
-from sidelane.collectives.call_forms import AnyRequest, Form, SingleCall
+from sidelane.collectives.call_forms import AnyRequest, CallForm, SingleCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.confirming import Confirming
 from sidelane.collectives.heap import generation
@@ -18,10 +18,10 @@ from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.offers import Offer, Outcomes
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.pool_tensors import PooledMemory
-from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.prepare import PreparedCall, Preparer
 from sidelane.collectives.reach import Reach
 from sidelane.collectives.repeat import Repeats
-from sidelane.collectives.shape_cache import Shape, Shaped, shape_of
+from sidelane.collectives.shape_cache import Shape, ShapeEntry, shape_of
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
@@ -37,7 +37,7 @@ MOST_PLANNED = 1024
 """Calls of which it is remembered what is asked, while what they run as depends on what peers offer each time."""
 
 
-class Planned(NamedTuple):
+class PlannedCall(NamedTuple):
     """A call before its peers have been heard; ``signature`` is of the agreement, ``compares`` as in ``Reach``."""
 
     request: AnyRequest
@@ -82,7 +82,7 @@ class _Call:
     """
 
     number: int
-    asked: Form
+    asked: CallForm
     variant: str
     beside: Beside | None
     async_op: bool
@@ -90,10 +90,10 @@ class _Call:
     may_repeat: bool = False
     place: Place = NO_STREAM
     key: Key = ()
-    prepared: Prepared | None = None
-    planned: Planned | None = None
+    prepared: PreparedCall | None = None
+    planned: PlannedCall | None = None
     shape: Shape | None = None
-    shaped: Shaped | None = None
+    shaped: ShapeEntry | None = None
     offer: Offer | None = None
     teaches: bool = False
     by_shape: bool = False
@@ -135,11 +135,11 @@ class CallPath:
                 *(calls, confirming, board, calls.backend.ordinary, preparer.copies_mapped),
                 *(lambda tensor: pool_at(tensor.data_ptr()) is not None, self.repeats),
             )
-        self._planned: dict[Hashable, Planned] = {}
+        self._planned: dict[Hashable, PlannedCall] = {}
         self._settled: dict[Hashable, Settled] = {}
 
     def run(
-        self, asked: Form, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
+        self, asked: CallForm, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:
         """Make a call.
 
@@ -242,7 +242,7 @@ class CallPath:
         if learnt is not None:
             call.prepared, call.remember = learnt, call.may_repeat
 
-    def _made_ready(self, call: _Call) -> Prepared:
+    def _made_ready(self, call: _Call) -> PreparedCall:
         """Make a call ready that nothing was prepared for: by its shape, or from its plan."""
         shape, shaped, planned = call.shape, call.shaped, call.planned
         if shape is None or shaped is None:
@@ -264,7 +264,7 @@ class CallPath:
             stands = functools.partial(self.reach.stand, offer.allocations)
             self.calls.guard_captured(call.asked.name, call.asked.tensors, stands)
 
-    def _remember(self, call: _Call, prepared: Prepared, repeats: Repeats) -> None:
+    def _remember(self, call: _Call, prepared: PreparedCall, repeats: Repeats) -> None:
         """Tell compiled code of a call that may come again, by its addresses or by its shape."""
         lesson = None
         if call.by_shape and call.shape is not None and call.shaped is not None:
@@ -340,7 +340,9 @@ class CallPath:
         calls.agree(call)
         return call, found
 
-    def _recall(self, asked: Form, variant: str, beside: Beside | None, place: Place) -> tuple[Key, Prepared | None]:
+    def _recall(
+        self, asked: CallForm, variant: str, beside: Beside | None, place: Place
+    ) -> tuple[Key, PreparedCall | None]:
         """What an earlier call like this one prepared, and what calls that are alike have in common."""
         key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
         return key, self.preparer.recall(key)
@@ -357,7 +359,7 @@ class CallPath:
         if self.calls.config.debug or not again:
             self.calls.agree(call)
 
-    def _plan(self, call: _Call) -> Planned:
+    def _plan(self, call: _Call) -> PlannedCall:
         """What is asked and to be agreed on. Raises what the caller did wrong."""
         planned = self._planned.get(call.key)
         if planned is None:
@@ -367,17 +369,19 @@ class CallPath:
             request = asked.request(self.arguments)
             agreement = asked.agreement(request, call.variant, call.place[1], hint)
             compares = self.reach is not None and self.reach.compares(_parts(request), asked.tensors)
-            planned = Planned(request, agreement, agreement.text(), compares)
+            planned = PlannedCall(request, agreement, agreement.text(), compares)
         return planned
 
-    def _offer(self, asked: Form, planned: Planned, captured: bool) -> Offer | None:
+    def _offer(self, asked: CallForm, planned: PlannedCall, captured: bool) -> Offer | None:
         """Memory of this rank that its peers may reach in this call. Captures wait for hosts, whoever learns."""
         if self.reach is None:
             return None
         room = MOST_TEXT_BYTES - 1 - len(planned.signature) - len(SPLITS)
         return self.reach.offer(_parts(planned.request), asked.tensors, room, captured)
 
-    def _settle(self, call: int, key: Key, asked: Form, planned: Planned, offer: Offer) -> tuple[int, Prepared]:
+    def _settle(
+        self, call: int, key: Key, asked: CallForm, planned: PlannedCall, offer: Offer
+    ) -> tuple[int, PreparedCall]:
         """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
         assert self.reach is not None
         request, agreement, signature, _ = self._keep(key, planned)
@@ -406,7 +410,7 @@ class CallPath:
         """What is asked."""
         return self._keep(call.key, call.planned or self._plan(call)).request
 
-    def _keep(self, key: Key, planned: Planned) -> Planned:
+    def _keep(self, key: Key, planned: PlannedCall) -> PlannedCall:
         """Remember what is asked."""
         if key not in self._planned and len(self._planned) >= MOST_PLANNED:
             oldest = next(iter(self._planned))
@@ -417,7 +421,7 @@ class CallPath:
 
     def _prepare(
         self, agreement: AnyAgreement, request: AnyRequest, key: Hashable, shape: Shape | None = None
-    ) -> Prepared:
+    ) -> PreparedCall:
         with self.calls.making_ready():
             return self.preparer.prepare(agreement, request, key, shape)
 

@@ -15,7 +15,7 @@ from sidelane import forks
 from sidelane.choice import Choice
 from sidelane.collectives.agreement import compare
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.prepare import PreparedCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import (
@@ -155,7 +155,7 @@ class Calls:
 
     def run(
         self,
-        prepared: Prepared,
+        prepared: PreparedCall,
         call: int,
         async_op: bool,
         tensors: tuple[torch.Tensor | None, ...],

@@ -9,7 +9,7 @@ from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.pieces import pieces_of
-from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.prepare import PreparedCall, Preparer
 from sidelane.program.batch import Batch
 from sidelane.program.builders.confirmed import CONFIRMED, NOBODY, confirmed
 from sidelane.program.collective import Buffer, Collective
@@ -53,7 +53,7 @@ class Confirming:
         waiting: frozenset[int],
         *,
         alone: bool,
-    ) -> Prepared:
+    ) -> PreparedCall:
         """A call at addresses; see ``confirmed`` for who has changed and who waits.
 
         Args:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from sidelane import forks
-from sidelane.collectives.allocator import SEGMENT_BYTES, MemoryUse, Pool, as_text, from_text, rounded
+from sidelane.collectives.allocator import SEGMENT_BYTES, BlockAllocator, MemoryUse, as_text, from_text, rounded
 from sidelane.errors import Page, UnavailableError
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.release import give_back
@@ -236,7 +236,7 @@ class LaneMemory:
     ) -> None:
         self._heap, self._memory, self._most = heap, memory, most_bytes
         self._numbers = itertools.count(number * _LANE_NUMBERS)
-        self._pool = Pool(world_size)
+        self._pool = BlockAllocator(world_size)
         self._segments: dict[int, SymmetricBlock] = {}
         self._dropped: collections.deque[int] = collections.deque()  # by whoever has the last reference
         self._unsaid: list[int] = []

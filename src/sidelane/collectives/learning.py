@@ -34,7 +34,7 @@ from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.mappings import Mappings, Name
 from sidelane.collectives.offers import BUFFERS
 from sidelane.collectives.plan import AnyAgreement
-from sidelane.collectives.prepare import Prepared
+from sidelane.collectives.prepare import PreparedCall
 from sidelane.collectives.reach_rules import why_not_learnt
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.telling import Guard, LessonAgain, Subject, Telling, Turn, inputs_of, outputs_of
@@ -102,7 +102,7 @@ class Hit(NamedTuple):
     """
 
     sources: Sources
-    prepared: Prepared
+    prepared: PreparedCall
     turns: set[int]
 
 
@@ -167,7 +167,7 @@ class Learning:
         asked: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         aside: bool,
-    ) -> Prepared | None:
+    ) -> PreparedCall | None:
         """Take part in a lesson, before its call is started.
 
         Args:
@@ -213,7 +213,7 @@ class Learning:
             return prepared
         return self._make(subject, key, asked(), sources, *self._hear(subject, lesson, call, sources))
 
-    def again(self, text: str, key: Hashable, prepared: Prepared) -> LessonAgain | None:
+    def again(self, text: str, key: Hashable, prepared: PreparedCall) -> LessonAgain | None:
         """What compiled code is told of a lesson that has just been made, if it may make it again."""
         subject, taught = self._subjects.get(text), self._telling.taught(key)
         if subject is None or taught is None or not self.is_quiet or subject.now is False:
@@ -436,7 +436,7 @@ class Learning:
         changed: frozenset[int],
         waiting: frozenset[int],
         targets: dict[int, list[int]],
-    ) -> Prepared:
+    ) -> PreparedCall:
         requests = request.parts if isinstance(request, ListRequest) else (request,)
         rows: list[dict[tuple[int, str], int]] = []
         for number, (part, asked) in enumerate(zip(subject.parts, requests, strict=True)):

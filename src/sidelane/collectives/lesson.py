@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sidelane.collectives.course import Source
-from sidelane.collectives.offers import BUFFERS, Found
+from sidelane.collectives.offers import BUFFERS, TensorPlace
 from sidelane.memory.ordinary import Allocation
 from sidelane.memory.posts import MOST_TEXT_BYTES
 from sidelane.program.collective import Buffer
@@ -47,7 +47,7 @@ class Said(NamedTuple):
 
 def text_of(
     call: str,
-    found: Sequence[MappingOf[Buffer, Found | int | None]],
+    found: Sequence[MappingOf[Buffer, TensorPlace | int | None]],
     gone: Sequence[str],
     failed: Sequence[tuple[int, str, str]],
     pending: bool,
@@ -58,7 +58,7 @@ def text_of(
     numbers: dict[str, int] = {}
     shown: list[tuple[int, int] | str | None] = []
     for place in (row.get(buffer) for row in found for buffer in BUFFERS):
-        if isinstance(place, Found):
+        if isinstance(place, TensorPlace):
             allocations[place.allocation.name] = place.allocation
             shown.append((numbers.setdefault(place.allocation.name, len(numbers)), place.offset))
         else:

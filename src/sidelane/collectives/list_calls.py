@@ -28,7 +28,7 @@ class ListRequest:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class ListEntry:
     """What must be the same on every rank about one tensor, or pair: see the attributes of ``Agreement``."""
 
     collective: Collective
@@ -37,10 +37,10 @@ class Part:
     output_place: Location
 
     @staticmethod
-    def of(request: Request) -> Part:
-        return Part(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
+    def of(request: Request) -> ListEntry:
+        return ListEntry(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
 
-    def for_engines(self) -> Part:
+    def for_engines(self) -> ListEntry:
         """What copy engines make of it: all that they add goes through staging, wherever the tensors lie."""
         if self.collective.kind not in REDUCING:
             return self
@@ -71,7 +71,7 @@ class ListAgreement:
 
     name: str
     world_size: int
-    parts: tuple[Part, ...]
+    parts: tuple[ListEntry, ...]
     variant: str
     frozen: bool
     beside: Beside = NOTHING
@@ -129,7 +129,7 @@ class ListAgreement:
         return f"{self.collective}, variant {self.variant}{others} #{digest}: {sizes or 'nothing'}"
 
 
-def _words(part: Part) -> str:
+def _words(part: ListEntry) -> str:
     collective = part.collective
     places = [
         f"{name} symmetric {place[0]}+{place[1]}"

@@ -36,7 +36,7 @@ class Offer:
     storages: tuple[torch.UntypedStorage | None, ...] = ()
 
 
-class Found(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies.
 
     Attributes:
@@ -55,11 +55,13 @@ Outcomes = tuple[str | None, ...]
 why they are not symmetric; None for those that some rank has not in a pool."""
 
 
-def text_of(found: Sequence[Found | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]) -> str:
+def text_of(
+    found: Sequence[TensorPlace | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]
+) -> str:
     """An offer for the peers: see ``Heard``."""
     numbers = {name: number for number, name in enumerate(allocations)}
     shown = [
-        (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, Found) else place
+        (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, TensorPlace) else place
         for place in found
     ]
     places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}

@@ -12,7 +12,7 @@ from sidelane.choice import Abilities, Candidate, Choice, Profile, choose
 from sidelane.choice.candidate import EVERYTHING, SM, everything, find, takes_one_tensor
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.heap import MAPPED
-from sidelane.collectives.list_calls import ListAgreement, Part
+from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.config import NOTHING
 from sidelane.execute.base import Capabilities
 from sidelane.program.builders import Alternation, Transport, alternation, build, build_batch, writes_into_outputs
@@ -299,7 +299,7 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
         raise ValueError(f"{kind}: {what} (value={variant!r}, allowed={allowed}; all but auto also with {PRELAUNCH})")
 
 
-def choose_transport(agreement: Agreement | Part, variant: str) -> Transport:
+def choose_transport(agreement: Agreement | ListEntry, variant: str) -> Transport:
     """The transport that copies least for the buffers at hand (reductions: that moves the results best).
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from sidelane.choice import Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
-from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, Turns
+from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, CallTurns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.heap import Region, SymmetricHeap
@@ -20,7 +20,7 @@ from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
 from sidelane.collectives.reach_rules import copies_suit
-from sidelane.collectives.shape_cache import Seen, Shape, Shaped, places_of
+from sidelane.collectives.shape_cache import Seen, Shape, ShapeEntry, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -49,7 +49,7 @@ MOST_RECENT_LISTS = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedCall:
     """A call ready to run.
 
     Attributes:
@@ -100,20 +100,20 @@ class Preparer:
             self._arena = backend.memory.allocate(arena_bytes(len(self._flags.addresses)))
         # Of their own, and twice: replays of a graph know nothing of the turns of the calls between them.
         self._slots = Staging(backend, spread=True)
-        self._turns = Turns(backend.capture_of)
+        self._turns = CallTurns(backend.capture_of)
         if backend.abilities.captures and len(self._flags.addresses) > 1:
             self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._captures_have_room: set[AnyAgreement] = set()
         self._kept: list[object] = []
-        self._recent: dict[Hashable, Prepared] = {}
+        self._recent: dict[Hashable, PreparedCall] = {}
         self._recent_lists: collections.deque[Hashable] = collections.deque()
-        self._shaped: dict[Hashable, Shaped] = {}
+        self._shaped: dict[Hashable, ShapeEntry] = {}
         self._seen = Seen()
         self.own_programs: set[OwnProgram] = set()
         self.keepers: list[Callable[[], object]] = []
 
-    def recall(self, key: Hashable) -> Prepared | None:
+    def recall(self, key: Hashable) -> PreparedCall | None:
         """What an earlier call with the same key prepared, if it still holds."""
         return self._recent.get(key)
 
@@ -121,12 +121,12 @@ class Preparer:
         """True if no rank has anything left to agree on or to allocate for this call."""
         return self._planner.known(agreement)
 
-    def shaped(self, shape: Shape) -> Shaped | None:
+    def shaped(self, shape: Shape) -> ShapeEntry | None:
         """What calls of a shape run as, if one was prepared and no rank has anything left to agree on."""
         found = self._shaped.get(shape.key)
         return found if found is not None and self._planner.known(found.agreement) else None
 
-    def knows_shape(self, shape: Shape, shaped: Shaped) -> bool:
+    def knows_shape(self, shape: Shape, shaped: ShapeEntry) -> bool:
         """True while calls of a shape run as they did."""
         return self._shaped.get(shape.key) is shaped
 
@@ -136,8 +136,8 @@ class Preparer:
         return self._turns.next_eager
 
     def prepare_shaped(
-        self, shaped: Shaped, shape: Shape, key: Hashable, *, comes_again: bool
-    ) -> tuple[Prepared, bool]:
+        self, shaped: ShapeEntry, shape: Shape, key: Hashable, *, comes_again: bool
+    ) -> tuple[PreparedCall, bool]:
         """Load what calls of a shape run as where the tensors of this one lie. No collective.
 
         Args:
@@ -150,7 +150,7 @@ class Preparer:
             The call, and whether it comes again; then it is remembered under ``key``.
         """
         loaded = self._load_at(shaped.program, shaped.at(shape.addresses), False, again=True)
-        prepared = Prepared(loaded, shaped.signature, False, shaped.choice)
+        prepared = PreparedCall(loaded, shaped.signature, False, shaped.choice)
         again = comes_again or self._seen.again(key)
         if again:
             self._remember(key, prepared)
@@ -162,7 +162,7 @@ class Preparer:
         request: Request | ListRequest,
         key: Hashable = None,
         shape: Shape | None = None,
-    ) -> Prepared:
+    ) -> PreparedCall:
         """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new.
 
         Args:
@@ -183,7 +183,7 @@ class Preparer:
         if agreement.frozen:
             # A captured graph refers to what was loaded for as long as it lives, which nobody tells us.
             self._kept.append(loaded)
-        prepared = Prepared(loaded, agreement.text(), agreement.frozen, choice)
+        prepared = PreparedCall(loaded, agreement.text(), agreement.frozen, choice)
         if key is not None:
             if isinstance(request, ListRequest):
                 if len(self._recent_lists) >= MOST_RECENT_LISTS:
@@ -196,7 +196,7 @@ class Preparer:
                 if len(self._shaped) >= MOST_PROGRAMS:
                     del self._shaped[next(iter(self._shaped))]
                 asked = (request, shape.addresses, agreement, prepared.signature)
-                self._shaped[shape.key] = Shaped(program, addresses, places, *asked, choice)
+                self._shaped[shape.key] = ShapeEntry(program, addresses, places, *asked, choice)
         return prepared
 
     def copies_mapped(self, agreement: AnyAgreement) -> bool:
@@ -216,14 +216,14 @@ class Preparer:
         key: Hashable,
         *,
         pieces: Mapping[tuple[int, str], Pieces] = NO_PIECES,
-    ) -> Prepared:
+    ) -> PreparedCall:
         """Load a program with epochs at addresses of its caller's, who has made room for it. No collective."""
         addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
-        prepared = Prepared(self._backend.executor.load(program, addresses), signature, False, choice)
+        prepared = PreparedCall(self._backend.executor.load(program, addresses), signature, False, choice)
         self._remember(key, prepared)
         return prepared
 
-    def _remember(self, key: Hashable, prepared: Prepared) -> None:
+    def _remember(self, key: Hashable, prepared: PreparedCall) -> None:
         if len(self._recent) >= MOST_RECENT:
             del self._recent[next(iter(self._recent))]
         self._recent[key] = prepared

@@ -23,7 +23,7 @@ from sidelane.collectives.agreement import compare
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import MAPPED, Region
-from sidelane.collectives.offers import BUFFERS, Found, Heard, Offer, Outcomes, alike, outcomes_of, text_of
+from sidelane.collectives.offers import BUFFERS, Heard, Offer, Outcomes, TensorPlace, alike, outcomes_of, text_of
 from sidelane.collectives.pool_tensors import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
 from sidelane.memory.ordinary import Allocation, Mapping
@@ -120,7 +120,7 @@ class Reach:
         if self._memory.has_no_pools if pools_only else self._memory.is_empty:
             return None
         by_address = _by_address(tensors)
-        found: list[Found | int | None] = []
+        found: list[TensorPlace | int | None] = []
         storages: list[torch.UntypedStorage | None] = []
         for request in requests:
             # What is symmetric is so on all ranks, or they disagree anyway.
@@ -133,8 +133,8 @@ class Reach:
                 found.append(place)
                 storages.append(by_address[region.address].untyped_storage() if in_pool else None)
         gone = self._some_gone()
-        key = tuple((place[0].name, *place[1:]) if isinstance(place, Found) else place for place in found)
-        allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, Found)}
+        key = tuple((place[0].name, *place[1:]) if isinstance(place, TensorPlace) else place for place in found)
+        allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, TensorPlace)}
         if not allocations:
             return None
         text = None if gone else self._texts.get(key)
@@ -228,7 +228,7 @@ class Reach:
             gone += [name for name in longest_ago if name not in gone]
         return gone[:MOST_GONE]
 
-    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> Found | int | None:
+    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> TensorPlace | int | None:
         """The allocation that holds a region, and where; 0 for one without bytes; None if peers cannot map it."""
         if not region.nbytes:
             return 0
@@ -241,7 +241,7 @@ class Reach:
         assert region.address + region.nbytes <= found.start + found.nbytes, "peers would write behind what they mapped"
         in_pool = self._memory.holds(tensor)
         storage = (tensor.untyped_storage().data_ptr() - found.start,) if in_pool else ()
-        return Found(found, region.address - found.start, storage)
+        return TensorPlace(found, region.address - found.start, storage)
 
     def _to_compare(self, request: Request, buffer: Buffer, by_address: MappingOf[int, torch.Tensor]) -> bool:
         """True for a tensor in a pool that is not symmetric, if it matters to peers where it lies."""

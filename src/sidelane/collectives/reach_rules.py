@@ -45,7 +45,7 @@ LEAST_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
+class ReachMode:
     """How peers reach the ordinary tensors of a call.
 
     Attributes:
@@ -63,7 +63,7 @@ class Way:
 
 def way_of(
     agreement: AnyAgreement, setting: MapMemory, copies: Callable[[AnyAgreement], bool], *, hosts_meet: bool
-) -> Way:
+) -> ReachMode:
     """How peers reach the ordinary tensors of a call that is not asynchronous.
 
     Args:
@@ -73,20 +73,20 @@ def way_of(
         hosts_meet: a call blocks its caller until its peers have come anyway, as between CPU ranks.
     """
     if setting is False:
-        return Way(setting, STAGED, False, "the setting lets peers map nothing")
+        return ReachMode(setting, STAGED, False, "the setting lets peers map nothing")
     if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
-        return Way(setting, STAGED, False, NOTHING_TRAVELS)
+        return ReachMode(setting, STAGED, False, NOTHING_TRAVELS)
     learns = setting == LEARN or not hosts_meet
     if learns and not agreement.frozen:
         why = why_not_learnt(agreement, copies)
         if why:
-            return Way(setting, STAGED, False, why)
+            return ReachMode(setting, STAGED, False, why)
         why = "once its addresses have come again, staged until then; no host waits while that is found out"
-        return Way(setting, MAPPED, True, why + _limit(agreement))
+        return ReachMode(setting, MAPPED, True, why + _limit(agreement))
     if agreement.frozen:
-        return Way(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
+        return ReachMode(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
     limit = _limit(agreement)
-    return Way(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
+    return ReachMode(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
 
 
 def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], bool]) -> str:

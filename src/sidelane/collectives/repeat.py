@@ -10,10 +10,10 @@ import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
-from sidelane.collectives.call_forms import Asked
+from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
-from sidelane.collectives.prepare import Prepared, Preparer
-from sidelane.collectives.shape_cache import Shape, Shaped, all_ordinary
+from sidelane.collectives.prepare import PreparedCall, Preparer
+from sidelane.collectives.shape_cache import Shape, ShapeEntry, all_ordinary
 from sidelane.collectives.telling import LessonAgain, Subject
 from sidelane.execute.base import Place
 from sidelane.memory.lessons import LessonBoard
@@ -150,10 +150,10 @@ class Repeats:
     def remember(
         self,
         key: tuple[Hashable, ...],
-        prepared: Prepared,
+        prepared: PreparedCall,
         place: Place,
         *,
-        asked: Asked | None = None,
+        asked: CallRequest | None = None,
         lesson: LessonAgain | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
@@ -202,7 +202,7 @@ class Repeats:
             self.forget()
 
     def remember_shape(
-        self, key: tuple[Hashable, ...], shape: Shape, shaped: Shaped, prepared: Prepared, place: Place
+        self, key: tuple[Hashable, ...], shape: Shape, shaped: ShapeEntry, prepared: PreparedCall, place: Place
     ) -> None:
         """Remember the shape of a call that was made by it: it is made again wherever its tensors lie.
 

@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Shaped:
+class ShapeEntry:
     """What calls of one shape run as.
 
     Attributes:

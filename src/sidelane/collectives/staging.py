@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidelane.collectives.backend import Backend, Spread
+from sidelane.collectives.backend import Backend, SecondMapping
 from sidelane.errors import UnavailableError
 from sidelane.memory.base import SymmetricBlock
 
@@ -23,7 +23,7 @@ class Staging:
 
     def __init__(self, backend: Backend, *, spread: bool = False) -> None:
         self._backend, self._wants_spread = backend, spread
-        self._spread: Spread | None = None
+        self._spread: SecondMapping | None = None
         self._block: SymmetricBlock | None = None
         self._is_captured = False
         self._kept: list[SymmetricBlock] = []

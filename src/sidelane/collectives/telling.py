@@ -15,7 +15,7 @@ from sidelane.collectives.heap import Region
 from sidelane.collectives.lesson import MOST_SAID, Places, Said, text_of
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.mappings import Mappings
-from sidelane.collectives.offers import BUFFERS, Found
+from sidelane.collectives.offers import BUFFERS, TensorPlace
 from sidelane.memory.ordinary import Allocation, OrdinaryMemory, Standing
 from sidelane.native import Note
 from sidelane.program.batch import Batch
@@ -185,7 +185,7 @@ class Telling:
     def _teach(
         self,
         subject: Subject,
-        found: Sequence[dict[Buffer, Found | int | None]],
+        found: Sequence[dict[Buffer, TensorPlace | int | None]],
         gone: Sequence[str],
         failed: Sequence[tuple[int, str, str]],
         pending: bool,
@@ -197,19 +197,19 @@ class Telling:
             place.allocation.name: place.allocation
             for row in found
             for place in row.values()
-            if isinstance(place, Found)
+            if isinstance(place, TensorPlace)
         }
         return Taught(tuple(allocations.values()), post, inputs_of(subject, places, self._rank), outputs_of(places))
 
     def _found(
         self, request: AnyRequest, tensors: Sequence[torch.Tensor | None]
-    ) -> list[dict[Buffer, Found | int | None]]:
+    ) -> list[dict[Buffer, TensorPlace | int | None]]:
         given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
         by_address = {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
         parts = request.parts if isinstance(request, ListRequest) else (request,)
         return [{buffer: self._place(part.region(buffer), by_address) for buffer in BUFFERS} for part in parts]
 
-    def _place(self, region: Region, by_address: dict[int, torch.Tensor]) -> Found | int | None:
+    def _place(self, region: Region, by_address: dict[int, torch.Tensor]) -> TensorPlace | int | None:
         if not region.nbytes:
             return 0
         tensor = by_address.get(region.address)
@@ -218,7 +218,7 @@ class Telling:
         found = self._memory.allocation_of(tensor)
         if isinstance(found, str) or found.name in self._gone:
             return None
-        return Found(found, region.address - found.start)
+        return TensorPlace(found, region.address - found.start)
 
     def _stands(self, allocation: Allocation) -> bool:
         return allocation.name not in self._gone and not self._memory.is_gone(allocation)

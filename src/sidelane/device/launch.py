@@ -32,7 +32,7 @@ class Launch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class LaunchSite:
     """Where a kernel runs.
 
     Attributes:
@@ -73,7 +73,7 @@ class Site:
 
 def cells_launch(
     kernel: Any,
-    site: Site,
+    site: LaunchSite,
     output: int,
     input: int,
     part_bytes: int,

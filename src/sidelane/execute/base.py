@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from sidelane.execute.submitted import Ledger
+from sidelane.execute.submitted import SubmissionLedger
 from sidelane.native import Note
 from sidelane.program.ir import Flag, Move, Program
 from sidelane.program.kernel_call import KernelCall
@@ -224,7 +224,7 @@ class Executor(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> SubmissionLedger:
         """What was submitted so far."""
         ...
 

@@ -89,7 +89,7 @@ class Entry:
         self.submitted, self.tally = submitted, tally
 
 
-class Ledger:
+class SubmissionLedger:
     """Everything that one executor submitted since it was made. Loaded programs keep their entry and count on it."""
 
     def __init__(self) -> None:

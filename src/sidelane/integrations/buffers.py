@@ -17,7 +17,7 @@ from sidelane.memory.storage import storage_of
 from sidelane.session import Communicator
 
 
-class Buffers:
+class FsdpBuffers:
     """Symmetric buffers that FSDP2 takes and drops, by stream and size."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -61,7 +61,7 @@ class Buffers:
             free.append(whole)
 
 
-class Source(Protocol):
+class BufferSource(Protocol):
     """Who has symmetric memory."""
 
     def has(self, device: torch.device) -> bool:
@@ -80,7 +80,7 @@ class Allocating:
         source: has it, as long as its group lives; None for ordinary memory.
     """
 
-    source: Callable[[], Source | None] = staticmethod(lambda: None)
+    source: Callable[[], BufferSource | None] = staticmethod(lambda: None)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """There is memory for calls on such a device."""
@@ -120,7 +120,7 @@ class GroupMemory:
 
     def __init__(self, size: int, communicators: Communicators) -> None:
         self._size, self._communicators = size, communicators
-        self._buffers: dict[str, Buffers] = {}
+        self._buffers: dict[str, FsdpBuffers] = {}
         self._last: int | None = None
 
     def has(self, device: torch.device) -> bool:
@@ -137,7 +137,7 @@ class GroupMemory:
                 return made.empty(numel, dtype=dtype)
             except UnavailableError:
                 return torch.empty(numel, dtype=dtype, device=device)
-        return self._buffers.setdefault(device.type, Buffers(made)).take([numel], dtype)
+        return self._buffers.setdefault(device.type, FsdpBuffers(made)).take([numel], dtype)
 
     def went_elsewhere(self, tensors: Sequence[torch.Tensor]) -> None:
         """Another backend was given these."""

@@ -6,8 +6,9 @@ every rank gives. Where tensors lie, whether they are contiguous or overlap, eac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,9 +18,82 @@ import torch.distributed as dist
 from sidelane.collectives.arguments import op_name
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations.repeat import Key
-from sidelane.integrations.staging import joined, parted, plain, receiving
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 from sidelane.session import Communicator
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that is read, contiguous; a copy only where it is not."""
+    return tensor.data.resolve_conj().resolve_neg().contiguous()
+
+
+@contextlib.contextmanager
+def receiving(tensors: Sequence[torch.Tensor], *, filled: bool = False) -> Iterator[list[torch.Tensor]]:
+    """Contiguous tensors for a call to write; what stood in for others is copied into them at the end.
+
+    Args:
+        tensors: of the caller, of any strides.
+        filled: the call reads them, too.
+    """
+    direct = [_is_direct(tensor) for tensor in tensors]
+    yields = [
+        tensor.data if itself else plain(tensor) if filled else torch.empty_like(tensor, memory_format=_CONTIGUOUS)
+        for tensor, itself in zip(tensors, direct, strict=True)
+    ]
+    yield yields
+    for tensor, stand_in, itself in zip(tensors, yields, direct, strict=True):
+        if not itself:
+            tensor.data.copy_(stand_in)
+
+
+@contextlib.contextmanager
+def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """One tensor for a call to write, whose parts are ``tensors``, in their order.
+
+    Args:
+        tensors: of the caller; the bytes themselves where they lie in a row.
+        apart_from: what the call reads. It must not lie among them: in place is for calls that are so on all ranks.
+    """
+    whole = _in_a_row(tensors, apart_from)
+    if whole is not None:
+        yield whole
+        return
+    whole = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+    yield whole
+    for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.data.copy_(part.view(tensor.shape))
+
+
+def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor) -> torch.Tensor:
+    """One tensor for a call to read, whose parts are ``tensors``; see :func:`parted`."""
+    whole = _in_a_row(tensors, apart_from)
+    return torch.cat([plain(tensor).flatten() for tensor in tensors]) if whole is None else whole
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _is_direct(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+
+
+def _in_a_row(tensors: Sequence[torch.Tensor], apart_from: torch.Tensor | None) -> torch.Tensor | None:
+    """The bytes of ``tensors`` as one tensor; None where they do not lie in a row, or reach into the other one."""
+    first = tensors[0]
+    storage, end = first.untyped_storage(), first.data_ptr()
+    for tensor in tensors:
+        same = tensor.dtype == first.dtype and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (same and _is_direct(tensor) and tensor.data_ptr() == end):
+            return None
+        end += tensor.nbytes
+    if apart_from is not None and apart_from.numel():
+        low = apart_from.data_ptr()
+        steps = zip(apart_from.shape, apart_from.stride(), strict=True)
+        high = low + apart_from.element_size() * (1 + sum((length - 1) * stride for length, stride in steps))
+        if low < end and first.data_ptr() < high:
+            return None
+    return first.data.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
 
 DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
 """That Sidelane can reduce."""
@@ -29,7 +103,7 @@ Other = Callable[[], dist.Work]
 
 
 @dataclasses.dataclass(slots=True)
-class Call:
+class GroupCall:
     """One call of the group.
 
     Attributes:
@@ -82,7 +156,7 @@ def make(
     op: Any = None,
     shapes: str = "",
     across: Kind | None = None,
-) -> Call:
+) -> GroupCall:
     """Put a call together, and decide what can be decided without the group.
 
     Args:
@@ -94,16 +168,16 @@ def make(
         opts: of torch; None for its defaults.
         op: of a reduction.
         shapes: what is wrong with the shapes for Sidelane; "" for nothing.
-        across: see :class:`Call`.
+        across: see :class:`GroupCall`.
     """
     tensors = (*outputs, *inputs)
     refusal = "Sidelane has no such operation" if job is None else shapes or _refusal(tensors, op)
     is_async = True if opts is None else bool(getattr(opts, "asyncOp", True))
     timeout = getattr(opts, "timeout", NO_TIMEOUT)
-    return Call(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT), across)
+    return GroupCall(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT), across)
 
 
-def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
+def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
     """``all_gather_into_tensor``."""
 
     def job(communicator: Communicator) -> None:
@@ -113,7 +187,7 @@ def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
     return make("all_gather_into_tensor", (input,), (output,), other, job, opts, across=Kind.ALL_GATHER)
 
 
-def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """Several ``all_gather_into_tensor`` at once."""
 
     def job(communicator: Communicator) -> None:
@@ -123,7 +197,7 @@ def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], op
     return make("all_gather_into_tensor_coalesced", inputs, outputs, other, job, opts, across=Kind.ALL_GATHER)
 
 
-def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> Call:
+def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> GroupCall:
     """``all_gather``: a tensor for each rank."""
 
     def job(communicator: Communicator) -> None:
@@ -135,7 +209,7 @@ def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: 
 
 def all_to_all(
     output: Tensor, input: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any, other: Other
-) -> Call:
+) -> GroupCall:
     """``all_to_all_single``; split sizes are given on all ranks, or on none."""
 
     def job(communicator: Communicator) -> None:
@@ -149,7 +223,7 @@ def all_to_all(
     return call
 
 
-def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """``all_to_all``: a tensor to each rank, and from each; that all are equal here says nothing of the others."""
 
     def job(communicator: Communicator) -> None:
@@ -166,7 +240,7 @@ def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: A
     return call
 
 
-def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Call:
+def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
     """``reduce_scatter_tensor``."""
     op = _op(opts)
 
@@ -179,7 +253,7 @@ def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Ca
     return call
 
 
-def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """Several ``reduce_scatter_tensor`` at once."""
     op = _op(opts)
 
@@ -190,7 +264,7 @@ def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
 
 
-def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """``reduce_scatter``: a tensor for each rank."""
     op = _op(opts)
 
@@ -211,7 +285,7 @@ def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, oth
     )
 
 
-def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:
+def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """``all_reduce``, of several tensors at once where there are several."""
     op = _op(opts)
 
@@ -225,7 +299,7 @@ def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> Call:
     return call
 
 
-def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
+def broadcast(tensor: Tensor, opts: Any, other: Other) -> GroupCall:
     """``broadcast``."""
     root = opts.rootRank
 
@@ -238,7 +312,7 @@ def broadcast(tensor: Tensor, opts: Any, other: Other) -> Call:
     return call
 
 
-def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> Call:
+def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """``scatter``; ``inputs`` is empty but on the root."""
     root = opts.rootRank
 
@@ -252,7 +326,7 @@ def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -
     return call
 
 
-def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> Call:
+def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> GroupCall:
     """``gather``; ``outputs`` is empty but on the root."""
     root = opts.rootRank
 

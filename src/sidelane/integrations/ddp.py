@@ -23,7 +23,7 @@ OPERATION = "ddp all_reduce"
 
 
 @explained(Page.ONE_LINE)
-def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "Enabled":
+def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "EnabledDdp":
     """Let Sidelane average the gradients of a model. Collective.
 
     Gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is rounded.
@@ -37,7 +37,7 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
         config: settings; None for those in force.
 
     Returns:
-        What is switched on; :meth:`Enabled.disable` gives the gradients to the group's own backend again.
+        What is switched on; :meth:`EnabledDdp.disable` gives the gradients to the group's own backend again.
 
     Raises:
         ValueError: this is no DDP model, it has a hook already, or is in such a ``Join``.
@@ -49,7 +49,7 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
     if model._comm_hooks:
         text = "ddp.enable: model (value=one with a communication hook, allowed=one without)"
         raise see(ValueError(text), Page.ONE_LINE)
-    enabled = Enabled(model)
+    enabled = EnabledDdp(model)
     enabled._refuse_join()
     try:
         enabled._begin(next(model.parameters()).device, config)
@@ -61,7 +61,7 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
     return enabled
 
 
-class Enabled:
+class EnabledDdp:
     """What :func:`enable` has switched on.
 
     Attributes:
@@ -91,7 +91,7 @@ class Enabled:
         if session is not None:
             session.close()
 
-    def __enter__(self) -> "Enabled":
+    def __enter__(self) -> "EnabledDdp":
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -141,7 +141,7 @@ class Enabled:
 
 # DDP looks at the types of its hook: they stand here as they are, not as text.
 @keep_compilers_out
-def _hook(enabled: Enabled, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _hook(enabled: EnabledDdp, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return enabled._average(bucket)
 
 

@@ -31,7 +31,7 @@ from sidelane import forks
 from sidelane.collectives.allocator import ALIGNMENT, rounded
 from sidelane.config import COMPUTE
 from sidelane.errors import SidelaneError
-from sidelane.integrations.ring import NoRoom, Part, Ring, cut
+from sidelane.integrations.ring import NoRoom, Ring, RingPart, cut
 from sidelane.memory.storage import exchange_memory, exchange_objection
 from sidelane.program.shape import Beside
 
@@ -119,7 +119,7 @@ class Straight:
     ) -> None:
         self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
         self._refusal = refusal
-        self._lent: dict[Any, Part] = {}  # by parameter: what has its own memory meanwhile
+        self._lent: dict[Any, RingPart] = {}  # by parameter: what has its own memory meanwhile
 
     def objection(self) -> str | None:
         """Why these parameters are not gathered so; None where they are."""
@@ -170,14 +170,14 @@ class Straight:
         gathered.straight, gathered.parts = self, parts
         return gathered
 
-    def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[Part]:
+    def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[RingPart]:
         """A buffer, cut into storages of so many bytes, which give it back together."""
         places, end = [], 0
         for nbytes in sizes:
             places.append(end)
             end += rounded(nbytes, ALIGNMENT)
         if not end:
-            return [Part.empty(self._params.device) for _ in sizes]
+            return [RingPart.empty(self._params.device) for _ in sizes]
         whole, free = self._ring.take(end, stream, at_once=at_once)
         return cut(whole, places, sizes, free)
 
@@ -203,7 +203,7 @@ class Straight:
             vars(param).pop("free_unsharded_param", None)
         give_back(self)
 
-    def lend(self, param: Any, part: Part) -> None:
+    def lend(self, param: Any, part: RingPart) -> None:
         """Let the storage of a parameter have the memory of a gather."""
         self._take_back(param)
         storage = param.all_gather_outputs[0].untyped_storage()
@@ -233,7 +233,7 @@ class Gathered(AllGatherResult):
     """
 
     straight: Straight
-    parts: list[Part]
+    parts: list[RingPart]
 
     @torch.no_grad()
     def hand_over(self, params: Sequence[Any], ranks: int) -> None:

@@ -21,7 +21,7 @@ from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
-from sidelane.integrations.calls import Call
+from sidelane.integrations.calls import GroupCall
 from sidelane.integrations.fallback import Witness, name_of_backend
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
@@ -175,7 +175,7 @@ class Dispatcher:
             communicator.close()
 
     def run_alike(
-        self, name: str, detail: Hashable, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], Call]
+        self, name: str, detail: Hashable, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
     ) -> dist.Work:
         """Make a call as one like it was made, or else as :meth:`run` does.
 
@@ -221,7 +221,7 @@ class Dispatcher:
             row = again.rows[name] = (key[0], calls.name_of(key[2]), key[3].type, SIDELANE, name)
         self.ledger.note(row, choice.reason, max(tensor.nbytes for tensor in tensors))
 
-    def run(self, call: Call) -> dist.Work:
+    def run(self, call: GroupCall) -> dist.Work:
         """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
         what ``record_param_comms`` has of calls in C++: sizes, data type and group.
         """
@@ -232,7 +232,7 @@ class Dispatcher:
         ):
             return self._run(call)
 
-    def _recorded(self, call: Call) -> dict[str, Any]:
+    def _recorded(self, call: GroupCall) -> dict[str, Any]:
         """What traces say of a call, under the names that tools read."""
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
         kind = call.tensors[0].type().rpartition(".")[2].removesuffix("Tensor") if call.tensors else ""
@@ -246,7 +246,7 @@ class Dispatcher:
             "Process Group Ranks": str(list(self._ranks)),
         }
 
-    def _run(self, call: Call) -> dist.Work:
+    def _run(self, call: GroupCall) -> dist.Work:
         self.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
@@ -265,7 +265,7 @@ class Dispatcher:
             self._kept.append(work)
         return work
 
-    def _across(self, call: Call) -> str:
+    def _across(self, call: GroupCall) -> str:
         """Whether a call of a group on several nodes takes steps for that; why not."""
         if not self._nodes.spans:
             return ""
@@ -275,7 +275,7 @@ class Dispatcher:
         call.pieces, call.reason = choice.pieces, choice.reason
         return ""
 
-    def pass_on(self, call: Call, peers: Sequence[int]) -> dist.Work:
+    def pass_on(self, call: GroupCall, peers: Sequence[int]) -> dist.Work:
         """Make a call between two ranks, in no order with the calls of all.
 
         Args:
@@ -290,7 +290,7 @@ class Dispatcher:
             self._coalescing.append(work)
         return work
 
-    def _refuse_in_graph(self, call: Call, device: str) -> None:
+    def _refuse_in_graph(self, call: GroupCall, device: str) -> None:
         """Raise for a call that the graph under capture would not hold; nothing has happened."""
         maker = self.names.get(device, "none") if call.refusal or call.job is None else SIDELANE
         if device == "cpu":
@@ -303,7 +303,7 @@ class Dispatcher:
             return
         raise UnavailableError(f"{call.name}: not while a graph is captured: {why}")
 
-    def _make(self, call: Call, device: str) -> None:
+    def _make(self, call: GroupCall, device: str) -> None:
         """Make a call in its turn, by Sidelane if the ranks can."""
         communicator = self._communicator(call.tensors[0].device if call.tensors else torch.device(device))
         if communicator is None:
@@ -334,7 +334,7 @@ class Dispatcher:
         if self._ranks != tuple(range(len(self._ranks))):
             error.add_note(f"ranks of {self._name} are, in the world: {list(self._ranks)}")
 
-    def _make_other(self, call: Call, device: str, peers: Sequence[int] | None = None) -> dist.Work:
+    def _make_other(self, call: GroupCall, device: str, peers: Sequence[int] | None = None) -> dist.Work:
         name, is_of_all = self.names.get(device, "none"), peers is None
         needed = range(len(self._ranks)) if peers is None else peers
         self.memory.went_elsewhere(call.tensors)
@@ -348,7 +348,7 @@ class Dispatcher:
             return JoinedWork([])
         return OtherWork(work, self._witness, needed, looks=is_of_all and name == "gloo")
 
-    def _note(self, call: Call, device: str, where: str, why: str, reason: str = "") -> None:
+    def _note(self, call: GroupCall, device: str, where: str, why: str, reason: str = "") -> None:
         dtype = calls.name_of(call.tensors[0].dtype) if call.nbytes else ""
         self.ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import forks
 from sidelane.errors import PeerError
-from sidelane.integrations.buffers import Allocating, Source
+from sidelane.integrations.buffers import Allocating, BufferSource
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.store_values import alike, not_understood, parsed
 
@@ -38,7 +38,7 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weak
 """Those that were made here: torch forgets what Python adds to a backend when nobody refers to it."""
 
 
-def ask_for_memory(group: dist.ProcessGroup, source: Source) -> None:
+def ask_for_memory(group: dist.ProcessGroup, source: BufferSource) -> None:
     """Let the backends of a group that was made here answer with memory of ``source``; others keep their own."""
     for backend in _backends.get(group, ()):
         backend.source = weakref.ref(source)  # which refers to the group, and to this backend

@@ -34,14 +34,14 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 
 
 @explained(Page.FSDP)
-def enable(model: nn.Module, *, config: Config | None = None, straight_into_parameters: bool = True) -> Enabled:
+def enable(model: nn.Module, *, config: Config | None = None, straight_into_parameters: bool = True) -> EnabledFsdp:
     """Let Sidelane gather the parameters and scatter the gradients of a model. Collective.
 
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
     rounded. What Sidelane does not do (a group other than the one that shards the parameters, as with a number for
     ``reshard_after_forward``; float64 gradients; a divide factor of one's own, which NCCL multiplies by before it adds)
-    goes to the group's own backend; :attr:`Enabled.elsewhere` says what, and ``sidelane.report()``. Where shards are on
-    several machines, Sidelane works within each, and the group's own backend between them.
+    goes to the group's own backend; :attr:`EnabledFsdp.elsewhere` says what, and ``sidelane.report()``. Where shards
+    are on several machines, Sidelane works within each, and the group's own backend between them.
 
     Args:
         model: that ``fully_shard`` was applied to, or some of its modules.
@@ -50,7 +50,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
             possible; ``sidelane.report()`` says where not, and why. Otherwise FSDP2 copies them out of a buffer.
 
     Returns:
-        What is switched on; :meth:`Enabled.disable` switches it off again.
+        What is switched on; :meth:`EnabledFsdp.disable` switches it off again.
 
     Raises:
         ValueError: nothing of the model is sharded by FSDP2, or this is on already.
@@ -62,7 +62,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
         raise see(ValueError(text), Page.FSDP)
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
-    enabled = Enabled("not asked for" if not straight_into_parameters else direct_gather.objection())
+    enabled = EnabledFsdp("not asked for" if not straight_into_parameters else direct_gather.objection())
     try:
         for shard in shards:
             enabled._take(shard, config)
@@ -85,7 +85,7 @@ class Elsewhere:
     calls: int = 0
 
 
-class Enabled:
+class EnabledFsdp:
     """What :func:`enable` has switched on.
 
     Attributes:
@@ -109,7 +109,7 @@ class Enabled:
         self._links.clear()
         self._undo.close()
 
-    def __enter__(self) -> Enabled:
+    def __enter__(self) -> EnabledFsdp:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -158,7 +158,7 @@ class Gather(AllGather):
         straight: does it without a copy-out, where that is possible.
     """
 
-    def __init__(self, enabled: Enabled, link: Link, params: Any, own: AllGather, copies_out: str | None) -> None:
+    def __init__(self, enabled: EnabledFsdp, link: Link, params: Any, own: AllGather, copies_out: str | None) -> None:
         self._enabled, self._link, self._params, self._own, self._copies_out = enabled, link, params, own, copies_out
         self.straight: direct_gather.Straight | None = None
 
@@ -193,7 +193,7 @@ class Gather(AllGather):
 class Scatter(ReduceScatter):
     """What FSDP2 reduces gradients by. Its input is symmetric; its output becomes the gradient, and is ordinary."""
 
-    def __init__(self, enabled: Enabled, link: Link, own: ReduceScatter) -> None:
+    def __init__(self, enabled: EnabledFsdp, link: Link, own: ReduceScatter) -> None:
         self._enabled, self._link, self._own = enabled, link, own
         self._input_numel: int | None = None
 

@@ -21,7 +21,7 @@ class _Sum:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """Calls of one kind.
 
     Attributes:
@@ -55,8 +55,8 @@ class Report:
         last: the last call that has ended (GPUs: that was queued), with 1 for ``calls``; None before the first.
     """
 
-    rows: tuple[Row, ...]
-    last: Row | None
+    rows: tuple[ReportRow, ...]
+    last: ReportRow | None
 
     def __str__(self) -> str:
         if not self.rows:
@@ -111,16 +111,16 @@ class Ledger:
         with self._lock:
             self._sums.clear()
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ReportRow]:
         """Sums, in the order of their first call."""
         with self._lock:
             return [self.row(key, entry) for key, entry in list(self._sums.items())]
 
-    def row(self, key: Key, entry: _Sum) -> Row:
+    def row(self, key: Key, entry: _Sum) -> ReportRow:
         """A sum for people."""
         operation, dtype, device, where, why = key
         why = f"{why}: {entry.reason}" if entry.reason else why
-        return Row(self.group, self._ranks, operation, dtype, device, where, why, entry.calls, entry.nbytes)
+        return ReportRow(self.group, self._ranks, operation, dtype, device, where, why, entry.calls, entry.nbytes)
 
 
 def report() -> Report:
@@ -143,7 +143,7 @@ def reset() -> None:
         _last = None
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ReportRow) -> tuple[str, ...]:
     return (
         *(row.group, row.operation, row.dtype, row.device, row.where),
         *(str(row.calls), str(row.nbytes), row.why),

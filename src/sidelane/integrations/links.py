@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import Config
-from sidelane.integrations.buffers import Buffers
+from sidelane.integrations.buffers import FsdpBuffers
 from sidelane.integrations.direct_gather import Gathers, Tensors
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.integrations.ring import Ring
@@ -106,7 +106,7 @@ class MachineLink(Link):
         self._gather = self.gather = gather
         self._scatter = self.scatter = scatter
         self.ring = Ring(functools.partial(gather.empty, dtype=torch.uint8), self._session.device)
-        self._buffers = Buffers(gather)
+        self._buffers = FsdpBuffers(gather)
 
     def refusal(self, kind: Kind, nbytes: int) -> str:
         return ""

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import config, forks
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.integrations import batches, calls, splits
-from sidelane.integrations.calls import Call
+from sidelane.integrations.calls import GroupCall
 from sidelane.integrations.dispatch import Dispatcher
 from sidelane.integrations.fallback import Witness, ask_for_memory, kinds, make_other
 from sidelane.integrations.ledger import SIDELANE
@@ -195,7 +195,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """``all_gather_into_tensor``."""
         opts = opts or c10d.AllgatherOptions()
 
-        def make() -> Call:
+        def make() -> GroupCall:
             return calls.all_gather(output, input, opts, lambda: self._other._allgather_base(output, input, opts))
 
         return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
@@ -234,7 +234,7 @@ class SidelaneGroup(dist.ProcessGroup):
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
 
-        def make() -> Call:
+        def make() -> GroupCall:
             other = functools.partial(self._other.alltoall_base, output, input, *sizes, opts)
             return calls.all_to_all(output, input, *sizes, opts, other)
 
@@ -260,7 +260,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
 
-        def make() -> Call:
+        def make() -> GroupCall:
             other = functools.partial(self._other._reduce_scatter_base, output, input, opts)
             return calls.reduce_scatter(output, input, opts, other)
 
@@ -293,7 +293,7 @@ class SidelaneGroup(dist.ProcessGroup):
         """``all_reduce``."""
         opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
 
-        def make() -> Call:
+        def make() -> GroupCall:
             return calls.all_reduce(tensors, opts, lambda: self._other.allreduce(tensors, opts))
 
         if len(tensors) != 1:

@@ -3,10 +3,10 @@
 What is free must be free on all ranks, and the same buffer be taken on all of them: else one rank makes a new one,
 which is a collective, and another one does not, or a gather writes where a peer does not look. Nothing is agreed upon
 for that. It rests on program order alone: ranks train one model, so FSDP2 gathers and frees its layers in one order on
-all of them, and a buffer is free when FSDP2 frees its last parameter (``Part.release``), no matter who still refers to
-it. References go in no such order: threads of other backends, and Python's collector of cycles, drop theirs when they
-get to it. Where a gather is dropped before its parameters had it (an error, which ends the communicator on all ranks),
-the last reference does it.
+all of them, and a buffer is free when FSDP2 frees its last parameter (``RingPart.release``), no matter who still
+refers to it. References go in no such order: threads of other backends, and Python's collector of cycles, drop theirs
+when they get to it. Where a gather is dropped before its parameters had it (an error, which ends the communicator on
+all ranks), the last reference does it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Free:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class RingPart:
     """Memory of one parameter.
 
     Attributes:
@@ -105,12 +105,12 @@ class Part:
     release: Callable[[], None]
 
     @classmethod
-    def empty(cls, device: torch.device) -> Part:
+    def empty(cls, device: torch.device) -> RingPart:
         """Of a parameter of which nobody has anything."""
         return cls(torch.empty(0, dtype=torch.uint8, device=device), lambda: None)
 
 
-def cut(whole: torch.Tensor, places: Sequence[int], sizes: Sequence[int], free: Callable[[], None]) -> list[Part]:
+def cut(whole: torch.Tensor, places: Sequence[int], sizes: Sequence[int], free: Callable[[], None]) -> list[RingPart]:
     """Parts of a buffer.
 
     Args:
@@ -124,9 +124,9 @@ def cut(whole: torch.Tensor, places: Sequence[int], sizes: Sequence[int], free: 
     for place, nbytes in zip(places, sizes, strict=True):
         if nbytes:
             once = _Once(count)
-            made.append(Part(storage_of(whole, place, nbytes, once), once))
+            made.append(RingPart(storage_of(whole, place, nbytes, once), once))
         else:
-            made.append(Part.empty(whole.device))
+            made.append(RingPart.empty(whole.device))
     return made
 
 

@@ -102,7 +102,7 @@ class HostWork(Work):
             raise anew(error)
 
 
-class Watch(Protocol):
+class PeerWatch(Protocol):
     """Who knows which peers have died."""
 
     def dead(self, peers: Sequence[int]) -> list[int]:
@@ -127,7 +127,7 @@ class OtherWork(dist.Work):
             it, and every connection of the group with it; that of NCCL may abort its communicator.
     """
 
-    def __init__(self, work: dist.Work, watch: Watch, peers: Sequence[int], *, looks: bool) -> None:
+    def __init__(self, work: dist.Work, watch: PeerWatch, peers: Sequence[int], *, looks: bool) -> None:
         super().__init__()
         self._work, self._watch, self._peers, self._looks = work, watch, peers, looks
         self._maker = os.getpid()

@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, relaxed_wait
-from sidelane.device.launch import Launch, Site, cells_launch
+from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
 from sidelane.kernels.cells import put_cells, slot, wait_for_cells
 
 
-def arrange(site: Site, data: int, nbytes: int, root: int) -> Launch:
+def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
     """How to send what one rank has to all others.
 
     Args:

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded, unit_bytes
+from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels.parcels import TILE_BYTES, WARPS, blocks_of, place
 
 
-def arrange(site: Site, data: int, nbytes: int, root: int) -> Launch:
+def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
     """How to send what one rank has to all others.
 
     Args:

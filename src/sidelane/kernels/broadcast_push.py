@@ -24,12 +24,12 @@ from sidelane.device.flags import (
     wait,
     wait_for_rank,
 )
-from sidelane.device.launch import Launch, Site, padded, unit_bytes
+from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels.relay import DONE, TILE_BYTES, WARPS, blocks_and_rounds, chunks_of, from_root, owner_of
 
 
-def arrange(site: Site, data: int, targets: tuple[int, ...], nbytes: int, root: int, *, staged: bool) -> Launch:
+def arrange(site: LaunchSite, data: int, targets: tuple[int, ...], nbytes: int, root: int, *, staged: bool) -> Launch:
     """How to send what one rank has to all others.
 
     Args:

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import end_generation, next_generation
-from sidelane.device.launch import Launch, Site, cells_launch
+from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
 from sidelane.kernels.cells import put_cells, slot, wait_for_cells
 
 
-def arrange(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
+def arrange(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
     """How to move one part a pair of ranks.
 
     Args:

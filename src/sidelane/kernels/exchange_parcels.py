@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import end_generation, next_generation
-from sidelane.device.launch import Launch, Site
+from sidelane.device.launch import Launch, LaunchSite
 from sidelane.device.memory import get, put
 from sidelane.kernels.parcels import WARPS, arguments_of, blocks_of, constants_of, exchange, place
 
 
-def arrange(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
+def arrange(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
     """How to move one part a pair of ranks.
 
     Args:

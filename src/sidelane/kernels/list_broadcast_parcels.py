@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import get, put
-from sidelane.kernels.list_table import INPUT, PLACE, Table, ends_of, find_tile, value
+from sidelane.kernels.list_table import INPUT, PLACE, ListTable, ends_of, find_tile, value
 from sidelane.kernels.parcels import WARPS, place
 
 
-def arrange(site: Site, table: Table, address: int, root: int) -> Launch:
+def arrange(site: LaunchSite, table: ListTable, address: int, root: int) -> Launch:
     """How to send the pieces of a table, whose places end within ``PARCEL_BYTES``.
 
     Args:

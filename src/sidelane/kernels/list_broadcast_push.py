@@ -26,15 +26,15 @@ from sidelane.device.flags import (
     wait,
     wait_for_rank,
 )
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import get, put
-from sidelane.kernels.list_table import FIRST_GROUP, INPUT, PLACE, Table, address_in, ends_of, find_tile, value
+from sidelane.kernels.list_table import FIRST_GROUP, INPUT, PLACE, ListTable, address_in, ends_of, find_tile, value
 from sidelane.kernels.relay import DONE, TILE_BYTES, WARPS, blocks_and_rounds, chunks_of, from_root, owner_of
 
 __all__ = ["KERNEL", "TILE_BYTES", "arrange"]
 
 
-def arrange(site: Site, table: Table, address: int, root: int, stagings: tuple[int, ...] | None) -> Launch:
+def arrange(site: LaunchSite, table: ListTable, address: int, root: int, stagings: tuple[int, ...] | None) -> Launch:
     """How to send the pieces of a table.
 
     Args:

@@ -19,23 +19,23 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_of, pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants
-from sidelane.kernels.list_table import FIRST_GROUP, OUTPUT, SECOND_GROUP, Table, ends_of, find_tile, value
+from sidelane.kernels.list_table import FIRST_GROUP, OUTPUT, SECOND_GROUP, ListTable, ends_of, find_tile, value
 from sidelane.program.collective import Reduction
 
 TILE_BYTES = 8192
 WARPS = 16
 
 
-def arrange(site: Site, table: Table, address: int, reduction: Reduction, *, gather: bool) -> Launch:
+def arrange(site: LaunchSite, table: ListTable, address: int, reduction: Reduction, *, gather: bool) -> Launch:
     """How to reduce the pieces of a table.
 
     Args:
         site: where.
         table: of tiles of ``TILE_BYTES``; its first group has the inputs of all ranks in their order (what this rank
-            reduces of them), with ``gather`` its second one their outputs, this rank's first (``Site.rotated``).
+            reduces of them), with ``gather`` its second one their outputs, this rank's first (``LaunchSite.rotated``).
         address: of its values in device memory.
         reduction: operation and dtype.
         gather: every rank reduces some tiles, and stores the results in everyone's outputs (all_reduce in two shots).

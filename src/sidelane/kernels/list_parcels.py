@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_of, get, pointer, put
 from sidelane.kernels.arithmetic import combine, reduction_constants
 from sidelane.kernels.list_table import (
@@ -28,7 +28,7 @@ from sidelane.kernels.list_table import (
     OUTPUT,
     OUTPUT_STRIDE,
     PLACE,
-    Table,
+    ListTable,
     ends_of,
     find_tile,
     value,
@@ -37,7 +37,7 @@ from sidelane.kernels.parcels import WARPS, place
 from sidelane.program.collective import Reduction
 
 
-def arrange(site: Site, table: Table, address: int, reduction: Reduction | None, *, distinct: bool) -> Launch:
+def arrange(site: LaunchSite, table: ListTable, address: int, reduction: Reduction | None, *, distinct: bool) -> Launch:
     """How to move or reduce the pieces of a table, whose places end within ``PARCEL_BYTES``.
 
     Args:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import address_of, addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_of, get, pointer, put
 from sidelane.kernels.arithmetic import combine, reduction_constants
 from sidelane.kernels.list_table import (
@@ -35,7 +35,7 @@ from sidelane.kernels.list_table import (
     OUTPUT,
     OUTPUT_STRIDE,
     PLACE,
-    Table,
+    ListTable,
     ends_of,
     find_tile,
     value,
@@ -52,8 +52,8 @@ def tile_bytes(reduction: Reduction | None) -> int:
 
 
 def arrange(
-    site: Site,
-    table: Table,
+    site: LaunchSite,
+    table: ListTable,
     address: int,
     stagings: tuple[int, ...],
     staged_bytes: int,

@@ -19,21 +19,21 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import get, put
-from sidelane.kernels.list_table import FIRST_GROUP, INPUT, INPUT_STRIDE, Table, ends_of, find_tile, value
+from sidelane.kernels.list_table import FIRST_GROUP, INPUT, INPUT_STRIDE, ListTable, ends_of, find_tile, value
 
 TILE_BYTES = 16384
 WARPS = 16
 
 
-def arrange(site: Site, table: Table, address: int, *, distinct: bool) -> Launch:
+def arrange(site: LaunchSite, table: ListTable, address: int, *, distinct: bool) -> Launch:
     """How to move the pieces of a table.
 
     Args:
         site: where.
         table: of tiles of ``TILE_BYTES``; its one group has the places of what this rank sends in the outputs of all
-            ranks, its own first (``Site.rotated``).
+            ranks, its own first (``LaunchSite.rotated``).
         address: of its values in device memory.
         distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
     """

@@ -41,7 +41,7 @@ _BEYOND = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class ListPiece:
     """One tensor, or pair, as this rank sees it.
 
     Attributes:
@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class ListTable:
     """What the device needs to know.
 
     Attributes:
@@ -85,7 +85,7 @@ class Table:
     constants: dict[str, int]
 
     @staticmethod
-    def of(pieces: Sequence[Piece], tile_bytes: int) -> Table:
+    def of(pieces: Sequence[ListPiece], tile_bytes: int) -> ListTable:
         """Number the tiles of 1 to ``MOST_LISTED`` pieces, in their order."""
         counts = np.array([-(-piece.nbytes // tile_bytes) for piece in pieces], np.int64)
         ends = np.cumsum(counts)
@@ -95,10 +95,10 @@ class Table:
         # Of the last tiles of pieces, too, whose bytes need not be a multiple of 16.
         narrow = min(unit_bytes(piece.unit_bytes, piece.nbytes) for piece in pieces)
         constants = {"PIECES": room, "WORDS": rows.shape[1], "NARROW": narrow, "TILE": tile_bytes}
-        return Table(np.concatenate([ends, padding, rows.ravel()]), int(ends[-1]), constants)
+        return ListTable(np.concatenate([ends, padding, rows.ravel()]), int(ends[-1]), constants)
 
 
-def _row(piece: Piece, first_tile: int) -> npt.NDArray[np.int64]:
+def _row(piece: ListPiece, first_tile: int) -> npt.NDArray[np.int64]:
     row = np.zeros(FIRST_GROUP.value * (1 + len(piece.groups)), np.int64)
     where = (piece.input, piece.output, piece.nbytes, piece.input_stride, piece.output_stride, piece.place)
     row[: FIRST_GROUP.value] = (*where, piece.unit_bytes == 16, first_tile)

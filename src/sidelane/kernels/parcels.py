@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sidelane.device import layout
 from sidelane.device.flags import addresses_of, signal, wait
-from sidelane.device.launch import Site, padded, unit_bytes
+from sidelane.device.launch import LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 
 CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)
@@ -25,7 +25,7 @@ TILE_BYTES = 4096
 WARPS = 8
 
 
-def blocks_of(site: Site, part_bytes: int) -> int:
+def blocks_of(site: LaunchSite, part_bytes: int) -> int:
     """Thread blocks for parcels of ``part_bytes``.
 
     Raises:
@@ -36,13 +36,13 @@ def blocks_of(site: Site, part_bytes: int) -> int:
     return site.blocks(-(-part_bytes // TILE_BYTES))
 
 
-def arguments_of(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> tuple[int, ...]:
+def arguments_of(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> tuple[int, ...]:
     """Arguments that kernels of parcels share: all but the constants."""
     arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
     return arguments + padded(site.rotated(site.arenas))
 
 
-def constants_of(site: Site, output: int, input: int, part_bytes: int, *, distinct: bool) -> dict[str, object]:
+def constants_of(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> dict[str, object]:
     """Constants that kernels of parcels share."""
     return {
         "N": site.world_size,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded, unit_bytes
+from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 
 TILE_BYTES = 16384
@@ -39,7 +39,7 @@ def aligned(nbytes: int) -> int:
 
 
 def arrange(
-    site: Site, output: int, input: int, stagings: tuple[int, ...], part_bytes: int, *, distinct: bool
+    site: LaunchSite, output: int, input: int, stagings: tuple[int, ...], part_bytes: int, *, distinct: bool
 ) -> Launch:
     """How to move one part a pair of ranks.
 

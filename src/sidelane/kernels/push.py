@@ -21,14 +21,14 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, signal, wait
-from sidelane.device.launch import Launch, Site, padded, unit_bytes
+from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 
 TILE_BYTES = 16384
 WARPS = 16
 
 
-def arrange(site: Site, outputs: tuple[int, ...], input: int, part_bytes: int, *, distinct: bool) -> Launch:
+def arrange(site: LaunchSite, outputs: tuple[int, ...], input: int, part_bytes: int, *, distinct: bool) -> Launch:
     """How to move one part a pair of ranks.
 
     Args:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants
 from sidelane.program.collective import Reduction
@@ -41,7 +41,7 @@ FEW_SHARED_BYTES = 192 << 10
 
 
 def arrange(
-    site: Site,
+    site: LaunchSite,
     outputs: tuple[int, ...],
     inputs: tuple[int, ...],
     shard_bytes: int,

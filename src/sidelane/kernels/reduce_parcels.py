@@ -17,14 +17,16 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import end_generation, next_generation
-from sidelane.device.launch import Launch, Site
+from sidelane.device.launch import Launch, LaunchSite
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants
 from sidelane.kernels.parcels import WARPS, arguments_of, blocks_of, constants_of, exchange, place
 from sidelane.program.collective import Reduction
 
 
-def arrange(site: Site, output: int, input: int, part_bytes: int, reduction: Reduction, *, distinct: bool) -> Launch:
+def arrange(
+    site: LaunchSite, output: int, input: int, part_bytes: int, reduction: Reduction, *, distinct: bool
+) -> Launch:
     """How to reduce one part a rank.
 
     Args:

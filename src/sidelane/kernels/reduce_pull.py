@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device.flags import address_of, addresses_of, end_generation, next_generation, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants
 from sidelane.program.collective import Reduction
@@ -39,7 +39,7 @@ def aligned(nbytes: int) -> int:
 
 
 def arrange(
-    site: Site,
+    site: LaunchSite,
     output: int,
     input: int,
     stagings: tuple[int, ...],

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from sidelane.device import layout
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, signal, wait
-from sidelane.device.launch import Launch, Site, padded
+from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants
 from sidelane.program import reduce_chunks
@@ -43,7 +43,7 @@ SLOTS = tl.constexpr(reduce_chunks.SLOTS)
 
 
 def arrange(
-    site: Site,
+    site: LaunchSite,
     outputs: tuple[int, ...],
     input: int,
     stagings: tuple[int, ...],

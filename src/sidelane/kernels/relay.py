@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from sidelane.device import layout
-from sidelane.device.launch import Site
+from sidelane.device.launch import LaunchSite
 from sidelane.program.broadcast_chunks import rounds_of
 from sidelane.program.reduce_chunks import MOST_CHUNKS
 
@@ -35,7 +35,7 @@ DONE = tl.constexpr(layout.PHASES - 1)
 assert layout.PHASES - 2 == MOST_CHUNKS
 
 
-def blocks_and_rounds(site: Site, tiles: int, *, staged: bool) -> tuple[int, int]:
+def blocks_and_rounds(site: LaunchSite, tiles: int, *, staged: bool) -> tuple[int, int]:
     """Thread blocks, and tiles that each of them moves in a chunk; the same on all ranks."""
     blocks = site.blocks(tiles)
     return blocks, rounds_of(tiles, blocks, site.world_size, staged=staged)

@@ -7,7 +7,7 @@ import re
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
+class InstalledGpu:
     """One accelerator. A field is None where the vendor's libraries do not say.
 
     Attributes:
@@ -48,7 +48,7 @@ class Accelerators:
     """
 
     device_type: str
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[InstalledGpu, ...]
     peer_access: tuple[tuple[bool, ...], ...]
     pair_links: tuple[tuple[int, ...], ...] | None
     driver: str

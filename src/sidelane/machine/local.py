@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from sidelane.errors import UnavailableError
-from sidelane.machine import nvidia, nvidia_power
+from sidelane.machine import nvidia
 from sidelane.machine.inventory import Inventory
 from sidelane.machine.power_sensor import PowerSensor
 
@@ -64,7 +64,7 @@ def power_problem() -> str | None:
     if not nvidia.device_count():
         return "there is no GPU here whose power could be read"
     try:
-        nvidia_power.load_nvml()
+        nvidia.load_nvml()
     except UnavailableError as problem:
         return str(problem)
     return None
@@ -76,4 +76,4 @@ def power_sensor(index: int) -> PowerSensor:
     Raises:
         UnavailableError: there are none.
     """
-    return nvidia_power.NvmlSensor(index)
+    return nvidia.NvmlSensor(index)

@@ -38,7 +38,7 @@ from sidelane.memory.posts import (
     STEP_TEXT_BYTES,
     TIMED_OUT,
     WAITS,
-    Part,
+    PostBoard,
     PostedCall,
     fit,
 )
@@ -87,7 +87,7 @@ class ControlBlock:
         self._peers = shared.peers
         self._self = ProcessIdentity.own()
         self.pid = self._self.pid
-        self._parts = [Part(shared.view(rank)) for rank in range(shared.world_size)]
+        self._parts = [PostBoard(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
         self._lock = threading.Lock()  # threads of this rank share one writer's role
         self._giving_up = threading.RLock()  # in a signal handler, too, in the middle of anything

@@ -36,7 +36,7 @@ _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of whoever is at the other end (``SO_PEERCRED``)."""
 
 
-class Part(NamedTuple):
+class SharedDescriptor(NamedTuple):
     """One of the things that a token stands for.
 
     Attributes:
@@ -63,7 +63,7 @@ class DescriptorServer:
         OSError: this system has no such sockets.
     """
 
-    def __init__(self, parts_of: Callable[[str], Sequence[Part]]) -> None:
+    def __init__(self, parts_of: Callable[[str], Sequence[SharedDescriptor]]) -> None:
         self._parts_of = parts_of
         self.pid = os.getpid()
         self.address = f"@sidelane-{self.pid}-{secrets.token_hex(4)}"

@@ -39,7 +39,7 @@ from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.store_values import (
     SHOWN,
-    Outcome,
+    ExchangeOutcome,
     Post,
     alike,
     gave_up,
@@ -209,7 +209,7 @@ class Exchange:
         finally:
             del failure  # which keeps this frame
 
-    def _settle(self, what: str, item: Any) -> tuple[Outcome, PeerError | None]:
+    def _settle(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
         """Post, and wait for the others; what has become of the exchange, and what this rank has against it."""
         self._post(Post(version.VERSION, self._word, what, "", item))
         self._settling = True
@@ -230,17 +230,17 @@ class Exchange:
     def _outcome_key(self) -> str:
         return _OUTCOME if self._number == 1 else f"{self._number}/{_OUTCOME}"
 
-    def _decide(self, what: str, outcome: Outcome) -> Outcome:
+    def _decide(self, what: str, outcome: ExchangeOutcome) -> ExchangeOutcome:
         """Say what becomes of this exchange, unless that is decided; returns what counts."""
         assert self._store is not None
         with self._reaching_the_store(what):
-            return Outcome.of(self._store.compare_set(self._outcome_key, "", json.dumps(outcome)))
+            return ExchangeOutcome.of(self._store.compare_set(self._outcome_key, "", json.dumps(outcome)))
 
-    def _decided(self) -> Outcome | None:
+    def _decided(self) -> ExchangeOutcome | None:
         """What has become of this exchange, where that is known."""
         assert self._store is not None
         key = self._outcome_key
-        return Outcome.of(self._store.get(key)) if self._store.check([key]) else None
+        return ExchangeOutcome.of(self._store.get(key)) if self._store.check([key]) else None
 
     def _raise_if_over(self, what: str, error: Exception) -> None:
         """Raise what the others do where they have given up a later exchange, in which this rank then failed."""

@@ -53,7 +53,7 @@ class PostedCall:
         return self.signature.partition(SPLITS)[2]
 
 
-class Part:
+class PostBoard:
     """The memory of one rank, as words and records."""
 
     def __init__(self, view: memoryview) -> None:

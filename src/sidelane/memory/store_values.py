@@ -72,7 +72,7 @@ def require_one_version(what: str, versions: Sequence[str]) -> None:
         raise MismatchError(f"{what}: ranks run different versions of Sidelane: {named} (allowed=one on all ranks)")
 
 
-class Outcome(NamedTuple):
+class ExchangeOutcome(NamedTuple):
     """What has become of an exchange.
 
     Attributes:
@@ -88,7 +88,7 @@ class Outcome(NamedTuple):
     timed_out: bool = False
 
     @classmethod
-    def of(cls, word: bytes | str) -> Outcome:
+    def of(cls, word: bytes | str) -> ExchangeOutcome:
         """As the store has it. Raises RuntimeError where it has something else."""
         try:
             met, text, ranks, timed_out = parsed(word)
@@ -114,16 +114,16 @@ def post_of(text: bytes | str) -> Post:
     raise ValueError("no post")
 
 
-def met(found: Sequence[Post]) -> Outcome:
+def met(found: Sequence[Post]) -> ExchangeOutcome:
     """All ranks have come."""
     words = "/".join(post.word for post in found)
-    return Outcome(hashlib.blake2b(words.encode(), digest_size=16).hexdigest())
+    return ExchangeOutcome(hashlib.blake2b(words.encode(), digest_size=16).hexdigest())
 
 
-def gave_up(error: BaseException, rank: int) -> Outcome:
+def gave_up(error: BaseException, rank: int) -> ExchangeOutcome:
     """A rank has raised an error."""
     ranks = error.ranks if isinstance(error, PeerError) else (rank,)
-    return Outcome("", str(error) or type(error).__name__, tuple(ranks), isinstance(error, PeerTimeoutError))
+    return ExchangeOutcome("", str(error) or type(error).__name__, tuple(ranks), isinstance(error, PeerTimeoutError))
 
 
 def _with_tuples(value: Any) -> Any:

@@ -33,9 +33,9 @@ from sidelane.choice.fused import (
     ORDERED,
     SPLIT,
     UNFUSED,
+    FusedTable,
     MethodChoice,
     OrderChoice,
-    Table,
     choose_method,
     choose_order,
     tables_of,
@@ -52,7 +52,7 @@ MOST_ANSWERS = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ways:
+class OperatorWays:
     """How an operator can be done.
 
     Attributes:
@@ -68,14 +68,14 @@ class Ways:
 
 _ALL, _PARTS = (FUSED, SPLIT, UNFUSED), (SPLIT, UNFUSED)
 OPS = {
-    "gemv_all_reduce": Ways(),
-    "all_reduce_rms_norm": Ways(sizes=2),
-    "embedding_all_to_all": Ways(captured=(FUSED,)),
-    "gemm_all_to_all": Ways(_ALL, _ALL),
-    "all_to_all_gemm": Ways(_ALL, _ALL),
-    "gemm_reduce_scatter": Ways(_PARTS, _PARTS),
-    "gemm_all_reduce": Ways(_PARTS, _PARTS),
-    "all_gather_gemm": Ways(_PARTS, _PARTS),
+    "gemv_all_reduce": OperatorWays(),
+    "all_reduce_rms_norm": OperatorWays(sizes=2),
+    "embedding_all_to_all": OperatorWays(captured=(FUSED,)),
+    "gemm_all_to_all": OperatorWays(_ALL, _ALL),
+    "all_to_all_gemm": OperatorWays(_ALL, _ALL),
+    "gemm_reduce_scatter": OperatorWays(_PARTS, _PARTS),
+    "gemm_all_reduce": OperatorWays(_PARTS, _PARTS),
+    "all_gather_gemm": OperatorWays(_PARTS, _PARTS),
 }
 """By operator. A graph has nothing that needs the host, as bags of a table do."""
 
@@ -246,7 +246,7 @@ def _choice(
 
 
 def _order(
-    comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int | None, tables: Sequence[Table]
+    comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int | None, tables: Sequence[FusedTable]
 ) -> OrderChoice:
     return choose_order(tables, op, comm.world_size, sizes, element_bytes=element_bytes)
 
@@ -264,15 +264,15 @@ def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ..
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
 
 
-def _tables(comm: Communicator) -> tuple[Table, ...]:
+def _tables(comm: Communicator) -> tuple[FusedTable, ...]:
     """Those that rank 0 has, on all ranks; the first time collective."""
-    found: tuple[Table, ...] | None = comm.kept.get(_tables)
+    found: tuple[FusedTable, ...] | None = comm.kept.get(_tables)
     if found is None:
         found = comm.kept[_tables] = _tables_of_rank_0(comm)
     return found
 
 
-def _tables_of_rank_0(comm: Communicator) -> tuple[Table, ...]:
+def _tables_of_rank_0(comm: Communicator) -> tuple[FusedTable, ...]:
     own = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size)) if comm.rank == 0 else ()
     text = json.dumps([(table.to_text(), table.where) for table in own]).encode()
     length = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
@@ -284,4 +284,4 @@ def _tables_of_rank_0(comm: Communicator) -> tuple[Table, ...]:
     words = words.to(comm.device)
     comm.broadcast(words, root=0)
     comm.synchronize()
-    return tuple(Table.parse(*found) for found in json.loads(bytes(words.cpu().tolist()).decode()))
+    return tuple(FusedTable.parse(*found) for found in json.loads(bytes(words.cpu().tolist()).decode()))

@@ -58,7 +58,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, method_of
-from sidelane.ops.expert_products import Groups, one_by_one
+from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
 from sidelane.ops.handle import (
     KernelHandle,
@@ -220,7 +220,7 @@ def all_to_all_gemm(
     def unfused(_: int) -> None:
         rows_handle(comm, most_rows, depth, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
-            groups = Groups(counts, comm.rank, most_rows, are_sent=False)
+            groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
 
     make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
@@ -237,7 +237,7 @@ def all_to_all_gemm(
     exchange = rows_handle(comm, most_rows, depth, dtype)
     with torch.no_grad():  # as the other methods
         if routed.grouped:
-            groups = Groups(counts, comm.rank, most_rows, are_sent=False)
+            groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             return groups.in_order(groups.product(exchange(x, None, counts, groups=groups), weight))
         came = exchange(x, None, counts)
         if routed.experts is not None:

@@ -62,7 +62,7 @@ from sidelane.ops.embedding_tables import (
     NAME,
     SUM,
     UNIT_WARPS,
-    Tables,
+    EmbeddingTables,
     batch_of,
     check_bags,
     check_offsets,
@@ -138,7 +138,7 @@ class EmbeddingAllToAll(KernelHandle):
                 given, allowed = f"{per_unit}, {rows_at_a_time}", "1 and more; a power of two"
                 raise ValueError(f"{NAME}: per_unit, rows_at_a_time (value={given}, allowed={allowed})")
         self.comm, self.mode, self.slice_bags = comm, mode, slice_bags
-        self.tables = Tables.kept(comm, tables, batch)
+        self.tables = EmbeddingTables.kept(comm, tables, batch)
         counts, samples = self.tables.counts, self.tables.samples
         self._rows_at_a_time = rows_at_a_time
         self._order: str | None = None

@@ -46,7 +46,7 @@ from sidelane.ops.embedding_tables import (
     NAME,
     SUM,
     UNIT_WARPS,
-    Tables,
+    EmbeddingTables,
     batch_of,
     check_bags,
     check_offsets,
@@ -73,7 +73,7 @@ class EmbeddingBackward(KernelHandle):
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
-        self.comm, self.tables = comm, Tables.kept(comm, tables, batch)
+        self.comm, self.tables = comm, EmbeddingTables.kept(comm, tables, batch)
         counts, device = self.tables.counts, comm.device
         starts = list(itertools.accumulate(counts, initial=0))
         rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))

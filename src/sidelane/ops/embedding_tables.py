@@ -42,7 +42,7 @@ def threads_of(dim: int, element_bytes: int) -> tuple[int, int]:
     return warps, min(MOST_ROWS, max(1, SUMS // each))
 
 
-class Tables:
+class EmbeddingTables:
     """Some tables of this rank, next to those of its peers, and a batch. Collective.
 
     Args:
@@ -79,13 +79,13 @@ class Tables:
         return self.samples[self.comm.rank], self.width
 
     @classmethod
-    def kept(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> Tables:
+    def kept(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> EmbeddingTables:
         """Those that this communicator has; else made, by all ranks together."""
         key = NAME, batch, *checked(comm, tables).key
         return kept(comm, key, lambda: cls(comm, tables, batch))
 
 
-class Checked(NamedTuple):
+class CheckedTables(NamedTuple):
     """Tables of which it is known that they are of one kind.
 
     Attributes:
@@ -121,14 +121,14 @@ def batch_of(tables: Sequence[torch.Tensor], offsets: torch.Tensor) -> int:
     return batch
 
 
-def check_offsets(tables: Tables, offsets: torch.Tensor) -> None:
+def check_offsets(tables: EmbeddingTables, offsets: torch.Tensor) -> None:
     """Refuse offsets of another batch. Raises ValueError."""
     wanted = len(tables.tables) * tables.batch + 1
     if offsets.numel() != wanted:
         raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={wanted}, tables x batch + 1)")
 
 
-def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> Checked:
+def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables:
     """Refuse what are no tables of one kind, and recognise those that were looked at before: 64 of them take the host
     10 us then, 58 otherwise (results/cpu/probes.txt).
 
@@ -137,7 +137,7 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> Checked:
     """
     if not isinstance(tables, Sequence) or not tables:
         raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
-    before: dict[int, Checked] = comm.kept.setdefault(checked, {})
+    before: dict[int, CheckedTables] = comm.kept.setdefault(checked, {})
     known = before.get(id(tables[0]))
     if known is None or not known.are(tables):
         _check_tables(comm, tables)
@@ -145,7 +145,7 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> Checked:
             before.clear()
         addresses, shapes = [table.data_ptr() for table in tables], [table.shape for table in tables]
         each = (part for address, shape in zip(addresses, shapes, strict=True) for part in (address, *shape))
-        known = before[id(tables[0])] = Checked(tuple(tables), addresses, shapes, (tables[0].dtype, *each))
+        known = before[id(tables[0])] = CheckedTables(tuple(tables), addresses, shapes, (tables[0].dtype, *each))
     return known
 
 

@@ -59,7 +59,7 @@ def _generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-class Groups:
+class ExpertGroups:
     """Where groups of rows lie by rank and by expert, computed on the device in one launch.
 
     Args:

@@ -20,8 +20,8 @@ import torch
 from sidelane.choice.fused import SPLIT
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, check_method, method_of
+from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
-from sidelane.ops.in_turn import in_turn
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import check_pieces
 from sidelane.program.pieces import SPLIT_GATHER, gathering_program, parts_of

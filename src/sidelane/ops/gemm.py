@@ -51,7 +51,7 @@ from sidelane.device.context import (
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, method_of
-from sidelane.ops.expert_products import Groups, one_by_one
+from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,
@@ -167,7 +167,7 @@ class GemmAllToAll(KernelHandle):
         counts: torch.Tensor,
         *,
         order: str = REMOTE_FIRST,
-        groups: Groups | None = None,
+        groups: ExpertGroups | None = None,
     ) -> torch.Tensor:
         """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are, from
         or to where ``groups`` has them.
@@ -271,7 +271,7 @@ def gemm_all_to_all(
     def unfused(_: int) -> None:
         rows_handle(comm, most_rows, columns, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
-            groups = Groups(counts, comm.rank, x.shape[0], are_sent=True)
+            groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
 
     make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
@@ -291,7 +291,7 @@ def gemm_all_to_all(
     with torch.no_grad():
         if not routed.grouped:
             return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order=order)
-        groups = Groups(counts, comm.rank, x.shape[0], are_sent=True)
+        groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
         return send(groups.product(groups.in_order(x), weight), None, counts, order=order, groups=groups)
 
 

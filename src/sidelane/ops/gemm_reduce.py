@@ -15,8 +15,8 @@ import torch
 from sidelane.choice.fused import SPLIT
 from sidelane.ops import reference
 from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
+from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
-from sidelane.ops.in_turn import in_turn
 from sidelane.ops.operands import check_operands
 from sidelane.ops.routings import DEFAULT_PIECES, check_pieces
 from sidelane.ops.split_gemm import SplitGemmAllToAll

@@ -26,8 +26,8 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import is_captured, kept, telling_refusals
-from sidelane.ops.in_turn import in_turn
 from sidelane.ops.routings import DEFAULT_PIECES, Counts, Maker, Routings, Table, checked
 from sidelane.program.pieces import SPLIT_DISPATCH, SPLIT_GEMM, arriving_program, coming, going, split_program
 from sidelane.session import BoundProgram, Communicator

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from sidelane.collectives.call_forms import Asked, own_part
+from sidelane.collectives.call_forms import CallRequest, own_part
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.list_calls import BATCH
 from sidelane.collectives.work import Work
@@ -33,30 +33,30 @@ class Batched:
         self.work: Work | None = None
         self._path, self._calls = path, path.calls
         self._variant, self._beside, self._async_op = variant, beside, async_op
-        self._asked: list[Asked] = []
+        self._asked: list[CallRequest] = []
         self._is_open = self._has_ended = False
 
     def all_gather(self, output: Tensors, input: Tensors) -> None:
         """See ``Communicator.all_gather``."""
-        self._ask(Asked(Kind.ALL_GATHER, (output, input)))
+        self._ask(CallRequest(Kind.ALL_GATHER, (output, input)))
 
     def all_to_all(self, output: Tensors, input: Tensors, *, copy_own_part: bool = True) -> None:
         """See ``Communicator.all_to_all``; equal parts."""
-        self._ask(Asked(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
+        self._ask(CallRequest(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part)))
 
     def reduce_scatter(self, output: Tensors, input: Tensors, *, op: str | dist.ReduceOp = "sum") -> None:
         """See ``Communicator.reduce_scatter``."""
-        self._ask(Asked(Kind.REDUCE_SCATTER, (output, input), (op,)))
+        self._ask(CallRequest(Kind.REDUCE_SCATTER, (output, input), (op,)))
 
     def all_reduce(self, tensor: Tensors, *, op: str | dist.ReduceOp = "sum", output: Tensors | None = None) -> None:
         """See ``Communicator.all_reduce``."""
-        self._ask(Asked(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
+        self._ask(CallRequest(Kind.ALL_REDUCE, (tensor if output is None else output, tensor), (op,)))
 
     def broadcast(self, tensor: Tensors, *, root: int) -> None:
         """See ``Communicator.broadcast``; roots may differ from one to another."""
-        self._ask(Asked(Kind.BROADCAST, (tensor,), (root,)))
+        self._ask(CallRequest(Kind.BROADCAST, (tensor,), (root,)))
 
-    def _ask(self, asked: Asked) -> None:
+    def _ask(self, asked: CallRequest) -> None:
         if not self._is_open:
             where = "behind the end of the block" if self._has_ended else "without a with block"
             raise RuntimeError(f"batch: {asked.kind} {where} (allowed=inside of one)")

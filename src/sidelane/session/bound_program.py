@@ -19,7 +19,7 @@ from sidelane.collectives.backend import Marked
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region
-from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.prepare import PreparedCall, Preparer
 from sidelane.collectives.work import Work
 from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
@@ -151,7 +151,7 @@ class BoundProgram:
         self._last_signals = _last_signals(program, calls.control.rank)
         self._signature, self._written = buffers.signature, buffers.written
         eager = self._prepare(forms.eager, _EAGER)
-        self._prepared: list[Prepared | None] = [eager, None]
+        self._prepared: list[PreparedCall | None] = [eager, None]
         flag = self._addresses[_EAGER].flag
         self._words = [[(flag(signal.flag), signal.value) for signal in signals] for signals in forms.triggers]
         self._triggers = [calls.backend.bind_trigger(words, eager.loaded) for words in self._words]
@@ -357,11 +357,11 @@ class BoundProgram:
             state = "closed" if self._block is None else "fired in this call" if self._epoch else "never called"
             raise RuntimeError(f"{method}: trigger {number} of {self} (value={state}, allowed=once in each call)")
 
-    def _prepare(self, program: Program, region: int) -> Prepared:
+    def _prepare(self, program: Program, region: int) -> PreparedCall:
         captured = region == _CAPTURED
         loaded = self._calls.backend.executor.load(program, self._addresses[region], captured=captured)
         choice = Choice(Candidate(DMA, self.program.variant), "a program of the caller's own", ())
-        return Prepared(loaded, self._signature + ", captured" * captured, captured, choice)
+        return PreparedCall(loaded, self._signature + ", captured" * captured, captured, choice)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
 from sidelane.collectives.agreement import compare
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.call_forms import Asked, Form, SingleCall, own_part
+from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.reach import Reached
 from sidelane.collectives.uneven import UnevenCall
@@ -569,7 +569,7 @@ class Communicator:
                 self._calls.fail(error)
                 raise
         if holds_lists(kind, tensors):
-            asked: Form = ListedCall(kind, [Asked(kind, tensors, details)], self.world_size)
+            asked: CallForm = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
         else:
             asked = SingleCall(kind, tensors, details)
         run = leaving_modes(self._path.run) if is_in_modes() else self._path.run

@@ -9,9 +9,9 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.arguments import Arguments, Request, identity
-from sidelane.collectives.call_forms import Asked
+from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.heap import Region
-from sidelane.collectives.list_calls import BATCH, LISTED, ListAgreement, ListRequest, Part
+from sidelane.collectives.list_calls import BATCH, LISTED, ListAgreement, ListEntry, ListRequest
 from sidelane.collectives.plan import check_variant
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
@@ -35,7 +35,7 @@ class ListedCall:
 
     """
 
-    def __init__(self, name: str, asked: Sequence[Asked], world_size: int) -> None:
+    def __init__(self, name: str, asked: Sequence[CallRequest], world_size: int) -> None:
         self.name = name
         self._asked, self._world_size = asked, world_size
 
@@ -55,7 +55,7 @@ class ListedCall:
         )
 
     @property
-    def repeated_as(self) -> Asked | None:
+    def repeated_as(self) -> CallRequest | None:
         return self._asked[0]
 
     def identities(self) -> Hashable:
@@ -73,14 +73,14 @@ class ListedCall:
         return asked
 
     def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: Beside) -> ListAgreement:
-        parts = tuple(map(Part.of, request.parts))
+        parts = tuple(map(ListEntry.of, request.parts))
         return ListAgreement(self.name, self._world_size, parts, variant, frozen, beside)
 
     def written(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor for columns in self._lists for tensor in columns[0])
 
 
-def _lists(asked: Asked) -> list[Sequence[torch.Tensor]]:
+def _lists(asked: CallRequest) -> list[Sequence[torch.Tensor]]:
     """The arguments as lists, outputs first."""
     lists: list[Sequence[torch.Tensor]] = []
     listed = any(isinstance(argument, list | tuple) for argument in asked.given)
@@ -102,7 +102,7 @@ def _rows(columns: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[torch.Ten
 
 
 def _requests(
-    arguments: Arguments, rows: Sequence[tuple[Asked, tuple[torch.Tensor, ...]]], where: str
+    arguments: Arguments, rows: Sequence[tuple[CallRequest, tuple[torch.Tensor, ...]]], where: str
 ) -> Iterator[Request]:
     for number, (asked, row) in enumerate(rows):
         try:

@@ -14,7 +14,7 @@ from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import SymmetricHeap
-from sidelane.collectives.prepare import Prepared, Preparer
+from sidelane.collectives.prepare import PreparedCall, Preparer
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,
@@ -66,7 +66,7 @@ class OwnKernel:
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self.context = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
-        self._recent: dict[Hashable, Prepared] = {}
+        self._recent: dict[Hashable, PreparedCall] = {}
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
         self._has_launched = self._has_ended = False
 
@@ -130,13 +130,13 @@ class OwnKernel:
 
     def _prepare(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool, alike: str
-    ) -> Prepared:
+    ) -> PreparedCall:
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
         call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
         runnable = self._calls.backend.bind_kernel_call(call, compiles=signature not in self._compiled)
         choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
-        return Prepared(runnable, signature, captured, choice)
+        return PreparedCall(runnable, signature, captured, choice)
 
     @property
     def counters(self) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import forks
-from sidelane.collectives.allocator import Pool
+from sidelane.collectives.allocator import BlockAllocator
 from sidelane.memory.storage import storage_of
 
 _NO_CONTENT = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
@@ -32,7 +32,7 @@ class HostPlacer:
     def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object]) -> None:
         self._name, self._nbytes = name, region.nbytes
         self._region = storage_of(region, 0, region.nbytes, gone)
-        self._places, self._lock = Pool(1), forks.rlock()  # a storage may go in the middle of anything
+        self._places, self._lock = BlockAllocator(1), forks.rlock()  # a storage may go in the middle of anything
         self._dropped: list[int] = []
         self._places.grow(0, region.nbytes)
 

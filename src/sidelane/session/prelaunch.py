@@ -16,7 +16,7 @@ import torch
 from sidelane.choice import Abilities, Candidate, Choice
 from sidelane.choice.candidate import DMA, everything
 from sidelane.collectives.arguments import Request, check_tensors
-from sidelane.collectives.backend import Held
+from sidelane.collectives.backend import SubmittedAhead
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.plan import Agreement
@@ -57,7 +57,7 @@ class Prelaunched:
         self._output: tuple[torch.Tensor, ...] = tensors[:1]
         self._host_trigger = host_trigger
         self._addresses: Addresses | None = None
-        self._held: Held = self._load()
+        self._held: SubmittedAhead = self._load()
         self._epoch = 0
         self._is_armed = self._is_closed = False
 
@@ -230,7 +230,7 @@ class Prelaunched:
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
-    def _load(self) -> Held:
+    def _load(self) -> SubmittedAhead:
         """Bind the program, again where staging has moved since."""
         addresses = self._preparer.addresses(self._program, self._request)
         if addresses == self._addresses:

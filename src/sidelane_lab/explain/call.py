@@ -21,9 +21,9 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.list_calls import LISTED, ListAgreement, Part
+from sidelane.collectives.list_calls import LISTED, ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reach_rules import MAPPED, MapMemory, Way, as_mapped
+from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped
 from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
@@ -126,8 +126,8 @@ class Explanation:
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     summary: str
     notes: tuple[str, ...] = ()
-    ways: tuple[tuple[Way, Choice], ...] = ()
-    way: Way | None = None
+    ways: tuple[tuple[ReachMode, Choice], ...] = ()
+    way: ReachMode | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object."""
@@ -180,7 +180,7 @@ def explain(options: ExplainOptions) -> Explanation:
         assert options.machine is not None
         by = _simulated(options.machine, agreement)
     chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else options.machine, abilities)
-    choice, way, ways = chooses(agreement), None, tuple[tuple[Way, Choice], ...]()
+    choice, way, ways = chooses(agreement), None, tuple[tuple[ReachMode, Choice], ...]()
     if options.ordinary:
         ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
         setting = settings.current().map_memory if options.map_memory is None else options.map_memory
@@ -325,7 +325,7 @@ def _agreement(options: ExplainOptions, world_size: int, where: str) -> AnyAgree
     reads, scatters = options.kind in REDUCING, options.kind is Kind.REDUCE_SCATTER
     places = (place if reads else None, None if scatters else place)
     if options.tensors is not None:
-        parts = (Part(collective, options.dtype, *places),) * options.tensors
+        parts = (ListEntry(collective, options.dtype, *places),) * options.tensors
         return ListAgreement(options.kind, world_size, parts, AUTO, options.captured, beside)
     return Agreement(
         collective=collective,

@@ -10,7 +10,7 @@ from sidelane.choice import Choice
 from sidelane.choice.key import CPU
 from sidelane.collectives.confirming import choice_of
 from sidelane.collectives.plan import AnyAgreement
-from sidelane.collectives.reach_rules import MAPPED, MapMemory, Way, as_mapped, copies_suit, way_of
+from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped, copies_suit, way_of
 from sidelane.program.builders.confirmed import NOBODY
 
 SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
@@ -19,7 +19,7 @@ SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn"
 
 def ways_of(
     agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choice], *, hosts_meet: bool
-) -> tuple[tuple[Way, Choice], ...]:
+) -> tuple[tuple[ReachMode, Choice], ...]:
     """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
     found = []
     settings: tuple[MapMemory, ...] = (False, True, "learn") if hosts_meet else (False, True)

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable
 
-from sidelane.c3.heuristic import Kernel, launch_order
+from sidelane.c3.heuristic import KernelDemand, launch_order
 from sidelane.c3.workload import TABLE_I, C3Class, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
@@ -180,7 +180,7 @@ GIVEN = {
     "C3-HW-08": "a switch: --version says which version of the paper is followed",
     "C3-TAX-01": "c3.workload.COMPARABLE is this number",
     "C3-CU-06": "model.strategies.partitions begins with it",
-    "C3-CU-09": "c3.strategies.conccl_rp.UNITS is this number",
+    "C3-CU-09": "c3.strategies.MEMORY_BOUND_UNITS is this number",
     "C3-HEU-03": "c3.heuristic.EFFICIENCY is this number",
     "C3-HEU-04": "model.heuristic.PROFILED_GEMMS and PROFILED_SIZES are these",
     **{f"C3-T1-{tag}": "c3.workload.TABLE_I holds it" for tag in TABLE_I},
@@ -227,8 +227,8 @@ def _range(values: list[float]) -> list[float]:
 
 def _fewest_workgroups_first(machine: Machine) -> bool:
     """The heuristic launches every collective of the study before every GEMM."""
-    collectives = [Kernel(str(kind), default_units(machine.library, kind)) for kind in COLLECTIVES]
-    gemms = [Kernel(tag, gemm_kernel(machine, parse_gemm(tag)).workgroups) for tag in TABLE_I]
+    collectives = [KernelDemand(str(kind), default_units(machine.library, kind)) for kind in COLLECTIVES]
+    gemms = [KernelDemand(tag, gemm_kernel(machine, parse_gemm(tag)).workgroups) for tag in TABLE_I]
     return all(launch_order([gemm, kernel]).kernels[0] is kernel for kernel in collectives for gemm in gemms)
 
 

@@ -39,7 +39,7 @@ class Allocation:
         return self.loss < TIE - 1
 
 
-def allocate(machine: Machine, workload: Workload) -> heuristic.Allocation:
+def allocate(machine: Machine, workload: Workload) -> heuristic.UnitAllocation:
     """Units for the collective by the look-up heuristic."""
     gemm, gpu = workload.gemm, machine.gpu
     gemm_alone = heuristic.expected_gemm_us(

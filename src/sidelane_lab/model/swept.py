@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.c3.heuristic import Kernel
+from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
@@ -39,7 +39,7 @@ def sweep_of(machine: Machine, workload: Workload) -> Sweep:
         for kind in (workload.collective, other)
     ]
     kernels: dict[str, Tiled | Gang] = {gemm.name: gemm, **{gang.name: gang for gang in gangs}}
-    seen = [Kernel(gemm.name, gemm.workgroups), *(Kernel(gang.name, gang.units) for gang in gangs)]
+    seen = [KernelDemand(gemm.name, gemm.workgroups), *(KernelDemand(gang.name, gang.units) for gang in gangs)]
     orders = {
         names: run_device(machine, [kernels[name] for name in names]).time_us
         for names in itertools.permutations(kernels)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from sidelane.c3.expected_times import Asked, decide
-from sidelane.c3.heuristic import Kernel, launch_order
+from sidelane.c3.expected_times import PairRequest, decide
+from sidelane.c3.heuristic import KernelDemand, launch_order
 from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover, Order, Strategy
@@ -44,8 +44,8 @@ class Sweep:
     workload: Workload
     gemm_us: float
     times_us: Mapping[Way, float]
-    kernels: tuple[Kernel, Kernel]
-    others: tuple[Kernel, ...] = ()
+    kernels: tuple[KernelDemand, KernelDemand]
+    others: tuple[KernelDemand, ...] = ()
     orders_us: Mapping[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
     why_not: str = ""
 
@@ -163,7 +163,7 @@ def _spared(sweep: Sweep, known: Isolated) -> Verdict:
 def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Verdict:
     times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
     able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
-    asked = Asked(sweep.gemm_us, sweep.workload.gemm, (sweep.workload,))
+    asked = PairRequest(sweep.gemm_us, sweep.workload.gemm, (sweep.workload,))
     try:
         found = decide(asked, able, known, constants, {})
     except ValueError as problem:

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sidelane.c3.choose import Candidate, Choice, choose
-from sidelane.c3.expected_times import Asked, decide
+from sidelane.c3.choose import StrategyCandidate, StrategyChoice, choose
+from sidelane.c3.expected_times import PairRequest, decide
 from sidelane.c3.isolated_times import Isolated as Known
 from sidelane.c3.strategy import LIBRARY, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, Workload, classify
@@ -92,7 +92,7 @@ class Outcome:
     c3_class: C3Class | None
     isolated: tuple[Isolated, ...]
     results: tuple[Result, ...]
-    choice: Choice | None
+    choice: StrategyChoice | None
 
 
 def pair_label(strategy: Strategy, configuration: Configuration, units: int = 0) -> str:
@@ -152,16 +152,16 @@ def judge(
 def _choice(
     workload: Workload,
     gemm_us: float,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[StrategyCandidate],
     hidden: Mapping[str, float],
     known: Known | None,
-) -> Choice:
+) -> StrategyChoice:
     """By the machine's own isolated times where there are any: then over those that take units, too."""
     if known is None:
         return choose(gemm_us, workload.collective, candidates, hidden)
     # Of the library's engines it matters whether they have a chunk to copy inside the GPU.
     by_engines = [one.in_place for one in candidates if one.strategy.mover is Mover.LIBRARY_DMA]
-    asked = Asked(gemm_us, workload.gemm, (workload,), in_place=all(by_engines))
+    asked = PairRequest(gemm_us, workload.gemm, (workload,), in_place=all(by_engines))
     alone: dict[str, float] = {one.strategy.mover: one.comm_us for one in candidates}
     return decide(asked, [one.strategy for one in candidates], known, hidden, alone)
 
@@ -173,7 +173,7 @@ def _judge_strategy(
     failures: Mapping[str, Failure],
     unavailable: Mapping[str, str],
     tried: Sequence[int],
-) -> tuple[Result, Candidate | None]:
+) -> tuple[Result, StrategyCandidate | None]:
     """The result of a strategy, and its candidacy if it could run."""
     if strategy.name in failures:
         return Result(strategy.name, failure=failures[strategy.name]), None
@@ -207,7 +207,7 @@ def _judge_strategy(
         percent_of_ideal=_percent(gemm, times[best.label], pair),
         percent_of_ideal_library=_percent(gemm, times[library.label], pair) if library else None,
     )
-    return result, Candidate(strategy, comm_us, chosen.in_place)
+    return result, StrategyCandidate(strategy, comm_us, chosen.in_place)
 
 
 def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:

@@ -43,7 +43,7 @@ _SWAP_BYTES = 256 << 10  # through a scratch buffer that stays in the second-lev
 _REDUCE_ELEMENTS = 32768
 
 
-class Run(Protocol):
+class InvocationState(Protocol):
     """The invocation that a step belongs to."""
 
     @property
@@ -60,7 +60,7 @@ class Run(Protocol):
     def stamp(self, slot: int, time_ns: int) -> None: ...
 
 
-Action = Callable[[Run], None]
+Action = Callable[[InvocationState], None]
 
 
 def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple[Action, ...]:
@@ -139,7 +139,7 @@ def _flag(flag: Flag, program: Program, addresses: Addresses) -> int:
 
 
 def _copy(dsts: list[int], src: int, nbytes: int) -> Action:
-    def step(run: Run) -> None:
+    def step(run: InvocationState) -> None:
         for offset in range(0, nbytes, _COPY_BYTES):
             run.stop_if_asked()
             length = min(_COPY_BYTES, nbytes - offset)
@@ -154,7 +154,7 @@ def _swap(a: int, b: int, nbytes: int) -> Action:
     scratch = ctypes.create_string_buffer(max(1, min(nbytes, _SWAP_BYTES)))
     held = ctypes.addressof(scratch)
 
-    def step(run: Run, keep: object = scratch) -> None:
+    def step(run: InvocationState, keep: object = scratch) -> None:
         for offset in range(0, nbytes, _SWAP_BYTES):
             run.stop_if_asked()
             length = min(_SWAP_BYTES, nbytes - offset)
@@ -168,7 +168,7 @@ def _swap(a: int, b: int, nbytes: int) -> Action:
 def _signal(address: int, value: Value) -> Action:
     word = ctypes.c_uint32.from_address(address)
 
-    def step(run: Run) -> None:
+    def step(run: InvocationState) -> None:
         # Everything that the queue has read and written so far comes before the flag, for every observer.
         full_fence()
         word.value = value.at(run.epoch) & WORD_MASK
@@ -179,7 +179,7 @@ def _signal(address: int, value: Value) -> Action:
 def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, index: int) -> Action:
     word = ctypes.c_uint32.from_address(address)
 
-    def step(run: Run) -> None:
+    def step(run: InvocationState) -> None:
         wanted = value.at(run.epoch) & WORD_MASK
         run.hold(lambda: comparison.holds(word.value, wanted), queue, index)
         full_fence()  # the flag was read before the bytes that it announces
@@ -203,7 +203,7 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
         target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
         scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
 
-    def step(run: Run) -> None:
+    def step(run: InvocationState) -> None:
         for begin in range(0, count, _REDUCE_ELEMENTS):
             run.stop_if_asked()
             part = slice(begin, min(begin + _REDUCE_ELEMENTS, count))

@@ -23,7 +23,7 @@ _NOTE_AFTER_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Site:
+class ProgramSite:
     """Facts that all invocations of a loaded program share.
 
     Attributes:
@@ -49,7 +49,7 @@ class Invocation:
         fired: whether the trigger has come that begins what was armed; None where only :meth:`begin` does.
     """
 
-    def __init__(self, site: Site, epoch: int, parts: int, fired: Callable[[], bool] | None = None) -> None:
+    def __init__(self, site: ProgramSite, epoch: int, parts: int, fired: Callable[[], bool] | None = None) -> None:
         self.epoch = epoch
         self.stamps: dict[int, int] = {}
         self._site, self._fired = site, fired

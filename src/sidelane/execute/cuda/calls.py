@@ -184,7 +184,7 @@ class StreamCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class StreamPlan:
     """Everything one invocation submits, in the order of submission.
 
     Attributes:

@@ -91,7 +91,7 @@ def _continues(last: Memcpy, copy: Memcpy) -> bool:
     return False
 
 
-class Footprint:
+class CopyFootprint:
     """Bytes of buffers that copies touch; to add one, or ask about one, takes the logarithm of their number."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ def _meet(touched: dict[tuple[int, str], Ranges], place: object, nbytes: int) ->
 def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
     """Join neighbours on one stream: copies to or from peers of which none touches what another one writes."""
     joined: list[StreamCall] = []
-    touched = Footprint()  # of the last of them
+    touched = CopyFootprint()  # of the last of them
     for step in steps:
         last = joined[-1] if joined else None
         if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
@@ -158,7 +158,7 @@ def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
                 touched.add(step.call)
                 continue
         joined.append(step)
-        touched = Footprint()
+        touched = CopyFootprint()
         if isinstance(step.call, Memcpy):
             touched.add(step.call)
     return tuple(joined)

@@ -17,10 +17,10 @@ from sidelane.execute.cuda.calls import (
     MemcpyRows,
     MemOps,
     Operand,
-    Plan,
     RecordEvent,
     RecordStamp,
     Route,
+    StreamPlan,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -32,7 +32,7 @@ DETOUR = Counts(events=4, calls=4)
 """What an internal stream adds: it forks from the caller's by an event and joins it by another."""
 
 
-def counts_of(plan: Plan, route: Route = Route.DIRECT) -> Counts:
+def counts_of(plan: StreamPlan, route: Route = Route.DIRECT) -> Counts:
     """Count the calls of one invocation.
 
     Args:

@@ -26,10 +26,10 @@ from sidelane.memory.persistent import lasting
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:
-    from sidelane.execute.cuda.kernel_launch import Kernels
+    from sidelane.execute.cuda.kernel_launch import LoadedKernels
 
 
-class Calls(Protocol):
+class ContextDriver(Protocol):
     """What it needs of the driver, whose context is current."""
 
     def call(self, function: str, *arguments: Any) -> Any: ...
@@ -57,7 +57,7 @@ class SecondContext:
         DriverError: no memory for it.
     """
 
-    def __init__(self, driver: Calls, api: Any, first: Any) -> None:
+    def __init__(self, driver: ContextDriver, api: Any, first: Any) -> None:
         self._driver, self._api, self._first = driver, api, first
         self._context = driver.call("cuCtxCreate", None, 0, driver.call("cuCtxGetDevice"))
         try:
@@ -139,7 +139,7 @@ class Driver:
         self._external = int(self._api.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL)
         self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
         self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        self._kernels: Kernels | None = None
+        self._kernels: LoadedKernels | None = None
         self._handles: dict[int, Any] = {}  # of streams that were asked about
 
     # --- made once ----------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class Driver:
         bound: Bound = self.kernels().load(function, constants, warps).bind(arguments, blocks=blocks, stream=stream)
         return bound
 
-    def kernels(self) -> Kernels:
+    def kernels(self) -> LoadedKernels:
         """The Triton kernels that the device has loaded, in all drivers for it.
 
         Raises:

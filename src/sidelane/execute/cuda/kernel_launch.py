@@ -53,7 +53,7 @@ class Loader(Protocol):
     ) -> Bound: ...
 
 
-class Kernels:
+class LoadedKernels:
     """The kernels that one context has loaded, for good. Loading works while a stream is captured, in
     ``driver.relaxed_capture``. Threads may share it.
 
@@ -97,7 +97,7 @@ class Kernels:
         return kernel
 
 
-def kernels_of(context: int, driver: Loader) -> Kernels:
+def kernels_of(context: int, driver: Loader) -> LoadedKernels:
     """Those of a context, whoever asks: nobody unloads them, and each takes memory of the device.
 
     Args:
@@ -107,7 +107,7 @@ def kernels_of(context: int, driver: Loader) -> Kernels:
     with _lock:
         found = _kernels.get(context)
         if found is None:
-            found = _kernels[context] = Kernels(driver)
+            found = _kernels[context] = LoadedKernels(driver)
         return found
 
 
@@ -201,5 +201,5 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
     return triton.compile(source, target=target, options=options)
 
 
-_kernels: dict[int, Kernels] = {}
+_kernels: dict[int, LoadedKernels] = {}
 _lock = forks.lock()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sidelane.device.launch import Launch, Site
+from sidelane.device.launch import Launch, LaunchSite
 from sidelane.execute.base import Addresses, Place, Repetition
 from sidelane.execute.cuda.bind import FAR, followers
 from sidelane.execute.cuda.loaded import find_place
@@ -43,7 +43,7 @@ from sidelane.kernels import (
     reduce_push,
     relay,
 )
-from sidelane.kernels.list_table import Piece, Table
+from sidelane.kernels.list_table import ListPiece, ListTable
 from sidelane.native import Effect
 from sidelane.program.collective import Buffer, Collective, Span
 from sidelane.program.kernel import KernelProgram, Protocol
@@ -67,8 +67,8 @@ def arrange_list(
     """
     if not program.part_bytes:
         return None
-    site = Site(executor.rank, addresses.arenas, executor.board, program.blocks)
-    table = Table.of(find_pieces(program, site, addresses), tile_bytes(program))
+    site = LaunchSite(executor.rank, addresses.arenas, executor.board, program.blocks)
+    table = ListTable.of(find_pieces(program, site, addresses), tile_bytes(program))
     held = executor.place_table(table.values, frozen=frozen)
     given, reduction, distinct = (site, table, held.address), program.reduction, program.distinct
     match program.protocol:
@@ -104,7 +104,7 @@ def tile_bytes(program: KernelListProgram) -> int:
     return list_pull.tile_bytes(program.reduction)
 
 
-def find_pieces(program: KernelListProgram, site: Site, addresses: Addresses) -> list[Piece]:
+def find_pieces(program: KernelListProgram, site: LaunchSite, addresses: Addresses) -> list[ListPiece]:
     """The parts that have bytes, as the rank of ``site`` sees them. Raises ValueError where an address is missing."""
     batch, rank, everyone = program.collective, site.rank, range(program.world_size)
 
@@ -132,7 +132,7 @@ def find_pieces(program: KernelListProgram, site: Site, addresses: Addresses) ->
         return inputs, site.rotated(tuple(address(number, part.output_span(peer, 0, nbytes)) for peer in everyone))
 
     return [
-        Piece(
+        ListPiece(
             input=address(number, part.input_span(rank, 0, nbytes)),
             output=address(number, part.output_span(rank, 0, nbytes)),
             nbytes=nbytes,
@@ -373,7 +373,7 @@ class KernelPending:
 
 
 def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int, shared_bytes: int) -> Launch | None:
-    """The launch of one rank; None if there is nothing to move. ``shared_bytes``: see ``Site``.
+    """The launch of one rank; None if there is nothing to move. ``shared_bytes``: see ``LaunchSite``.
 
     Raises:
         ValueError: an address is missing.
@@ -381,7 +381,7 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int,
     collective, part, distinct = program.collective, program.part_bytes, program.distinct
     if not program.total_bytes:
         return None
-    site = Site(rank, addresses.arenas, board, program.blocks, shared_bytes)
+    site = LaunchSite(rank, addresses.arenas, board, program.blocks, shared_bytes)
     buffers = addresses.buffers
 
     def address(buffer: str, of_rank: int) -> int:
@@ -428,7 +428,7 @@ def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int,
 
 
 def _arrange_broadcast(
-    site: Site, program: KernelProgram, data: int, everyone: Callable[[Buffer], tuple[int, ...]]
+    site: LaunchSite, program: KernelProgram, data: int, everyone: Callable[[Buffer], tuple[int, ...]]
 ) -> Launch:
     part, root = program.part_bytes, program.collective.root
     assert root is not None

@@ -14,14 +14,14 @@ from sidelane.execute.cuda.calls import LaunchReduce, RecordStamp, Route, choose
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CELLS, CudaSite
-from sidelane.execute.cuda.watch import Subject, Watch
+from sidelane.execute.cuda.watch import DeviceWatch, WatchedProgram
 from sidelane.execute.submitted import Entry, Submitted
 from sidelane.program.ir import Program
 
 _MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams of each priority
 
 
-class Way(NamedTuple):
+class SubmittedCalls(NamedTuple):
     """What an invocation from one place submits.
 
     Attributes:
@@ -55,7 +55,7 @@ class CudaProgram:
         self._armed: int | None = None
         self._events: list[int] = []
         self._stamps: dict[int, int] = {}
-        self._ways: dict[Place, Way] = {}
+        self._ways: dict[Place, SubmittedCalls] = {}
         self._entries: dict[Route, Entry] = {}
         self._like: CudaProgram | None = None  # whose events these are
         self._busy = executor.watch.next_busy_number() if captured else 0
@@ -244,7 +244,7 @@ class CudaProgram:
         self._executor.watch.issued(epoch, self._subject)
         self._executor.ledger.count(entry)
 
-    def _find_way(self, place: Place) -> Way:
+    def _find_way(self, place: Place) -> SubmittedCalls:
         """Work out what invocations from ``place`` submit; remembered, since most calls repeat."""
         handle, capturing = place
         route = choose_route(handle, capturing, self._captured)
@@ -263,7 +263,7 @@ class CudaProgram:
                 calls = self._by_way_of_internal(calls, handle)
         if len(self._ways) >= _MOST_PLACES:
             self._ways.clear()
-        way = self._ways[place] = Way(set_epoch, tuple(calls), self._entry(route), words)
+        way = self._ways[place] = SubmittedCalls(set_epoch, tuple(calls), self._entry(route), words)
         return way
 
     def _by_way_of_internal(self, inner: Sequence[Bound], handle: int) -> Sequence[Bound]:
@@ -338,7 +338,7 @@ class CudaProgram:
         )
         bound = BoundPlan(frame, resolve)
         if captured:
-            executor.watch.captured(Subject(0, self.program, self.addresses, captured=True))
+            executor.watch.captured(WatchedProgram(0, self.program, self.addresses, captured=True))
         return bound
 
     def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:
@@ -356,7 +356,7 @@ class CudaPending:
 
     __slots__ = ("_epoch", "_watch")
 
-    def __init__(self, watch: Watch | None, epoch: int) -> None:
+    def __init__(self, watch: DeviceWatch | None, epoch: int) -> None:
         self._watch, self._epoch = watch, epoch
 
     def done(self) -> bool:

@@ -23,14 +23,14 @@ from sidelane.errors import UnavailableError
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.virtual import VirtualMemory
 from sidelane.memory.available import lacking
-from sidelane.memory.descriptors import DescriptorServer, Part, fetch
+from sidelane.memory.descriptors import DescriptorServer, SharedDescriptor, fetch
 from sidelane.memory.ordinary import Allocation, Standing
 
 PREFIX = "@"
 """What handles of spans begin with, and those of no other memory."""
 
 
-class Piece(NamedTuple):
+class PhysicalMemory(NamedTuple):
     """Memory of one ``cuMemCreate``: first byte, size in bytes, and the handle that is retained."""
 
     start: int
@@ -38,10 +38,10 @@ class Piece(NamedTuple):
     handle: int
 
 
-class Span:
+class MappedSpan:
     """Pieces side by side, whose handles are released with the last reference to this object."""
 
-    def __init__(self, memory: VirtualMemory, pieces: tuple[Piece, ...]) -> None:
+    def __init__(self, memory: VirtualMemory, pieces: tuple[PhysicalMemory, ...]) -> None:
         self.memory, self.pieces = memory, pieces
         self.token = f"s{next(_numbers)}"
         self._looked_at = itertools.cycle(pieces)
@@ -57,8 +57,10 @@ class Span:
         self.memory.release(handle)
         return handle != piece.handle
 
-    def parts(self) -> list[Part]:
-        return [Part(piece.nbytes, functools.partial(self.memory.export, piece.handle)) for piece in self.pieces]
+    def parts(self) -> list[SharedDescriptor]:
+        return [
+            SharedDescriptor(piece.nbytes, functools.partial(self.memory.export, piece.handle)) for piece in self.pieces
+        ]
 
 
 class OpenedSpan:
@@ -71,7 +73,7 @@ class OpenedSpan:
 
 def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | str:
     """The span that holds so many bytes, > 0, from an address on; or why peers cannot map it."""
-    pieces: list[Piece] = []
+    pieces: list[PhysicalMemory] = []
     try:
         end, at = address + nbytes, address
         while at < end:
@@ -79,7 +81,7 @@ def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | st
             if found is None:
                 _release(memory, pieces)
                 return "the driver knows no allocation at its address"
-            pieces.append(Piece(*found, memory.retain(found[0])))
+            pieces.append(PhysicalMemory(*found, memory.retain(found[0])))
             at = found[0] + found[1]
         key = (memory.index, *pieces)
         with _making:
@@ -92,7 +94,7 @@ def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | st
                     "it was made without file descriptors to share it by (torch: TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1)"
                 )
             else:
-                span = _spans[key] = Span(memory, tuple(pieces))
+                span = _spans[key] = MappedSpan(memory, tuple(pieces))
                 _by_token[span.token] = span
             handle = f"{_server().address}/{span.token}"
     except DriverError as error:
@@ -133,7 +135,7 @@ def retained_bytes() -> int:
     return sum(piece.nbytes for span in list(_spans.values()) for piece in span.pieces)
 
 
-def _parts_of(token: str) -> Sequence[Part]:
+def _parts_of(token: str) -> Sequence[SharedDescriptor]:
     span = _by_token.get(token)
     if span is None:
         raise UnavailableError("it has been freed")
@@ -147,7 +149,7 @@ def _server() -> DescriptorServer:
     return _answering
 
 
-def _release(memory: VirtualMemory, pieces: Sequence[Piece]) -> None:
+def _release(memory: VirtualMemory, pieces: Sequence[PhysicalMemory]) -> None:
     with contextlib.suppress(DriverError):  # the device has failed before
         for piece in pieces:
             memory.release(piece.handle)
@@ -163,9 +165,9 @@ def _close(memory: VirtualMemory, start: int, sizes: Sequence[int], mapped: int)
 
 
 _numbers = itertools.count(1)
-_spans: weakref.WeakValueDictionary[tuple[object, ...], Span] = weakref.WeakValueDictionary()
+_spans: weakref.WeakValueDictionary[tuple[object, ...], MappedSpan] = weakref.WeakValueDictionary()
 """Of this process, for all lanes, by device and pieces."""
-_by_token: weakref.WeakValueDictionary[str, Span] = weakref.WeakValueDictionary()
+_by_token: weakref.WeakValueDictionary[str, MappedSpan] = weakref.WeakValueDictionary()
 _making = forks.lock()
 _answering: DescriptorServer | None = None
 
@@ -216,7 +218,7 @@ class ExportedMemory:
         return found
 
     def is_gone(self, allocation: Allocation) -> bool:
-        if isinstance(allocation.kept, Span):
+        if isinstance(allocation.kept, MappedSpan):
             return allocation.kept.is_gone()
         return _name(self._driver.allocation_number(allocation.start)) != allocation.name
 

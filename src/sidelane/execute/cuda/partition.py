@@ -77,7 +77,7 @@ NEEDED = (
 )
 
 
-class Calls(Protocol):
+class PartitionDriver(Protocol):
     """What a split needs of the driver, whose context is current."""
 
     def call(self, function: str, *arguments: Any) -> Any: ...
@@ -86,7 +86,7 @@ class Calls(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class SmGroup:
     """One of the two sets.
 
     Attributes:
@@ -117,7 +117,7 @@ class UnitSplit:
         DriverError: the driver refused a call.
     """
 
-    def __init__(self, driver: Calls, api: Any, units: int) -> None:
+    def __init__(self, driver: PartitionDriver, api: Any, units: int) -> None:
         absent = [name for name in NEEDED if not hasattr(api, name)]
         if absent:
             raise UnavailableError(f"partitions need cuda-bindings with {absent[0]} (CUDA 12.5)")
@@ -148,7 +148,7 @@ class UnitSplit:
         while self._contexts:
             self._driver.call("cuGreenCtxDestroy", self._contexts.pop())
 
-    def _part(self, device: Any, resource: Any) -> Part:
+    def _part(self, device: Any, resource: Any) -> SmGroup:
         call = self._driver.call
         flags = self._api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         context = call("cuGreenCtxCreate", call("cuDevResourceGenerateDesc", [resource], 1), device, int(flags))
@@ -157,4 +157,4 @@ class UnitSplit:
         for priority in self._driver.priorities():
             self._streams.append(call("cuGreenCtxStreamCreate", context, non_blocking, priority))
         normal, urgent = self._streams[-2:]
-        return Part(resource.sm.smCount, int(normal), int(urgent))
+        return SmGroup(resource.sm.smCount, int(normal), int(urgent))

@@ -16,10 +16,10 @@ from sidelane.execute.cuda.calls import (
     Memcpy,
     MemOps,
     Operand,
-    Plan,
     RecordEvent,
     RecordStamp,
     StreamCall,
+    StreamPlan,
     WaitEvent,
     WaitValue,
     WriteValue,
@@ -231,7 +231,7 @@ calls and some ten microseconds, in which a GPU copies about this much inside it
 
 def plan_calls(
     program: Program, rank: int, *, peer_writes: bool = True, copy_batches: bool = True, captured: bool = False
-) -> Plan:
+) -> StreamPlan:
     """Turn the queues of ``rank`` into calls.
 
     Args:
@@ -276,7 +276,7 @@ class _Planner:
         self.cell_copies: list[Memcpy] = []
         self.stream = 0
 
-    def plan(self) -> Plan:
+    def plan(self) -> StreamPlan:
         sides = sorted(set(self.stream_of.values()) - {0})
         asides, join_at = self._place_asides()
         if self.program.alone:
@@ -305,7 +305,7 @@ class _Planner:
         ahead = [step for step in self.steps if self.split and step.stream]
         steps = [step for step in self.steps if not self.split or not step.stream]
         marks, arrivals = self._events_of_callers()
-        plan = Plan(len(sides) + 1, self.events, self.cells, tuple(ahead), tuple(steps))
+        plan = StreamPlan(len(sides) + 1, self.events, self.cells, tuple(ahead), tuple(steps))
         return dataclasses.replace(plan, marks=marks, arrivals=arrivals)
 
     def _events_of_callers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

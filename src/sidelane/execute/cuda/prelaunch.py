@@ -21,8 +21,8 @@ from sidelane.execute.cuda.calls import (
     DeviceWord,
     HostWord,
     MemOps,
-    Plan,
     StreamCall,
+    StreamPlan,
     WaitValue,
     WriteValue,
 )
@@ -32,7 +32,7 @@ DEFAULT_CONNECTIONS = 8
 """Hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise."""
 
 
-def hold_back(plan: Plan, trigger: Flag) -> Plan:
+def hold_back(plan: StreamPlan, trigger: Flag) -> StreamPlan:
     """Put a plan behind ``trigger``, on streams of its own, and let its end be seen in ``DeviceWord.DONE``.
 
     Args:
@@ -56,7 +56,7 @@ def hold_back(plan: Plan, trigger: Flag) -> Plan:
     steps[-1:] = [StreamCall(0, MemOps(ops)) for ops in _cut((*done, ended))]
     ahead = tuple(StreamCall(step.stream + 1, step.call) for step in steps)
     fire = MemOps((WriteValue(trigger, EPOCH), WaitValue(DeviceWord.DONE, EPOCH)))
-    return Plan(plan.streams + 1, plan.events, plan.cells, ahead, (StreamCall(0, fire),), is_held=True)
+    return StreamPlan(plan.streams + 1, plan.events, plan.cells, ahead, (StreamCall(0, fire),), is_held=True)
 
 
 def most_connections() -> int:

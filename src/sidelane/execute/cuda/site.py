@@ -15,17 +15,17 @@ import torch
 from sidelane import forks
 from sidelane.errors import CommunicatorClosedError, SidelaneError
 from sidelane.execute.base import Addresses
-from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Plan, Route
+from sidelane.execute.cuda.calls import DEFAULT_STREAMS, DeviceWord, HostWord, Route, StreamPlan
 from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.execute.cuda.probe import DriverFeatures
 from sidelane.execute.cuda.release import FlagRescue
-from sidelane.execute.cuda.tables import DeviceTable, Tables
-from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, Watch
+from sidelane.execute.cuda.tables import DeviceTable, DeviceTables
+from sidelane.execute.cuda.watch import BOARD, BUSY, FINISHED, HOST_WORDS, STARTED, DeviceWatch
 from sidelane.execute.monitor import PeerMonitor
-from sidelane.execute.submitted import Counts, Ledger
+from sidelane.execute.submitted import Counts, SubmissionLedger
 from sidelane.memory.release import submitters
 from sidelane.program.ir import Program
 from sidelane.program.kernel_list import AnyKernelProgram
@@ -49,7 +49,7 @@ class Plans:
         self._plans = {captured: Once(functools.partial(self._plan, captured)) for captured in (False, True)}
         self._counts = {route: Once(functools.partial(counts_of, route=route)) for route in Route}
 
-    def of(self, program: Program, captured: bool = False) -> Plan:
+    def of(self, program: Program, captured: bool = False) -> StreamPlan:
         """The plan of a program, for a graph or not.
 
         Raises:
@@ -57,11 +57,11 @@ class Plans:
         """
         return self._plans[captured](program)
 
-    def counts(self, plan: Plan, route: Route) -> Counts:
+    def counts(self, plan: StreamPlan, route: Route) -> Counts:
         """What an invocation submits that takes a route."""
         return self._counts[route](plan)
 
-    def _plan(self, captured: bool, program: Program) -> Plan:
+    def _plan(self, captured: bool, program: Program) -> StreamPlan:
         return plan_calls(
             program,
             self._rank,
@@ -170,7 +170,7 @@ class CudaSite:
         self.rank, self.features, self.reduce_blocks = rank, features, reduce_blocks
         self.driver = driver if driver is not None else Driver(device)
         self.lock = forks.lock()
-        self.ledger = Ledger()
+        self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
         self.programs: Alike[Any] = Alike()  # of copy engines; whoever loads knows their types
         self.kernels: Alike[Any] = Alike()
@@ -197,10 +197,10 @@ class CudaSite:
             self.internal = self.create_stream()
             self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
-            self._tables = Tables(self.driver, self.create_stream())
+            self._tables = DeviceTables(self.driver, self.create_stream())
             for trigger in (self.trigger_word, self.host_trigger.address):  # whoever has passed one writes DONE itself
                 self.rescue.register_word(trigger)
-        self.watch = Watch(self.driver, rank, words, monitor, self.rescue, timeout_s)
+        self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
         submitters.add(self)
         forks.keeping(self)  # with its words and streams

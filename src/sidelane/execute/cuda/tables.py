@@ -33,7 +33,7 @@ class DeviceTable:
         self.address = address
 
 
-class Tables:
+class DeviceTables:
     """The tables of one executor, whose lock is held and whose device is current in every method.
 
     Args:

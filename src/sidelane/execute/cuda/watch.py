@@ -60,7 +60,7 @@ class CapturedMemory:
         """Watch over the memory of a call that was captured just now.
 
         Args:
-            busy: what its program writes while it runs (``watch.Subject``); 0 for what writes nothing, as kernels.
+            busy: what its program writes while it runs (``WatchedProgram``); 0 for what writes nothing, as kernels.
             what: the call and its tensors, for people.
             is_gone: whether some of the memory was freed. Called by another thread.
         """
@@ -99,7 +99,7 @@ _LONGEST_SLEEP_S = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Subject:
+class WatchedProgram:
     """An invocation under watch. ``captured``: by a caller, who may replay it at any time; its epoch says nothing."""
 
     epoch: int
@@ -112,7 +112,7 @@ class Subject:
         return f"{self.program.collective} {self.program.variant}, {which}"
 
 
-class Watch:
+class DeviceWatch:
     """Watches the invocations of one executor. ``start`` begins the thread.
 
     Args:
@@ -139,10 +139,10 @@ class Watch:
         self.timeout_s = timeout_s
         self._completed = 0  # last epoch that had finished when the failure came
         self._running: collections.deque[tuple[int, tuple[Program, Addresses]]] = collections.deque()
-        self._first: Subject | None = None
-        self._captured: list[Subject] = []
+        self._first: WatchedProgram | None = None
+        self._captured: list[WatchedProgram] = []
         self._captured_memory, self._last_busy = CapturedMemory(), 0  # of what was recorded last
-        self._subject: Subject | None = None
+        self._subject: WatchedProgram | None = None
         self._since: float | None = None
         self._doomed_since: float | None = None
         self._flags_before: dict[int, object] | None = None
@@ -189,7 +189,7 @@ class Watch:
         """What the next captured program writes into ``BUSY`` while it runs."""
         return len(self._captured) + 1
 
-    def captured(self, subject: Subject) -> None:
+    def captured(self, subject: WatchedProgram) -> None:
         """A program was captured; it writes ``next_busy_number`` of before."""
         self._captured.append(subject)
 
@@ -332,7 +332,7 @@ class Watch:
             self._monitor.abort(text, ranks, timed_out=True)
             self.fail(PeerTimeoutError(text, ranks))
 
-    def _front(self) -> Subject | None:
+    def _front(self) -> WatchedProgram | None:
         """The first invocation that has not finished. The peers are told, for them to tell a death from an end."""
         word, last_ended = int(self._words.array[FINISHED]), NO_CALL
         while self._running and reached(word, self._running[0][0]):
@@ -342,7 +342,7 @@ class Watch:
             self._first = None
         elif ended is None or ended.epoch != self._running[0][0]:
             epoch, subject = self._running[0]
-            self._first = Subject(epoch, *subject)
+            self._first = WatchedProgram(epoch, *subject)
             self._monitor.begin(self._first.epoch, str(self._first))
         if ended is not None and ended is not self._first:
             self._monitor.end(ended.epoch)
@@ -350,20 +350,20 @@ class Watch:
             self._monitor.end(last_ended)
         return self._first
 
-    def _started(self, front: Subject) -> bool:
+    def _started(self, front: WatchedProgram) -> bool:
         return reached(int(self._words.array[STARTED]), front.epoch)
 
-    def _replayed(self) -> Subject | None:
+    def _replayed(self) -> WatchedProgram | None:
         busy = int(self._words.array[BUSY])
         return self._captured[busy - 1] if 0 < busy <= len(self._captured) else None
 
-    def _trouble_of(self, subject: Subject) -> PeerError | None:
+    def _trouble_of(self, subject: WatchedProgram) -> PeerError | None:
         """Why it cannot end. A graph may be replayed at any time after its capture, whatever call the ranks are at."""
         if subject.captured:
             return _trouble(self._monitor.check_present, self.last_epoch + 1)
         return _trouble(self._monitor.check, subject.epoch)
 
-    def _stands_still(self, subject: Subject) -> bool:
+    def _stands_still(self, subject: WatchedProgram) -> bool:
         """False while a graph might merely be replayed so often that every look finds it running."""
         if not subject.captured:
             return True
@@ -371,7 +371,7 @@ class Watch:
         before, self._flags_before = self._flags_before, flags
         return before == flags
 
-    def _stall(self, subject: Subject, suspects: Sequence[int]) -> Stall:
+    def _stall(self, subject: WatchedProgram, suspects: Sequence[int]) -> Stall:
         """What is missing, from everyone's flags. If they cannot be read, from the suspects, or else all peers are."""
         words: Words = self._rescue.read(subject.program, subject.addresses, _READ_S)
         if not words:
@@ -379,7 +379,7 @@ class Watch:
             words = assume_missing(subject.program, subject.epoch, suspects or peers)
         return find_stall(subject.program, self._rank, subject.epoch, words)
 
-    def _give_up(self, subject: Subject, trouble: PeerError) -> None:
+    def _give_up(self, subject: WatchedProgram, trouble: PeerError) -> None:
         """A peer is gone, or has given up."""
         waiting = self._stall(subject, trouble.ranks).waiting
         text = f"{trouble} (seen by rank {self._rank} in {subject}" + (f", {waiting})" if waiting else ")")
@@ -387,7 +387,7 @@ class Watch:
         self.fail(type(trouble)(text, trouble.ranks))
         self._rescue.release(self.last_epoch)
 
-    def _time_out(self, subject: Subject, waited_s: float) -> None:
+    def _time_out(self, subject: WatchedProgram, waited_s: float) -> None:
         absent = () if subject.captured else tuple(self._monitor.absent(subject.epoch))
         stall = self._stall(subject, absent)
         # A peer that gave up first has let its own waits pass, and looks at fault itself: it says so before it does.

@@ -21,7 +21,17 @@ from sidelane.integrations.nodes.failures import RollCall
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part
 from sidelane.integrations.nodes.plan import make_plan
 from sidelane.integrations.nodes.scratch import Scratch
-from sidelane.integrations.nodes.steps import INPUT, OUTPUT, Copies, Far, Join, Near, Plan, Span, Spread
+from sidelane.integrations.nodes.steps import (
+    INPUT,
+    OUTPUT,
+    Copies,
+    ElementSpan,
+    Far,
+    Join,
+    Near,
+    NodeBroadcast,
+    NodePlan,
+)
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.nodes.watchdog import Lookout
 from sidelane.integrations.works import OtherWork
@@ -386,7 +396,7 @@ class _Call:
     weight: float
 
     def __init__(
-        self, whose: NodesCommunicator, plan: Plan, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
+        self, whose: NodesCommunicator, plan: NodePlan, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
     ) -> None:
         self._whose, self._plan, self._dtype = whose, plan, dtype
         self.far_works: list[OtherWork] = []
@@ -403,7 +413,7 @@ class _Call:
             raise _NearError(error) from error
         do: dict[type, Callable[[Any], None]] = {
             Copies: self._copies,
-            Spread: self._spread,
+            NodeBroadcast: self._spread,
             Near: self._near,
             Far: self._begin,
             Join: lambda step: self.far_works[step.number].wait(),
@@ -412,11 +422,11 @@ class _Call:
             try:
                 do[type(step)](step)
             except (PeerError, CommunicatorClosedError) as error:
-                if isinstance(step, Spread | Near):
+                if isinstance(step, NodeBroadcast | Near):
                     raise _NearError(error) from error
                 raise
 
-    def _view(self, span: Span) -> Tensor:
+    def _view(self, span: ElementSpan) -> Tensor:
         return self._tensors[span.buffer, span.tensor].narrow(0, span.offset, span.count)
 
     def _copies(self, step: Copies) -> None:
@@ -428,7 +438,7 @@ class _Call:
             for to, given in pairs:
                 to.copy_(given)
 
-    def _spread(self, step: Spread) -> None:
+    def _spread(self, step: NodeBroadcast) -> None:
         if self._whose.near.world_size == 1:
             return
         with self._whose.near.batch(beside=self._whose.beside) as batch:

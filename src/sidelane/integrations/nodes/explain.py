@@ -8,13 +8,23 @@ from typing import Any
 
 from sidelane.integrations.nodes.choose import HIERARCHICAL, NodesChoice, choose
 from sidelane.integrations.nodes.plan import make_plan
-from sidelane.integrations.nodes.steps import PACKED, Copies, Far, Join, Near, Plan, Span, Spread, Step
+from sidelane.integrations.nodes.steps import (
+    PACKED,
+    Copies,
+    ElementSpan,
+    Far,
+    Join,
+    Near,
+    NodeBroadcast,
+    NodePlan,
+    Step,
+)
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class ExplainedStep:
     """A step of a rank.
 
     Attributes:
@@ -44,7 +54,7 @@ class Explained:
     nodes: Nodes
     choice: NodesChoice
     rank: int
-    steps: tuple[Told, ...]
+    steps: tuple[ExplainedStep, ...]
     stays: int
     scratch: int
 
@@ -116,24 +126,26 @@ def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str = "bfloat16"
     return Explained(nodes, choice, rank, tuple(_told(plan, nodes, rank, item)), stays, scratch)
 
 
-def _told(plan: Plan, nodes: Nodes, rank: int, item: int) -> Iterator[Told]:
+def _told(plan: NodePlan, nodes: Nodes, rank: int, item: int) -> Iterator[ExplainedStep]:
     node, place = nodes.seat(rank)
     near, rail = f"node {node}", f"rail {place}"
     begun = 0
     for step in plan.steps:
         if isinstance(step, Far):
-            yield Told(rail, f"begin {step.kind} {begun} of ranks {_named(nodes.rail(place))}", step.input.count * item)
+            yield ExplainedStep(
+                rail, f"begin {step.kind} {begun} of ranks {_named(nodes.rail(place))}", step.input.count * item
+            )
             begun += 1
         elif isinstance(step, Join):
-            yield Told(rail, f"wait for {step.number}")
+            yield ExplainedStep(rail, f"wait for {step.number}")
         elif not isinstance(step, Copies) or step.pairs:
-            yield Told("rank" if isinstance(step, Copies) else near, *_near(step, nodes.members[node], item))
+            yield ExplainedStep("rank" if isinstance(step, Copies) else near, *_near(step, nodes.members[node], item))
 
 
 def _near(step: Step, own: Sequence[int], item: int) -> tuple[str, int]:
     if isinstance(step, Copies):
         return f"copy {_counted([span for span, _ in step.pairs])}", sum(span.count for span, _ in step.pairs) * item
-    if isinstance(step, Spread):
+    if isinstance(step, NodeBroadcast):
         roots = sorted({root for root, _ in step.parts})
         text = (
             f"broadcast {_counted([span for _, span in step.parts])} of ranks {_named([own[root] for root in roots])}"
@@ -143,7 +155,7 @@ def _near(step: Step, own: Sequence[int], item: int) -> tuple[str, int]:
     return f"{step.kind} of ranks {_named(own)}", step.input.count * item
 
 
-def _counted(spans: Sequence[Span]) -> str:
+def _counted(spans: Sequence[ElementSpan]) -> str:
     return f"{len(spans)} part{'s' * (len(spans) > 1)}"
 
 

@@ -32,7 +32,7 @@ class PlanError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class ElementSpan:
     """``count`` elements of a tensor.
 
     Attributes:
@@ -59,11 +59,11 @@ class Span:
         """Behind the last element."""
         return self.offset + self.count
 
-    def part(self, offset: int, count: int) -> Span:
+    def part(self, offset: int, count: int) -> ElementSpan:
         """Some of it."""
         if not 0 <= offset <= offset + count <= self.count:
             raise PlanError(f"Span.part: elements (value={offset} to {offset + count} of {self}, allowed=inside of it)")
-        return Span(self.buffer, self.offset + offset, count, self.tensor)
+        return ElementSpan(self.buffer, self.offset + offset, count, self.tensor)
 
     def __str__(self) -> str:
         of = f" of tensor {self.tensor}" if self.tensor else ""
@@ -74,10 +74,14 @@ class Span:
 class Copies:
     """Elements move within this rank, in any order: (to, from), of one size. None that is written overlaps another."""
 
-    pairs: tuple[tuple[Span, Span], ...]
+    pairs: tuple[tuple[ElementSpan, ElementSpan], ...]
 
     def __post_init__(self) -> None:
-        _set(self, "pairs", tuple(_pair("Copies", pair, Span, Span) for pair in _listed("Copies: pairs", self.pairs)))
+        _set(
+            self,
+            "pairs",
+            tuple(_pair("Copies", pair, ElementSpan, ElementSpan) for pair in _listed("Copies: pairs", self.pairs)),
+        )
         for to, given in self.pairs:
             if to.count != given.count:
                 raise PlanError(f"Copies: pair (value={given} to {to}, allowed=as many elements)")
@@ -87,13 +91,13 @@ class Copies:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
+class NodeBroadcast:
     """Broadcasts in one node, as one call: the root's number there, and what is replaced by the root's."""
 
-    parts: tuple[tuple[int, Span], ...]
+    parts: tuple[tuple[int, ElementSpan], ...]
 
     def __post_init__(self) -> None:
-        parts = [_pair("Spread", part, object, Span) for part in _listed("Spread: parts", self.parts)]
+        parts = [_pair("Spread", part, object, ElementSpan) for part in _listed("Spread: parts", self.parts)]
         _set(self, "parts", tuple((whole(f"Spread of {span}: root", root), span) for root, span in parts))
 
     def __str__(self) -> str:
@@ -106,8 +110,8 @@ class Near:
     """A reduce-scatter or an all-to-all in one node."""
 
     kind: Kind
-    output: Span
-    input: Span
+    output: ElementSpan
+    input: ElementSpan
 
     def __post_init__(self) -> None:
         _collective(self, NEAR_KINDS)
@@ -127,8 +131,8 @@ class Far:
     """
 
     kind: Kind
-    output: Span
-    input: Span
+    output: ElementSpan
+    input: ElementSpan
     root: int = 0
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
@@ -168,11 +172,11 @@ class Join:
         return f"join of far step {self.number}"
 
 
-Step = Copies | Spread | Near | Far | Join
+Step = Copies | NodeBroadcast | Near | Far | Join
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class NodePlan:
     """What one rank does.
 
     A step ends before the next begins; a far one goes on until it is joined, beside all steps in between and beside
@@ -199,7 +203,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class StepGroup:
     """What is under way at once: before the far steps, these themselves, beside them, and after them."""
 
     before: tuple[Step, ...]
@@ -247,12 +251,12 @@ def _collective(step: Near | Far, kinds: tuple[Kind, ...]) -> None:
     if step.kind not in kinds:
         raise PlanError(f"{name}: kind (value={step.kind!r}, allowed={', '.join(kinds)})")
     _set(step, "kind", Kind(step.kind))
-    if not (isinstance(step.output, Span) and isinstance(step.input, Span)):
+    if not (isinstance(step.output, ElementSpan) and isinstance(step.input, ElementSpan)):
         raise PlanError(f"{name}: output and input (value={step.output!r}, {step.input!r}, allowed=spans)")
     if not (step.output.count and step.input.count):
         raise PlanError(f"{name}: elements (value={step.input} to {step.output}, allowed=1 and more)")
 
 
-def _few(spans: list[Span]) -> str:
+def _few(spans: list[ElementSpan]) -> str:
     shown = ", ".join(map(str, spans[:3]))
     return f"{shown} and {len(spans) - 3} more" if len(spans) > 3 else shown or "nothing"

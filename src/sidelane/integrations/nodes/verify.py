@@ -21,13 +21,13 @@ from sidelane.integrations.nodes.steps import (
     OUTPUT,
     PACKED,
     Copies,
+    ElementSpan,
     Far,
     Join,
     Near,
-    Plan,
+    NodeBroadcast,
+    NodePlan,
     PlanError,
-    Span,
-    Spread,
     Step,
     whole,
 )
@@ -50,7 +50,7 @@ def verify_plans(
     pieces: int,
     root: int = 0,
     *,
-    make: Callable[..., Plan] = make_plan,
+    make: Callable[..., NodePlan] = make_plan,
 ) -> int:
     """Prove that each output is what the collective defines, in every order in which steps may run, and that all end.
 
@@ -74,7 +74,7 @@ def verify_plans(
     call = _Call(kind, nodes, tuple(counts), root)
     plans = [make(call.kind, nodes, rank, call.counts, pieces, call.root) for rank in range(len(nodes.of))]
     for rank, plan in enumerate(plans):
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, NodePlan):
             raise PlanError(f"{call}: plan of rank {rank} (value={plan!r}, allowed=a Plan)")
     for ranks in nodes.members:
         _check_scratch(call, ranks, plans)
@@ -112,7 +112,7 @@ class _Call:
         return [(0, frozenset({(other, tensor, begin + at)})) for other in givers for at in range(count)]
 
 
-def _check_scratch(call: _Call, ranks: Sequence[int], plans: Sequence[Plan]) -> None:
+def _check_scratch(call: _Call, ranks: Sequence[int], plans: Sequence[NodePlan]) -> None:
     """The ranks of a node take symmetric memory together."""
     taken = {rank: [item for item in plans[rank].scratch.items() if item[0].startswith(PACKED)] for rank in ranks}
     for rank, items in taken.items():
@@ -121,7 +121,7 @@ def _check_scratch(call: _Call, ranks: Sequence[int], plans: Sequence[Plan]) -> 
             raise PlanError(f"{call}: symmetric scratch of rank {rank} (value={items}, allowed={first})")
 
 
-def _carry_out(call: _Call, plans: Sequence[Plan]) -> int:
+def _carry_out(call: _Call, plans: Sequence[NodePlan]) -> int:
     ranks = [_Rank(call, rank, plan) for rank, plan in enumerate(plans)]
     done = 0
     while any(rank.step is not None for rank in ranks):
@@ -147,7 +147,7 @@ class _Access:
     begin: int
     end: int
     writes: bool
-    span: Span
+    span: ElementSpan
 
     def meets(self, other: _Access) -> bool:
         """Both touch an element, and one writes."""
@@ -161,7 +161,7 @@ class _Access:
 class _Rank:
     """One rank: its memory, and how far it has come."""
 
-    def __init__(self, call: _Call, rank: int, plan: Plan) -> None:
+    def __init__(self, call: _Call, rank: int, plan: NodePlan) -> None:
         self.call, self.rank, self.steps, self.at = call, rank, plan.steps, 0
         self.node, self.place = call.nodes.seat(rank)
         self.far: list[tuple[Far, list[Value], tuple[_Access, ...]]] = []  # with what was there when it was begun
@@ -222,28 +222,28 @@ class _Rank:
             if number not in self.joined:
                 raise PlanError(f"{self.call}: rank {self.rank} ends with far step {number} under way, {step}")
         for tensor in range(len(self.call.counts)):
-            found = self.read(Span(OUTPUT, 0, self._sizes[OUTPUT, tensor], tensor))
+            found = self.read(ElementSpan(OUTPUT, 0, self._sizes[OUTPUT, tensor], tensor))
             wanted = self.call.wanted(self.rank, tensor)
             if found == wanted:
                 continue
             wrong = [at for at, (value, right) in enumerate(zip(found, wanted, strict=True)) if value != right]
             first = wrong[0]
             end = next((first + n for n, at in enumerate(wrong) if at != first + n), wrong[-1] + 1)
-            which = f"{Span(OUTPUT, first, end - first, tensor)}, of which element {first}"
+            which = f"{ElementSpan(OUTPUT, first, end - first, tensor)}, of which element {first}"
             said = f"is {_said(found[first])}, not {_said(wanted[first])}"
             raise PlanError(f"{self.call}: rank {self.rank} ends with {which} {said}")
 
-    def read(self, span: Span) -> list[Value]:
+    def read(self, span: ElementSpan) -> list[Value]:
         memory, begin, end = self._where(span)
         return self._memory[memory][begin:end]
 
-    def write(self, span: Span, values: list[Value]) -> None:
+    def write(self, span: ElementSpan, values: list[Value]) -> None:
         memory, begin, end = self._where(span)
         if end - begin != len(values):
             self.refuse(f"{len(values)} elements for {span}")
         self._memory[memory][begin:end] = values
 
-    def check(self, reads: Sequence[Span], writes: Sequence[Span]) -> tuple[_Access, ...]:
+    def check(self, reads: Sequence[ElementSpan], writes: Sequence[ElementSpan]) -> tuple[_Access, ...]:
         """What this step touches may be touched, in any order and beside the far steps under way."""
         found = [_Access(*self._where(span), False, span) for span in reads]
         for span in writes:
@@ -265,7 +265,7 @@ class _Rank:
                         self.refuse(f"{access.span} belongs to far step {number} under way, {step}")
         return tuple(found)
 
-    def _where(self, span: Span) -> tuple[tuple[str, int], int, int]:
+    def _where(self, span: ElementSpan) -> tuple[tuple[str, int], int, int]:
         named = span.buffer, span.tensor
         size = self._sizes.get(named)
         if size is None or span.end > size:
@@ -307,7 +307,7 @@ class _Rank:
         self.check((step.input,), (step.output,))
         return self.read(step.input)
 
-    def begin_spread(self, step: Spread, many: int) -> None:
+    def begin_spread(self, step: NodeBroadcast, many: int) -> None:
         """Check a near step of broadcasts."""
         for root, span in step.parts:
             if root >= many:
@@ -319,13 +319,13 @@ class _Rank:
 def _meet(ranks: Sequence[_Rank]) -> int:
     """A near step, if all ranks of a node have come to one."""
     steps = [rank.step for rank in ranks]
-    if not all(isinstance(step, Near | Spread) for step in steps):
+    if not all(isinstance(step, Near | NodeBroadcast) for step in steps):
         return 0
     first = steps[0]
     for rank in ranks:
         if _asks(rank.step) != _asks(first):
             rank.refuse(f"rank {ranks[0].rank} of its node has {first}")
-    if isinstance(first, Spread):
+    if isinstance(first, NodeBroadcast):
         for rank in ranks:
             rank.begin_spread(first, len(ranks))
         for root, span in first.parts:
@@ -367,7 +367,7 @@ def _asks(step: Step | None) -> tuple[object, ...]:
         return Near, step.kind, step.input.count
     if isinstance(step, Far):
         return Far, step.kind, step.root, len(step.sent), 0 if step.sent else step.input.count
-    return Spread, step
+    return NodeBroadcast, step
 
 
 def _result(kind: Kind, inputs: Sequence[list[Value]], root: int, *, is_near: bool) -> list[list[Value]]:

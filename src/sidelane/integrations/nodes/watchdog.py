@@ -24,7 +24,7 @@ _PATIENCE_S = 2.0  # a rank may have done its part before it went
 
 
 @dataclasses.dataclass(slots=True)
-class Mark:
+class CallUnderWay:
     """A call under way.
 
     Attributes:
@@ -57,16 +57,16 @@ class Lookout:
         self, roll: RollCall, timeout: timedelta, attach: Callable[[], None], end: Callable[[PeerError], None]
     ) -> None:
         self._roll, self.timeout_s, self._attach, self._end = roll, timeout.total_seconds(), attach, end
-        self._marks: list[Mark] = []
+        self._marks: list[CallUnderWay] = []
         self.calls = 0
         self._noticed: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, begun: Callable[[], bool], ended: Callable[[], bool]) -> None:
-        """A call is about to be made; all ranks make the same calls. See :class:`Mark`; asked in the thread."""
+        """A call is about to be made; all ranks make the same calls. See :class:`CallUnderWay`; asked in the thread."""
         self.calls += 1
-        self._marks.append(Mark(self.calls, begun, ended))
+        self._marks.append(CallUnderWay(self.calls, begun, ended))
         if self._thread is None:
             ending.at_exit(self)
             self._thread = threading.Thread(target=self._run, name="sidelane-lookout", daemon=True)

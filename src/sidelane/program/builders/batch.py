@@ -26,7 +26,7 @@ from enum import IntEnum
 from sidelane.fields import an, one_of, several, text
 from sidelane.program.batch import PIECE_ALIGNMENT, Batch
 from sidelane.program.builders.beside import beside
-from sidelane.program.builders.flags import FlagPlan, Role
+from sidelane.program.builders.flags import FlagPlan, FlagRole
 from sidelane.program.builders.registry import find_algorithm, list_variants
 from sidelane.program.builders.transport import Transport
 from sidelane.program.collective import Buffer, Collective, Kind, Span
@@ -92,8 +92,8 @@ class _Stage(IntEnum):
     REDUCE = 6
 
 
-_SIGNALS = {Role.ENTRY: _Stage.ENTER, Role.EXIT: _Stage.EXIT}
-_WAITS = {Role.LOCAL: _Stage.RELEASED, Role.ENTRY: _Stage.ENTERED, Role.EXIT: _Stage.EXITED}
+_SIGNALS = {FlagRole.ENTRY: _Stage.ENTER, FlagRole.EXIT: _Stage.EXIT}
+_WAITS = {FlagRole.LOCAL: _Stage.RELEASED, FlagRole.ENTRY: _Stage.ENTERED, FlagRole.EXIT: _Stage.EXITED}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class _Merged:
         for command in part.queue.commands:
             if not isinstance(command, Signal | Wait):
                 yield _on(command, {span: self._span(span, part.part) for span in spans(command)})
-            elif self.plans[part.part].role(command.flag)[1] is Role.LOCAL:
+            elif self.plans[part.part].role(command.flag)[1] is FlagRole.LOCAL:
                 yield dataclasses.replace(command, flag=self._release(command.flag, part))
             else:
                 yield command  # handshakes have the same flags in all programs
@@ -260,8 +260,8 @@ def _is_local(queue: Queue) -> bool:
 def _is_partners(command: Command, flags: FlagPlan) -> bool:
     """True for what a partner says or hears: once a rank is enough, on the engine that needs it most."""
     if isinstance(command, Signal):
-        return flags.role(command.flag)[1] is Role.ENTRY
-    return isinstance(command, Wait) and flags.role(command.flag)[1] is Role.EXIT
+        return flags.role(command.flag)[1] is FlagRole.ENTRY
+    return isinstance(command, Wait) and flags.role(command.flag)[1] is FlagRole.EXIT
 
 
 def _moves(queue: Queue) -> Iterator[Command]:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from sidelane.program.ir import EPOCH, Flag, Signal, Wait
 
 
-class Role(StrEnum):
+class FlagRole(StrEnum):
     """What a flag is for."""
 
     ENTRY = "entry"
@@ -60,18 +60,18 @@ class FlagPlan:
     def wait_exit(self, partner: int, mover: int, phase: int = 0) -> Wait:
         return Wait(self._exit(partner, mover, phase), EPOCH)
 
-    def role(self, flag: Flag) -> tuple[int, Role]:
+    def role(self, flag: Flag) -> tuple[int, FlagRole]:
         """The phase of a flag (0 for local ones), and what it is for.
 
         >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
         (1, <Role.EXIT: 'exit'>)
         """
         if flag.index >= CONFIRMATIONS:
-            return 0, Role.CONFIRMED
+            return 0, FlagRole.CONFIRMED
         if flag.index >= self.handshakes:
-            return 0, Role.LOCAL
+            return 0, FlagRole.LOCAL
         phase, index = divmod(flag.index, 2 * self.world_size)
-        return phase, Role.ENTRY if index < self.world_size else Role.EXIT
+        return phase, FlagRole.ENTRY if index < self.world_size else FlagRole.EXIT
 
     def local(self, rank: int, queue: int) -> Flag:
         """The flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""

@@ -23,7 +23,7 @@ from enum import IntEnum
 from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Reduce, Stamp, Wait, spans
 
 
-class Mark(IntEnum):
+class StampMark(IntEnum):
     """What a stamp marks; its slot is ``len(Mark) * position of the queue on its rank + mark``."""
 
     BEGIN = 0
@@ -57,7 +57,7 @@ def slots_of(program: Program, rank: int) -> tuple[int, ...]:
     return tuple(c.slot for queue in program.queues_of(rank) for c in queue.commands if isinstance(c, Stamp))
 
 
-def times_of(stamps: Mapping[int, float]) -> dict[Mark, float]:
+def times_of(stamps: Mapping[int, float]) -> dict[StampMark, float]:
     """From slots with times to the marks of a rank: its earliest ``BEGIN`` and ``FIRST``, its latest others.
 
     A mark that no queue has is where its neighbour is: without an entry handshake ``BEGIN`` is ``FIRST``, without an
@@ -69,17 +69,17 @@ def times_of(stamps: Mapping[int, float]) -> dict[Mark, float]:
     Raises:
         ValueError: no queue of the rank copies anything.
     """
-    of = {mark: [time for slot, time in stamps.items() if slot % len(Mark) == mark] for mark in Mark}
-    if not of[Mark.FIRST] or not of[Mark.LAST]:
+    of = {mark: [time for slot, time in stamps.items() if slot % len(StampMark) == mark] for mark in StampMark}
+    if not of[StampMark.FIRST] or not of[StampMark.LAST]:
         raise ValueError(f"times_of: no stamps around copies (value={sorted(stamps)})")
-    first, last = min(of[Mark.FIRST]), max(of[Mark.LAST])
+    first, last = min(of[StampMark.FIRST]), max(of[StampMark.LAST])
     return {
-        Mark.BEGIN: min([first, *of[Mark.BEGIN]]),
-        Mark.FIRST: first,
-        Mark.LAST: last,
-        Mark.END: max([last, *of[Mark.END]]),
-        Mark.STAGED: max(of[Mark.STAGED], default=first),
-        Mark.READY: max(of[Mark.READY], default=first),
+        StampMark.BEGIN: min([first, *of[StampMark.BEGIN]]),
+        StampMark.FIRST: first,
+        StampMark.LAST: last,
+        StampMark.END: max([last, *of[StampMark.END]]),
+        StampMark.STAGED: max(of[StampMark.STAGED], default=first),
+        StampMark.READY: max(of[StampMark.READY], default=first),
     }
 
 
@@ -87,20 +87,26 @@ def _marked(queue: Queue, position: int) -> tuple[Command, ...]:
     if queue.engine.kind is EngineKind.CALLER or not queue.commands:
         return queue.commands
     commands = list(queue.commands)
-    slots = {mark: Stamp(len(Mark) * position + mark) for mark in Mark}
+    slots = {mark: Stamp(len(StampMark) * position + mark) for mark in StampMark}
     moves = [index for index, command in enumerate(commands) if isinstance(command, (*MOVES, Reduce))]
     peers = queue.engine.kind is EngineKind.DMA
     if not moves:
-        return (*((slots[Mark.BEGIN],) if peers else ()), *commands, slots[Mark.END])
+        return (*((slots[StampMark.BEGIN],) if peers else ()), *commands, slots[StampMark.END])
     before, copies, after = commands[: moves[0]], commands[moves[0] : moves[-1] + 1], commands[moves[-1] + 1 :]
-    end = (*after, slots[Mark.END]) if after else ()
+    end = (*after, slots[StampMark.END]) if after else ()
     if not peers:
-        return (*before, *copies, slots[Mark.LAST], *end)
-    begin = (slots[Mark.BEGIN], *before) if before else ()
+        return (*before, *copies, slots[StampMark.LAST], *end)
+    begin = (slots[StampMark.BEGIN], *before) if before else ()
     staged, pulls = _around_handshake(copies)
     if pulls:
-        copies = [*copies[:staged], slots[Mark.STAGED], *copies[staged:pulls], slots[Mark.READY], *copies[pulls:]]
-    return (*begin, slots[Mark.FIRST], *copies, slots[Mark.LAST], *end)
+        copies = [
+            *copies[:staged],
+            slots[StampMark.STAGED],
+            *copies[staged:pulls],
+            slots[StampMark.READY],
+            *copies[pulls:],
+        ]
+    return (*begin, slots[StampMark.FIRST], *copies, slots[StampMark.LAST], *end)
 
 
 def _around_handshake(commands: Sequence[Command]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from sidelane.fields import an, several, whole
 from sidelane.program.ir import Program
 from sidelane.program.verify.counters import Counters
 from sidelane.program.verify.layout import Layout, lay_out
-from sidelane.program.verify.order import Order
+from sidelane.program.verify.order import HappensBefore
 from sidelane.program.verify.progress import check_progress
 from sidelane.program.verify.provenance import check_provenance
 from sidelane.program.verify.structure import check_structure
@@ -129,11 +129,11 @@ def _proven(programs: tuple[Program, ...], rounds: int, start: float) -> Verific
     )
 
 
-def go_through(layout: Layout) -> Order:
+def go_through(layout: Layout) -> HappensBefore:
     """Find out what comes before what, again until what is claimed of counters holds."""
     counters = Counters()
     while True:
-        order = Order(layout, counters)
+        order = HappensBefore(layout, counters)
         if order.blocked or not counters.revise(order.flags.counters.values()):
             return order
 

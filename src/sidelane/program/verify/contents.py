@@ -35,7 +35,7 @@ class Content(NamedTuple):
         return Content(self.value, self.shift - distance)
 
 
-class Piece(NamedTuple):
+class ContentRange(NamedTuple):
     """``content`` in bytes ``[start, end)``."""
 
     start: int
@@ -93,13 +93,13 @@ class Contents:
         self._starts = [0] if nbytes else []
         self._contents = [content] if nbytes else []
 
-    def read(self, start: int, end: int) -> list[Piece]:
+    def read(self, start: int, end: int) -> list[ContentRange]:
         """Pieces of bytes ``[start, end)``, cut to that range."""
         first = bisect_right(self._starts, start) - 1
         behind = bisect_left(self._starts, end)
         edges = [start, *self._starts[first + 1 : behind], end]
         return [
-            Piece(low, high, content)
+            ContentRange(low, high, content)
             for low, high, content in zip(edges, edges[1:], self._contents[first:behind], strict=False)
         ]
 
@@ -111,7 +111,7 @@ class Contents:
             return None
         return self._contents[first]
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def write(self, pieces: Iterable[ContentRange]) -> None:
         """Replace the bytes that ``pieces`` (side by side, in order) cover."""
         pieces = list(pieces)
         self._replace(

@@ -17,7 +17,7 @@ import numpy as np
 
 from sidelane.program.ir import Signal
 from sidelane.program.verify.counters import Counter, Counters
-from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Occurrence, Plan, event_at
+from sidelane.program.verify.layout import SIGNAL, FlagUse, Layout, Occurrence, QueuePlan, event_at
 from sidelane.program.verify.races import Clock
 from sidelane.program.verify.report import name_event
 from sidelane.program.verify.values import is_reset
@@ -69,8 +69,8 @@ class FlagStates:
         self._states = [_State(use) for use in layout.flags]
         self.counters = {number: Counter(use, counters, ticks) for number, use in enumerate(layout.flags) if use.counts}
         self._awaited = bytearray(layout.steps)
-        self._idle: dict[tuple[Plan | None, int], str] = {}
-        self._hanging: dict[tuple[int, Plan | None, int], tuple[int, Occurrence, Occurrence]] = {}
+        self._idle: dict[tuple[QueuePlan | None, int], str] = {}
+        self._hanging: dict[tuple[int, QueuePlan | None, int], tuple[int, Occurrence, Occurrence]] = {}
 
     def write(self, target: int, value: int, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
         """A signal sets a flag; the chains that may go on for it."""

@@ -36,7 +36,7 @@ command in place of a base. ``SIGNAL`` sets its flag, ``ADD`` adds to it."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Plan:
+class QueuePlan:
     """A queue of a program, with commands.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
     steps: tuple[ProofStep, ...]
 
 
-Occurrence = tuple[int, Plan | None, int]
+Occurrence = tuple[int, QueuePlan | None, int]
 """A step in one invocation: that, its queue, its number among the steps. A user event: invocation, None, its rank."""
 
 
@@ -72,8 +72,8 @@ class FlagUse:
 
     def __init__(self, flag: Flag) -> None:
         self.flag, self.counts = flag, False
-        self.waits: list[tuple[Plan, int]] = []
-        self.writes: list[tuple[Plan, int]] = []
+        self.waits: list[tuple[QueuePlan, int]] = []
+        self.writes: list[tuple[QueuePlan, int]] = []
 
 
 @dataclasses.dataclass(slots=True)
@@ -91,18 +91,18 @@ class Layout:
     """
 
     programs: tuple[Program, ...]
-    plans: dict[int, tuple[Plan, ...]]
+    plans: dict[int, tuple[QueuePlan, ...]]
     users: tuple[int, ...]
     chains: int
     steps: int
     flags: list[FlagUse]
-    sites: list[tuple[Plan, int]]
+    sites: list[tuple[QueuePlan, int]]
 
     @property
     def world_size(self) -> int:
         return self.programs[0].world_size
 
-    def plans_of(self, invocation: int) -> tuple[Plan, ...]:
+    def plans_of(self, invocation: int) -> tuple[QueuePlan, ...]:
         return self.plans[id(self.programs[invocation - 1])]
 
 
@@ -129,10 +129,10 @@ def lay_out(programs: Sequence[Program]) -> Layout:
     """Lay out ``programs``, one an invocation."""
     numbers: dict[int, int] = {}
     flags: list[FlagUse] = []
-    sites: list[tuple[Plan, int]] = []
+    sites: list[tuple[QueuePlan, int]] = []
     chains: dict[object, int] = {}
     users: dict[int, int] = {}
-    plans: dict[int, tuple[Plan, ...]] = {}
+    plans: dict[int, tuple[QueuePlan, ...]] = {}
     count = 0
     for program in {id(program): program for program in programs}.values():
         made = []
@@ -144,7 +144,7 @@ def lay_out(programs: Sequence[Program]) -> Layout:
             chain = chains.setdefault(key, len(chains))
             if held:
                 users.setdefault(queue.rank, chain)
-            plan = Plan(queue, chain, held, count, ())
+            plan = QueuePlan(queue, chain, held, count, ())
             plan.steps = _steps(plan, numbers, flags, sites)
             count += len(plan.steps)
             made.append(plan)
@@ -156,7 +156,7 @@ def lay_out(programs: Sequence[Program]) -> Layout:
 
 
 def _steps(
-    plan: Plan, numbers: dict[int, int], flags: list[FlagUse], sites: list[tuple[Plan, int]]
+    plan: QueuePlan, numbers: dict[int, int], flags: list[FlagUse], sites: list[tuple[QueuePlan, int]]
 ) -> tuple[ProofStep, ...]:
     """Cut a queue into steps; note where its flags are used, and its runs."""
     steps: list[ProofStep] = []

@@ -25,11 +25,11 @@ import numpy as np
 
 from sidelane.program.verify.counters import Counters
 from sidelane.program.verify.flags import FlagStates
-from sidelane.program.verify.layout import ADD, RUN, SIGNAL, Layout, Occurrence, Plan
+from sidelane.program.verify.layout import ADD, RUN, SIGNAL, Layout, Occurrence, QueuePlan
 from sidelane.program.verify.races import Accesses, Clock
 
 
-class Order:
+class HappensBefore:
     """Goes through all invocations.
 
     Args:
@@ -54,7 +54,7 @@ class Order:
         self.flags = FlagStates(layout, counters, self._ticks)
         self.accesses = Accesses(layout)
         # What each chain does, from invocation to invocation, and how far it is: which of these, which step.
-        self._work: list[list[tuple[int, Plan]]] = [[] for _ in range(count)]
+        self._work: list[list[tuple[int, QueuePlan]]] = [[] for _ in range(count)]
         self._at = [0] * count
         self._step = [0] * count
         # Of each rank: queues that have not come to the end of an invocation, clocks of those that have, and the last
@@ -122,7 +122,7 @@ class Order:
             self._step[chain] = 0
             self._finish(invocation, plan, clock)
 
-    def _finish(self, invocation: int, plan: Plan, clock: Clock) -> None:
+    def _finish(self, invocation: int, plan: QueuePlan, clock: Clock) -> None:
         """A queue has come to its end in an invocation."""
         rank, chain = plan.queue.rank, plan.chain
         if chain != self.layout.users[rank]:

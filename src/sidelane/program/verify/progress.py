@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sidelane.program.verify.layout import Event, Occurrence, event_at
-from sidelane.program.verify.order import Order
+from sidelane.program.verify.order import HappensBefore
 from sidelane.program.verify.report import name_chain, name_event
 
 
-def check_progress(order: Order) -> list[str]:
+def check_progress(order: HappensBefore) -> list[str]:
     """Return one line for each wait that never ends, or else for each cycle; then signals that nobody waits for at all.
 
     That is all that can be said about a program that deadlocks. Nothing if it does not. Where a signal can get lost,
@@ -29,7 +29,7 @@ def check_progress(order: Order) -> list[str]:
     return [*lines.values(), *order.flags.unpaired()]
 
 
-def _why_stuck(order: Order, place: Occurrence) -> str:
+def _why_stuck(order: HappensBefore, place: Occurrence) -> str:
     """Say why no signal can satisfy a wait; empty if one could, but does not come."""
     invocation, plan, number = place
     assert plan is not None
@@ -58,7 +58,7 @@ def _why_stuck(order: Order, place: Occurrence) -> str:
     return ""
 
 
-def _writes(order: Order, target: int) -> Iterator[tuple[Occurrence, int, bool]]:
+def _writes(order: HappensBefore, target: int) -> Iterator[tuple[Occurrence, int, bool]]:
     """Each write of a flag: where, what it sets or adds, and whether it has happened."""
     layout = order.layout
     for invocation in range(1, len(layout.programs) + 1):
@@ -70,7 +70,7 @@ def _writes(order: Order, target: int) -> Iterator[tuple[Occurrence, int, bool]]
                 yield where, base + per_epoch * invocation, order.has_done(where)
 
 
-def _cycles(order: Order) -> Iterator[str]:
+def _cycles(order: HappensBefore) -> Iterator[str]:
     """Follow each wait to a signal that it needs, and from there to the wait that holds this one back."""
     told: set[Occurrence] = set()
     for start in sorted(order.blocked):
@@ -92,7 +92,7 @@ def _cycles(order: Order) -> Iterator[str]:
         yield f"deadlock: {name_chain(events, [k % 2 == 1 for k in range(len(events) - 1)])}"
 
 
-def _missing(order: Order, place: Occurrence) -> Occurrence:
+def _missing(order: HappensBefore, place: Occurrence) -> Occurrence:
     """A signal that a wait needs, and that has not come."""
     invocation, plan, number = place
     assert plan is not None

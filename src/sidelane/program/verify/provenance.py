@@ -20,13 +20,13 @@ from sidelane.program.batch import parts_of
 from sidelane.program.collective import REDUCING, Buffer, Kind, Span
 from sidelane.program.contract import Contract
 from sidelane.program.ir import Broadcast, Command, Copy, Program, Reduce, Swap
-from sidelane.program.verify.contents import Content, Contents, Mixture, Origin, Piece, combine
+from sidelane.program.verify.contents import Content, ContentRange, Contents, Mixture, Origin, combine
 from sidelane.program.verify.layout import Layout, Occurrence, event_at
-from sidelane.program.verify.order import Order
+from sidelane.program.verify.order import HappensBefore
 from sidelane.program.verify.report import joined, name_bytes, name_event
 
 
-def check_provenance(order: Order) -> list[str]:
+def check_provenance(order: HappensBefore) -> list[str]:
     """Return a line for each range of an output that holds something else than its collective defines.
 
     Inputs must be left as they were, except where the output of an in-place call lies in them.
@@ -119,19 +119,20 @@ class _Run:
                 f"wrong bytes: rank {rank} ends invocation {invocation} with {name_bytes(rank, buffer, ranges)} {text}",
             )
 
-    def _read(self, span: Span) -> list[Piece]:
+    def _read(self, span: Span) -> list[ContentRange]:
         """Pieces of a span, with positions counted from its beginning."""
         return [
-            Piece(start - span.offset, end - span.offset, content.moved(-span.offset))
+            ContentRange(start - span.offset, end - span.offset, content.moved(-span.offset))
             for start, end, content in self.buffers[span.rank, span.buffer].read(span.offset, span.end)
         ]
 
-    def _write(self, span: Span, pieces: Sequence[Piece]) -> None:
+    def _write(self, span: Span, pieces: Sequence[ContentRange]) -> None:
         self.buffers[span.rank, span.buffer].write(
-            Piece(start + span.offset, end + span.offset, content.moved(span.offset)) for start, end, content in pieces
+            ContentRange(start + span.offset, end + span.offset, content.moved(span.offset))
+            for start, end, content in pieces
         )
 
-    def _reduced(self, place: Occurrence, index: int, command: Reduce) -> list[Piece]:
+    def _reduced(self, place: Occurrence, index: int, command: Reduce) -> list[ContentRange]:
         sources = [_joined(self._read(src)) for src in command.srcs]
         element = command.reduction.element_bytes
         if any(piece.start % element or piece.content.shift % element for pieces in sources for piece in pieces):
@@ -144,16 +145,16 @@ class _Run:
         result = []
         for start, end in pairwise(edges):
             current = [piece if piece.end > start else next(walk) for piece, walk in zip(current, walks, strict=True)]
-            result.append(Piece(start, end, combine(command.reduction, [piece.content for piece in current])))
+            result.append(ContentRange(start, end, combine(command.reduction, [piece.content for piece in current])))
         return result
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _joined(pieces: Sequence[ContentRange]) -> list[ContentRange]:
     """Pieces side by side that go on where the one before ends, as one: bytes may have come in any portions."""
     result = list(pieces[:1])
     for piece in pieces[1:]:
         if piece.content == result[-1].content:
-            result[-1] = Piece(result[-1].start, piece.end, piece.content)
+            result[-1] = ContentRange(result[-1].start, piece.end, piece.content)
         else:
             result.append(piece)
     return result
@@ -260,12 +261,12 @@ def _invocations(content: Content) -> set[int]:
     return {invocation for term in content.value.terms for invocation in _invocations(term)}
 
 
-def _name(piece: Piece, content: Content, invocation: int) -> str:
+def _name(piece: ContentRange, content: Content, invocation: int) -> str:
     """Name what a piece holds, from the view of the invocation that ends."""
     value = content.value
     start, end = piece.start + content.shift, piece.end + content.shift
     if isinstance(value, Mixture):
-        inner = ", ".join(_name(Piece(start, end, term), term, invocation) for term in value.terms)
+        inner = ", ".join(_name(ContentRange(start, end, term), term, invocation) for term in value.terms)
         return f"the {value.reduction} of ({inner})"
     where = Span(value.rank, value.buffer, start, end - start)
     if value.buffer == Buffer.STAGING:

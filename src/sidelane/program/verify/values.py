@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sidelane.program.ir import RENEWAL_CALLS, Signal, SignalOp, Value, Wait
-from sidelane.program.verify.layout import ADD, SIGNAL, WAIT, FlagUse, Layout, Plan
+from sidelane.program.verify.layout import ADD, SIGNAL, WAIT, FlagUse, Layout, QueuePlan
 from sidelane.program.verify.report import name_command
 
 MAX_FLAG_VALUE = 2**31 - 1
@@ -75,7 +75,7 @@ def _flag(use: FlagUse) -> Iterator[str]:
             )
 
 
-def _alone(where: tuple[Plan, int]) -> Iterator[str]:
+def _alone(where: tuple[QueuePlan, int]) -> Iterator[str]:
     """A value that cannot be right, whatever the others are."""
     plan, number = where
     kind, _, _, base, per_epoch, _ = plan.steps[number]
@@ -117,7 +117,7 @@ def _counter(use: FlagUse) -> Iterator[str]:
         )
 
 
-def _name(where: tuple[Plan, int]) -> str:
+def _name(where: tuple[QueuePlan, int]) -> str:
     plan, number = where
     index = plan.steps[number][1]
     command = plan.queue.commands[index]

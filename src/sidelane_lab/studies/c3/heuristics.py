@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from sidelane.c3.heuristic import Kernel
+from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.choice.hidden import hidden_shares
@@ -150,9 +150,9 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         times: dict[Way, float] = {}
         for row in timed:
             times |= _ways_of(row)
-        kernels = Kernel(GEMM, _tiles(workload.gemm)), Kernel(first.collective, workgroups)
+        kernels = KernelDemand(GEMM, _tiles(workload.gemm)), KernelDemand(first.collective, workgroups)
         orders = next((_orders_of(row) for row in alike if row.orders), {})
-        others = (kernels[0], Kernel(SMALL, _tiles(small_of(workload.gemm))), kernels[1]) if orders else ()
+        others = (kernels[0], KernelDemand(SMALL, _tiles(small_of(workload.gemm))), kernels[1]) if orders else ()
         sweeps.append(Sweep(workload, timed[0].gemm_us, times, kernels, others, orders, "" if orders else NO_THIRD))
     return sweeps
 

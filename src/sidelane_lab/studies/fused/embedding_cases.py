@@ -18,8 +18,8 @@ from torch.nn import functional
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.choice.fused_order import ORDERS
-from sidelane.ops.alone import Pool
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
+from sidelane.ops.single_rank import BagKernel
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
 from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
@@ -117,7 +117,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
     sent, received = ordinary(comm, n, tables, part, dim), ordinary(comm, n, tables, part, dim)
     own_sent, own_received = (comm.empty(n, tables, part, dim, dtype=dtype) for _ in range(2))
     out = ordinary(comm, part, n * tables, dim)
-    pool = Pool(comm, some, batch)
+    pool = BagKernel(comm, some, batch)
 
     def table_by_table(output: torch.Tensor) -> torch.Tensor:
         pooled = [

@@ -13,8 +13,8 @@ from torch.nn import functional
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.ops import rms_norm as norms
-from sidelane.ops.alone import add_norm
 from sidelane.ops.handle import power_of_two
+from sidelane.ops.single_rank import add_norm
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,

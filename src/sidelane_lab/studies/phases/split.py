@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sidelane.program.ir import Program
-from sidelane.program.transform.stamp import Mark, slots_of, times_of
+from sidelane.program.transform.stamp import StampMark, slots_of, times_of
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.sim import simulate
 
@@ -53,7 +53,7 @@ class Sample:
             host_us,
             total_us,
             **dataclasses.asdict(spans),
-            notify_us=notify_us if known_us is None else known_us - marks[Mark.END],
+            notify_us=notify_us if known_us is None else known_us - marks[StampMark.END],
         )
 
     def values(self) -> tuple[float, ...]:
@@ -148,7 +148,7 @@ def predict(program: Program, machine: Machine) -> Phases:
     }
     if not by_rank:
         raise ValueError(f"predict: nobody copies anything (value={program.collective})")
-    rank = max(by_rank, key=lambda each: by_rank[each][Mark.END])
+    rank = max(by_rank, key=lambda each: by_rank[each][StampMark.END])
     marks = by_rank[rank]
     thread = machine.node_of(rank) if machine.dma.host is HostThreads.NODE else rank
     busy = [
@@ -156,12 +156,12 @@ def predict(program: Program, machine: Machine) -> Phases:
         for interval in run.timeline
         if interval.group == "host" and interval.lane == f"thread {thread}" and interval.label != "doorbell"
     ]
-    first, spans = marks[Mark.FIRST], _Spans.of(marks)
+    first, spans = marks[StampMark.FIRST], _Spans.of(marks)
     control = sum(min(end, first) - start for start, end in busy if start < first)
     return Phases(
         control_us=control,
-        schedule_us=marks[Mark.LAST] - spans.copy_us - control,
-        sync_us=run.time_us - marks[Mark.LAST],
+        schedule_us=marks[StampMark.LAST] - spans.copy_us - control,
+        sync_us=run.time_us - marks[StampMark.LAST],
         total_us=run.time_us,
         host_us=sum(end - start for start, end in busy),
         **dataclasses.asdict(spans),
@@ -178,11 +178,11 @@ class _Spans:
     stage_us: float
 
     @staticmethod
-    def of(marks: Mapping[Mark, float]) -> _Spans:
-        between = marks[Mark.READY] - marks[Mark.STAGED]
+    def of(marks: Mapping[StampMark, float]) -> _Spans:
+        between = marks[StampMark.READY] - marks[StampMark.STAGED]
         return _Spans(
-            entry_us=marks[Mark.FIRST] - marks[Mark.BEGIN] + between,
-            copy_us=marks[Mark.LAST] - marks[Mark.FIRST] - between,
-            exit_us=marks[Mark.END] - marks[Mark.LAST],
-            stage_us=marks[Mark.STAGED] - marks[Mark.FIRST],
+            entry_us=marks[StampMark.FIRST] - marks[StampMark.BEGIN] + between,
+            copy_us=marks[StampMark.LAST] - marks[StampMark.FIRST] - between,
+            exit_us=marks[StampMark.END] - marks[StampMark.LAST],
+            stage_us=marks[StampMark.STAGED] - marks[StampMark.FIRST],
         )

@@ -61,7 +61,7 @@ def _first_step(rank: Rank, meter: Meter, name: str, seed: int) -> GroupRow:
     stepper = Stepper(
         case.small() if rank.device.type == "cpu" else case, rank, meter, torch.bfloat16, optimizer=False, seed=seed
     )
-    enabled: list[fsdp.Enabled] = []
+    enabled: list[fsdp.EnabledFsdp] = []
 
     def use() -> None:
         if name == SIDELANE:

@@ -3,7 +3,7 @@
 
 """Kernels that fused operators are compared with: what they compute, at once, without what they send.
 
-``Pool`` is the loop of :mod:`sidelane.ops.embedding` over the bags of all tables, results in the order in which an
+``BagKernel`` is the loop of :mod:`sidelane.ops.embedding` over the bags of all tables, results in the order in which an
 all-to-all takes them. ``add_norm`` is a residual and an RMS norm in one kernel.
 
 Legend: N ranks; b samples of a rank; T tables; D elements of a row, in DP lanes; H elements of a norm, in HP lanes.
@@ -25,7 +25,7 @@ from sidelane.ops.handle import power_of_two, programs_of
 from sidelane.session import Communicator
 
 
-class Pool:
+class BagKernel:
     """Bags of all local tables in one kernel, cut as :func:`sidelane.ops.embedding_all_to_all` cuts them.
 
     Args:

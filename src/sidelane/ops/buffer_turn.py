@@ -18,7 +18,7 @@ from sidelane.execute.base import Place
 from sidelane.session import Communicator
 
 
-class InTurn:
+class BufferTurn:
     """``with`` it around each use. A use on another stream waits for the end of the one before, on the device.
 
     Uses on one stream follow each other anyway, and cost no call of the driver. Once there have been two streams, the
@@ -81,9 +81,9 @@ class _Use:
         self.ended: Any = None
 
 
-def in_turn(comm: Communicator) -> InTurn:
+def in_turn(comm: Communicator) -> BufferTurn:
     """For buffers of an operator. On CPU ranks calls have ended when they return, and there is one place."""
     backend, device = comm.lane.backend, comm.device
     if device.type == "cpu":
-        return InTurn(backend.place, backend.capture_of, lambda: None)
-    return InTurn(backend.place, backend.capture_of, lambda: torch.cuda.current_stream(device))
+        return BufferTurn(backend.place, backend.capture_of, lambda: None)
+    return BufferTurn(backend.place, backend.capture_of, lambda: torch.cuda.current_stream(device))
