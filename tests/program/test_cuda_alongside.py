@@ -17,7 +17,7 @@ from sidelane.config import COMPUTE, NOTHING
 from sidelane.execute.cuda import copy_batches, plan
 from sidelane.execute.cuda.bind import copies_of
 from sidelane.execute.cuda.calls import Memcpy, MemcpyEveryOther, Operand
-from sidelane.execute.cuda.copy_batches import LEAST_BYTES, MOST_ROWS, split_in_rows
+from sidelane.execute.cuda.copy_batches import LEAST_SPLIT_BYTES, MOST_ROWS, split_in_rows
 from sidelane.execute.cuda.describe import counts_of
 from sidelane.execute.cuda.plan import plan_calls
 from sidelane.program import collective as define
@@ -39,7 +39,7 @@ def own_calls(collective: Collective, *, alone: bool, captured: bool = False, tr
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("transport", [Transport.PUSH, Transport.PULL])
 def test_a_large_own_part_is_copied_in_rows_if_nothing_computes(transport: Transport, captured: bool) -> None:
-    gather = define.all_gather([LEAST_BYTES + 16] * 2)
+    gather = define.all_gather([LEAST_SPLIT_BYTES + 16] * 2)
     *rows, rest = own_calls(gather, alone=True, captured=captured, transport=transport)
     assert [type(call) for call in rows] == [MemcpyEveryOther] * 2 and (type(rest), rest.nbytes) == (Memcpy, 16)
     (whole,) = own_calls(gather, alone=False, captured=captured, transport=transport)
@@ -49,7 +49,7 @@ def test_a_large_own_part_is_copied_in_rows_if_nothing_computes(transport: Trans
 @pytest.mark.parametrize(
     ("collective", "why"),
     [
-        (define.all_gather([LEAST_BYTES - 16] * 2), "too small"),
+        (define.all_gather([LEAST_SPLIT_BYTES - 16] * 2), "too small"),
         (define.all_to_all([[32 * MIB, 31 * MIB], [64 * MIB, 0]]), "more than crosses a link, which it would outlast"),
         (define.all_gather([32 * MIB]), "nothing crosses a link"),
     ],
@@ -107,7 +107,8 @@ def test_what_is_staged_first_is_not_in_the_shadow_of_anything() -> None:
 
 def test_rows_are_all_of_a_copy_and_nothing_else() -> None:
     draw = random.Random(5)
-    sizes = [LEAST_BYTES, 2 * MIB * MOST_ROWS + 1, *(draw.randrange(LEAST_BYTES, 40 << 30) for _ in range(50))]
+    draws = (draw.randrange(LEAST_SPLIT_BYTES, 40 << 30) for _ in range(50))
+    sizes = [LEAST_SPLIT_BYTES, 2 * MIB * MOST_ROWS + 1, *draws]
     for nbytes in sizes:
         ends = Operand(0, Buffer.OUTPUT, draw.randrange(1 << 40)), Operand(0, Buffer.INPUT, draw.randrange(1 << 40))
         first, second, *rest = split_in_rows(Memcpy(*ends, nbytes, within_rank=True))
@@ -126,7 +127,7 @@ def test_what_a_copy_in_rows_touches_reaches_to_the_end_of_its_last_row() -> Non
 
 
 def test_rows_are_counted_as_calls() -> None:
-    program = build(define.all_gather([LEAST_BYTES + 16] * 2), "b2b", Transport.PUSH)
+    program = build(define.all_gather([LEAST_SPLIT_BYTES + 16] * 2), "b2b", Transport.PUSH)
     plain, rows = (counts_of(plan_calls(dataclasses.replace(program, alone=alone), 0)) for alone in (False, True))
     assert (rows.calls, rows.local_copies) == (plain.calls + 2, plain.local_copies + 2)
 
@@ -134,7 +135,7 @@ def test_rows_are_counted_as_calls() -> None:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_every_builder_moves_the_right_bytes_in_rows(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "INLINE_BYTES", 0)
-    monkeypatch.setattr(plan, "LEAST_BYTES", 1)
+    monkeypatch.setattr(plan, "LEAST_SPLIT_BYTES", 1)
     monkeypatch.setattr(copy_batches, "ROW_BYTES", 2)
     monkeypatch.setattr(copy_batches, "MOST_ROWS", 1)
     in_rows = 0
@@ -170,7 +171,7 @@ def test_a_call_is_alone_unless_its_caller_says_otherwise(beside: str) -> None:
 
 def test_rows_of_odd_sizes_hold_what_they_should() -> None:
     """The two of every other row and the rest, as a driver would copy them."""
-    nbytes = 3 * LEAST_BYTES + 12345
+    nbytes = 3 * LEAST_SPLIT_BYTES + 12345
     source = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
     found = np.zeros_like(source)
     for call in split_in_rows(Memcpy(Operand(0, "output", 0), Operand(0, "input", 0), nbytes, within_rank=True)):

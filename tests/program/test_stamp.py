@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -249,7 +250,7 @@ def test_the_round_trip_is_a_wait_and_a_write() -> None:
 
 def test_a_stream_that_never_gets_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeDriver()
-    monkeypatch.setattr("sidelane.execute.cuda.probe._LONGEST_S", 0.02)
+    monkeypatch.setattr(sys.modules[round_trip_us.__module__], "_LONGEST_S", 0.02)
     monkeypatch.setattr(driver, "is_idle", lambda stream: False)
     with pytest.raises(UnavailableError, match="does not see"):
         round_trip_us(driver, trips=1)  # type: ignore[arg-type]

@@ -17,9 +17,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from sidelane.device.arithmetic import DTYPES, accumulate, finish, widen
 from sidelane.device.launch import Launch
 from sidelane.device.memory import pointer
+from sidelane.kernels.arithmetic import DTYPES, accumulate, finish, widen
 from sidelane.program.collective import MAX_NODE_RANKS, Reduction
 
 WARPS = 16
