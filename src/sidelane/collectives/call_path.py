@@ -212,13 +212,14 @@ class CallPath:
         """Tell the peers of the call; where this rank offers memory, agree with them on what they reach."""
         known = call.prepared or call.shaped
         if known is not None:
-            self._announce(call.number, known.signature, again=True)
+            self.calls.announce(call.number, known.signature, compares=False)
             return
         call.remember = False  # until it comes again
         planned = call.planned
         assert planned is not None
         if call.offer is None:
-            self._announce(call.number, planned.signature, again=self.preparer.known(planned.agreement))
+            is_new = not self.preparer.known(planned.agreement)
+            self.calls.announce(call.number, planned.signature, compares=is_new)
         else:
             call.number, call.prepared = self._settle(call.number, call.key, call.asked, planned, call.offer)
 
@@ -335,9 +336,7 @@ class CallPath:
                     f"{name}: not while a graph is captured: nothing can be allocated or agreed on there"
                 )
             found, signature = check()
-        with calls.failing_for_good():
-            calls.control.post_call(call, signature)
-        calls.agree(call)
+        calls.announce(call, signature, compares=True)
         return call, found
 
     def _recall(
@@ -352,12 +351,6 @@ class CallPath:
         hint = self.calls.config.beside if beside is None else beside
         check_beside(name, hint)
         return hint
-
-    def _announce(self, call: int, signature: str, *, again: bool) -> None:
-        """Tell the peers; compare with them where that is new, or always with ``Config.debug``."""
-        self.calls.control.post_call(call, signature)
-        if self.calls.config.debug or not again:
-            self.calls.agree(call)
 
     def _plan(self, call: _Call) -> PlannedCall:
         """What is asked and to be agreed on. Raises what the caller did wrong."""

@@ -130,11 +130,9 @@ class Calls:
             return next(self.numbers)
         with self.failing_for_good():
             self.backend.synchronize()
-            self.control.post_call(first, "renewal of flags: all calls have ended")
-            self.agree(first)
+            self.announce(first, "renewal of flags: all calls have ended", compares=True)
             self.renew(first)
-            self.control.post_call(first + 1, "renewal of flags: all flags are renewed")
-            self.agree(first + 1)
+            self.announce(first + 1, "renewal of flags: all flags are renewed", compares=True)
         self.count_from(first + 2)
         return next(self.numbers)
 
@@ -200,6 +198,25 @@ class Calls:
         if self.config.debug:
             words = (f"{list(one.shape)} of {one.dtype} at {one.data_ptr():#x}" for one in tensors if one is not None)
             self.backend.guard_captured(f"{name} in a graph, tensors {'; '.join(words)}", lambda: not stands())
+
+    def announce(self, call: int, signature: str, *, compares: bool) -> None:
+        """Tell the peers of a call that this rank makes.
+
+        Args:
+            call: its number.
+            signature: all that must be the same on every rank.
+            compares: wait for the peers and compare with theirs, as for what is new; ``Config.debug`` always does.
+
+        Raises:
+            MismatchError, PeerError, PeerTimeoutError: as :meth:`agree`.
+        """
+        try:  # plainly: every call comes here
+            self.control.post_call(call, signature)
+        except (PeerError, KeyboardInterrupt) as error:
+            self.fail(error)
+            raise
+        if compares or self.config.debug:
+            self.agree(call)
 
     def posts(self, call: int) -> Sequence[PostedCall]:
         """Wait until every rank has posted ``call``; what they posted."""

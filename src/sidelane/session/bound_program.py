@@ -194,10 +194,7 @@ class BoundProgram:
             prepared = self._prepared[region]
             if prepared is None:
                 prepared = self._prepared[region] = self._prepare(self._forms.for_a_graph(), _CAPTURED)
-        with calls.failing_for_good():
-            calls.control.post_call(call, prepared.signature)
-        if calls.config.debug:
-            calls.agree(call)
+        calls.announce(call, prepared.signature, compares=False)
         work = calls.run(prepared, call, async_op, tuple(self._buffers.tensors.values()), self._written, place)
         if self._has_callers:
             self._epoch, self._unfired, self._capture = call, set(range(self.triggers)), capture
@@ -461,8 +458,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
             bound = BoundProgram(calls, path.preparer, forms, found)
             bound.renew(call)  # new flags hold 0, which a call far on would take for its own
             backend.settle()
-        calls.control.post_call(ready, f"load {found.signature}: flags are ready")
-    calls.agree(ready)
+    calls.announce(ready, f"load {found.signature}: flags are ready", compares=True)
     path.preparer.own_programs.add(bound)
     return bound
 

@@ -108,12 +108,9 @@ class OwnKernel:
             if prepared is None:
                 prepared = self._prepare(_checked(grid), arguments, options, place[1], alike)
         signature = prepared.signature
-        with calls.failing_for_good():
-            calls.control.post_call(call, signature)
-        is_new = signature not in self._compiled  # a rank whose kernel cannot be compiled launches nothing
-        if is_new or calls.config.debug:
-            calls.agree(call)
-            self._compiled.add(signature)
+        # Compared where it is new: a rank whose kernel cannot be compiled launches nothing.
+        calls.announce(call, signature, compares=signature not in self._compiled)
+        self._compiled.add(signature)
         used = async_op or place[1]
         tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
         work = calls.run(prepared, call, async_op, tensors, (), place)

@@ -107,10 +107,7 @@ class Prelaunched:
         call = calls.number()
         with calls.telling_refusals(call, self._signature):
             _refuse_captures("arm", calls)
-        with calls.failing_for_good():
-            calls.control.post_call(call, self._signature)
-        if calls.config.debug:
-            calls.agree(call)
+        calls.announce(call, self._signature, compares=False)
         with calls.making_ready():
             self._held = self._load()
             calls.armed, self._epoch, self._is_armed = self, call, True
