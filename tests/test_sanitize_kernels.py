@@ -17,7 +17,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-import sidelane.device
+import sidelane.kernels
 from sidelane.execute.cuda import reduce
 from sidelane.kernels import shaped_gemm
 from sidelane.program.kernel import Protocol
@@ -43,8 +43,8 @@ def test_every_kernel_protocol_and_dtype_has_cases(tool: ModuleType) -> None:
 
     every = cases()
     kernels = {reduce.KERNEL}
-    for module in pkgutil.iter_modules(sidelane.device.__path__):
-        loaded = importlib.import_module(f"sidelane.device.{module.name}")
+    for module in pkgutil.iter_modules(sidelane.kernels.__path__):
+        loaded = importlib.import_module(f"sidelane.kernels.{module.name}")
         kernels |= {loaded.KERNEL} if hasattr(loaded, "KERNEL") else set()
     kernels.remove(shaped_gemm.KERNEL)  # computes, and meets nobody
     found: dict[Any, list[Case]] = {}

@@ -408,12 +408,11 @@ def in_two_dimensions(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def with_a_factor(group: dist.ProcessGroup) -> set[str]:
-    """Gradients that the group's backend adds, which has no such sum: a plain one stands for it. What went there."""
+    """Gradients that the group's backend adds, as if Sidelane could not; a sum stands for its. What went there."""
     model = build(mesh_of(group))
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.set_gradient_divide_factor(3.0)
-    with fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
+    _on_all("set_gradient_divide_factor", 3.0)(model)
+    refused = mock.patch.object(fsdp.GroupReduction, "of", return_value=fsdp.GroupReduction("premul_sum"))
+    with refused, fsdp.enable(model, config=Config(timeout_s=10)) as enabled:
         for params in fsdp._param_groups(model):
             comm = params._reduce_scatter_comm
             comm._own = lambda output, input, group, op, async_op: dist.reduce_scatter_tensor(
@@ -426,17 +425,24 @@ def with_a_factor(group: dist.ProcessGroup) -> set[str]:
 
 
 def by_a_factor(group: dist.ProcessGroup) -> set[str]:
-    """The same with a backend that has such a sum, as NCCL has: loss and gradients; what went there."""
-    both, elsewhere, mesh = [], set(), mesh_of(group)
-    for on in (False, True):
-        model = build(mesh)
-        _on_all("set_gradient_divide_factor", 3.0)(model)
-        with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
-            both.append(list(train(model, group, 3)))
-            if enabled is not None:
-                elsewhere = set(enabled.elsewhere)
-    for one, other in zip(*both, strict=True):
-        torch.testing.assert_close(one, other)
+    """A factor that gradients are divided by, as torchtitan sets one: loss and gradients; what went elsewhere.
+
+    NCCL multiplies before it adds. Gloo cannot: FSDP2 divides before and behind a plain sum there, if it is told to.
+    """
+    elsewhere, mesh = set(), mesh_of(group)
+    for factor in (1.0, 3.0):
+        both = []
+        for on in (False, True):
+            model = build(mesh)
+            _on_all("set_gradient_divide_factor", factor)(model)
+            if not on and mesh.device_type == "cpu":
+                _on_all("set_force_sum_reduction_for_comms", True)(model)
+            with fsdp.enable(model, config=CONFIG) if on else contextlib.nullcontext() as enabled:
+                both.append(list(train(model, group, 3)))
+                if enabled is not None:
+                    elsewhere |= set(enabled.elsewhere)
+        for one, other in zip(*both, strict=True):
+            torch.testing.assert_close(one, other)
     return elsewhere
 
 

@@ -211,6 +211,19 @@ def averages(gloo: dist.ProcessGroup) -> None:
             expected = (sums / ours.size()).to(dtype)
             assert torch.allclose(tensor, expected)
             assert torch.allclose(output, expected.split(output.numel())[ours.rank()])
+            # FSDP2's division by a factor of its caller's own, which Gloo has not. Calls of one kind have two factors.
+            for factor in (0.25, 0.5, 1.0, 0.25):
+                scaled = dist._make_nccl_premul_sum(factor)
+                given = data(24, dtype, ours.rank())
+                whole, parts, several = given.clone(), torch.zeros_like(output), torch.zeros_like(output)
+                ended(dist.all_reduce(whole, scaled, ours, async_op=factor == 0.5), factor == 0.5)
+                dist.reduce_scatter_tensor(parts, given[: output.numel() * ours.size()], scaled, ours)
+                dist.reduce_scatter(several, [*given[: output.numel() * ours.size()].chunk(ours.size())], scaled, ours)
+                expected = (sums * factor).to(dtype)
+                assert torch.equal(whole, expected), factor
+                assert torch.equal(parts, expected.split(output.numel())[ours.rank()])
+                assert torch.equal(several, parts)
+        assert {row.where for row in sidelane.report().rows} == {"sidelane"}
 
 
 def elsewhere(gloo: dist.ProcessGroup) -> list[tuple[str, str, str]]:

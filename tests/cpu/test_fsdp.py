@@ -53,6 +53,10 @@ def test_buffers_that_another_backend_has_had_are_free_on_no_rank_before_the_oth
         assert elsewhere == {"reduce_scatter: premul_sum of float32"}
 
 
+def test_a_factor_of_ones_own_is_multiplied_behind_a_sum(pool: RankPool) -> None:
+    assert pool.run(fsdp_cases.by_a_factor, 2) == [set(), set()]
+
+
 def test_on_and_off(pool: RankPool) -> None:
     for told in pool.run(fsdp_cases.on_and_off, 2):
         assert "it is on for this model" in told[0]

@@ -45,7 +45,7 @@ def launch_order(kernels: Sequence[KernelDemand]) -> LaunchOrder:
     Raises:
         ValueError: no kernel, or one of less than no workgroups.
 
-    >>> launch_order([Kernel("GEMM", 1216), Kernel("all_gather", 64)]).reason
+    >>> launch_order([KernelDemand("GEMM", 1216), KernelDemand("all_gather", 64)]).reason
     'fewest workgroups first: all_gather (64), GEMM (1216)'
     """
     if not kernels or min(kernel.workgroups for kernel in kernels) < 0:

@@ -151,7 +151,8 @@ def choose_method(
         experts: of a rank; times with several say nothing about one, nor the other way round.
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
-    >>> table = Table(Key("cuda", "some", 2), (FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times),), "own")
+    >>> time = FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times)
+    >>> table = FusedTable(Key("cuda", "some", 2), (time,), "own")
     >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64)).method
     'unfused'
     >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).pieces
@@ -202,7 +203,8 @@ def choose_order(
 
     >>> times = {"remote_first": 20.0, "oblivious": 15.0}
     >>> time = FusedTime("embedding_all_to_all", 2, True, (64, 64, 64), 2, {"fused": 15.0}, times)
-    >>> choose_order([Table(Key("cuda", "some", 2), (time,), "own")], "embedding_all_to_all", 2, (64, 64, 64)).reason
+    >>> table = FusedTable(Key("cuda", "some", 2), (time,), "own")
+    >>> choose_order([table], "embedding_all_to_all", 2, (64, 64, 64)).reason
     'measured at 64, 64, 64, in a graph, own: remote_first 20 us, oblivious 15 us'
     >>> choose_order([], "embedding_all_to_all", 2, (64, 64, 2)).order
     'remote_first'

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -120,7 +120,8 @@ class GroupCall:
         pieces: of these steps, where it takes them.
         reason: why it takes them; "" if it does not.
         options: of the communicator's method, where ``job`` is that method on the tensors themselves.
-        key: of calls like this one (``again``); None for those that are not remembered.
+        key: of calls like this one (``repeat``); None for those that are not remembered.
+        repeats: calls like this one may be remembered.
     """
 
     name: str
@@ -137,6 +138,7 @@ class GroupCall:
     reason: str = ""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     key: Key | None = None
+    repeats: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -242,35 +244,40 @@ def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: A
 
 def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
     """``reduce_scatter_tensor``."""
-    op = _op(opts)
+    reduction = _reduction(opts, [input])
 
     def job(communicator: Communicator) -> None:
-        with receiving([output]) as (part,):
-            communicator.reduce_scatter(part, plain(input), op=op)
+        with receiving([output]) as parts:
+            communicator.reduce_scatter(parts[0], plain(input), op=reduction.op)
+            reduction.finish(parts)
 
-    call = make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
-    call.options = {"op": op}
+    op, across = reduction.op, Kind.REDUCE_SCATTER
+    call = make("reduce_scatter_tensor", (input,), (output,), other, job, opts, op=op, across=across)
+    call.options, call.repeats = {"op": op}, reduction.repeats
     return call
 
 
 def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """Several ``reduce_scatter_tensor`` at once."""
-    op = _op(opts)
+    reduction = _reduction(opts, inputs)
 
     def job(communicator: Communicator) -> None:
         with receiving(outputs) as parts:
-            communicator.reduce_scatter(parts, [plain(tensor) for tensor in inputs], op=op)
+            communicator.reduce_scatter(parts, [plain(tensor) for tensor in inputs], op=reduction.op)
+            reduction.finish(parts)
 
-    return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op, across=Kind.REDUCE_SCATTER)
+    op, across = reduction.op, Kind.REDUCE_SCATTER
+    return make("reduce_scatter_tensor_coalesced", inputs, outputs, other, job, opts, op=op, across=across)
 
 
 def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """``reduce_scatter``: a tensor for each rank."""
-    op = _op(opts)
+    reduction = _reduction(opts, inputs)
 
     def job(communicator: Communicator) -> None:
-        with receiving([output]) as (part,):
-            communicator.reduce_scatter(part, joined(inputs, apart_from=output), op=op)
+        with receiving([output]) as parts:
+            communicator.reduce_scatter(parts[0], joined(inputs, apart_from=output), op=reduction.op)
+            reduction.finish(parts)
 
     return make(
         "reduce_scatter",
@@ -279,7 +286,7 @@ def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, oth
         other,
         job,
         opts,
-        op=op,
+        op=reduction.op,
         shapes=_unequal(inputs),
         across=Kind.REDUCE_SCATTER,
     )
@@ -287,15 +294,16 @@ def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, oth
 
 def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
     """``all_reduce``, of several tensors at once where there are several."""
-    op = _op(opts)
+    reduction = _reduction(opts, tensors)
 
     def job(communicator: Communicator) -> None:
         with receiving(tensors, filled=True) as wholes:
-            communicator.all_reduce(wholes[0] if len(wholes) == 1 else wholes, op=op)
+            communicator.all_reduce(wholes[0] if len(wholes) == 1 else wholes, op=reduction.op)
+            reduction.finish(wholes)
 
     name = "all_reduce" if len(tensors) == 1 else "all_reduce_coalesced"
-    call = make(name, (), tensors, other, job, opts, op=op, across=Kind.ALL_REDUCE)
-    call.options = {"op": op}
+    call = make(name, (), tensors, other, job, opts, op=reduction.op, across=Kind.ALL_REDUCE)
+    call.options, call.repeats = {"op": reduction.op}, reduction.repeats
     return call
 
 
@@ -346,8 +354,47 @@ def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) ->
 _SPLITS = "parts of several sizes: a rank knows its own only, and to ask costs what steps save"
 
 
-def _op(opts: Any) -> str:
-    return "sum" if opts is None else op_name(opts.reduceOp)
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupReduction:
+    """A reduction of torch's as a communicator makes it.
+
+    Attributes:
+        op: operation of the communicator, or the name of one that Sidelane does not have.
+        factor: number by which the result is multiplied afterwards.
+        repeats: torch's number of the operation says all of it, so that calls with this number are alike.
+    """
+
+    op: str
+    factor: float = 1.0
+    repeats: bool = True
+
+    @classmethod
+    def of(cls, op: Any, dtype: torch.dtype) -> GroupReduction:
+        """Return what a communicator makes of ``torch.distributed.ReduceOp``, or of a name, for a dtype.
+
+        A PREMUL_SUM, by which FSDP2 divides gradients by a factor of the program's own, is a sum whose result is
+        multiplied: one multiplication for all ranks' terms. Terms of float16 can overflow in a sum, and a factor that
+        is a tensor lies on the device: those are left to the group's own backend.
+        """
+        name = op_name(op)
+        if name != "premul_sum":
+            return cls(name)
+        _, factor = op.__getstate__()
+        if isinstance(factor, float) and (factor == 1 or dtype in (torch.float32, torch.bfloat16)):
+            return cls(ReduceOp.SUM, factor, repeats=False)
+        return cls(name, repeats=False)
+
+    def finish(self, results: Iterable[Tensor]) -> None:
+        """Multiply the results."""
+        if self.factor != 1:
+            for result in results:
+                result.mul_(self.factor)
+
+
+def _reduction(opts: Any, tensors: Sequence[Tensor]) -> GroupReduction:
+    if opts is None or not tensors:
+        return GroupReduction(ReduceOp.SUM)
+    return GroupReduction.of(opts.reduceOp, tensors[0].dtype)
 
 
 def _refusal(tensors: Sequence[Tensor], op: str | None) -> str:

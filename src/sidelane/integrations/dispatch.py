@@ -190,7 +190,7 @@ class Dispatcher:
         work = self._run_again(key, tensors, opts)
         if work is None:
             call = make()
-            call.key = key
+            call.key = key if call.repeats else None
             work = self.run(call)
         return work
 

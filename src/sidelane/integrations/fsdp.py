@@ -22,10 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from sidelane import config as settings
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.collectives.arguments import op_name
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, see
 from sidelane.integrations import direct_gather
+from sidelane.integrations.calls import GroupReduction
 from sidelane.integrations.links import Link, MachineLink, name_of
 from sidelane.integrations.nodes.groups import nodes_named, own_node
 from sidelane.integrations.nodes.link import NodesLink
@@ -39,9 +39,9 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
 
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
     rounded. What Sidelane does not do (a group other than the one that shards the parameters, as with a number for
-    ``reshard_after_forward``; float64 gradients; a divide factor of one's own, which NCCL multiplies by before it adds)
-    goes to the group's own backend; :attr:`EnabledFsdp.elsewhere` says what, and ``sidelane.report()``. Where shards
-    are on several machines, Sidelane works within each, and the group's own backend between them.
+    ``reshard_after_forward``; float64 gradients) goes to the group's own backend; :attr:`EnabledFsdp.elsewhere` says
+    what, and ``sidelane.report()``. A divide factor of the program's own is multiplied behind the sum. Where shards are
+    on several machines, Sidelane works within each, and the group's own backend between them.
 
     Args:
         model: that ``fully_shard`` was applied to, or some of its modules.
@@ -213,11 +213,13 @@ class Scatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        name, dtype = op_name(op), name_of(input_tensor.dtype)
+        reduction, dtype = GroupReduction.of(op, input_tensor.dtype), name_of(input_tensor.dtype)
         if not self._link.is_of(group):
             why = "another group than that of the shards"
-        elif name not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
-            why = f"{name} of {dtype}"
+        elif reduction.op not in tuple(ReduceOp) or dtype not in ELEMENT_BYTES:
+            why = f"{reduction.op} of {dtype}"
+        elif async_op and reduction.factor != 1:
+            why = "asynchronous, and its result is to be multiplied"
         else:
             why = self._link.refusal(Kind.REDUCE_SCATTER, input_tensor.nbytes)
         if why:
@@ -225,9 +227,11 @@ class Scatter(ReduceScatter):
             return self._own(output_tensor, input_tensor, group, op, async_op)
         why = "in symmetric memory"
         self._enabled._made(self._link, Kind.REDUCE_SCATTER, why, input_tensor.dtype, input_tensor.nbytes)
-        return self._link.scatter.reduce_scatter(
-            output_tensor, input_tensor, op=name, async_op=async_op, beside=COMPUTE
+        work = self._link.scatter.reduce_scatter(
+            output_tensor, input_tensor, op=reduction.op, async_op=async_op, beside=COMPUTE
         )
+        reduction.finish([output_tensor])
+        return work
 
 
 def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | None) -> Link:

@@ -76,6 +76,10 @@ class Fusion(CustomGraphPass):
         """None: compiled graphs have a communicator's number in them, which says nothing to another process."""
         return None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
+        """Return the pass itself: Inductor copies its options, and a process group has no copy."""
+        return self
+
     def __call__(self, graph: Graph) -> None:
         """Replace what fits in a graph of aten operators."""
         for node in list(graph.nodes):

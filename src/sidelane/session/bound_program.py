@@ -453,11 +453,10 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
 
     call, (found, forms) = path.agree("load", check)
     ready = calls.number()
-    with calls.failing_for_good():
-        with calls.telling_refusals(ready, "load"):
-            bound = BoundProgram(calls, path.preparer, forms, found)
-            bound.renew(call)  # new flags hold 0, which a call far on would take for its own
-            backend.settle()
+    with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
+        bound = BoundProgram(calls, path.preparer, forms, found)
+        bound.renew(call)  # new flags hold 0, which a call far on would take for its own
+        backend.settle()
     calls.announce(ready, f"load {found.signature}: flags are ready", compares=True)
     path.preparer.own_programs.add(bound)
     return bound

@@ -64,7 +64,7 @@ class FlagPlan:
         """The phase of a flag (0 for local ones), and what it is for.
 
         >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
-        (1, <Role.EXIT: 'exit'>)
+        (1, <FlagRole.EXIT: 'exit'>)
         """
         if flag.index >= CONFIRMATIONS:
             return 0, FlagRole.CONFIRMED
