@@ -864,3 +864,12 @@ def trains_fsdp(gloo: dist.ProcessGroup) -> None:
         with fsdp.enable(net) as enabled:
             torch.testing.assert_close(losses_of(net, ours), expected, rtol=1e-5, atol=0)
         assert enabled.calls and not enabled.elsewhere
+
+        # What fsdp.enable hands on to the group is the group's to report, once, and by who has made it.
+        refused = mock.patch.object(fsdp.GroupReduction, "of", return_value=fsdp.GroupReduction("none of ours"))
+        with refused, fsdp.enable(net) as enabled:
+            ledger.reset()
+            params = fsdp._param_groups(net)[0]
+            params._reduce_scatter_comm(torch.zeros(2), torch.zeros(2 * ours.size()), ours, Sum.PRODUCT)
+        assert enabled.elsewhere
+        assert not [row for row in sidelane.report().rows if row.operation.startswith("fsdp reduce")]

@@ -116,8 +116,9 @@ class EnabledDdp:
         comm = self._comm
         why = self._objection(dtype, dense)
         where = SIDELANE if why is None else dist.get_backend(self._group)
-        key = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
-        self._ledger.note(key, "", gradients.nbytes if dense else 0)
+        if why is None or where != SIDELANE:  # a Sidelane group notes its calls itself
+            key = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
+            self._ledger.note(key, "", gradients.nbytes if dense else 0)
         if why is not None or comm is None:
             return allreduce_hook(self._group, bucket)
         self.calls += 1

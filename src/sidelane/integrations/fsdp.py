@@ -26,6 +26,7 @@ from sidelane.config import COMPUTE, Config
 from sidelane.errors import Page, explained, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction
+from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.links import Link, MachineLink, name_of
 from sidelane.integrations.nodes.groups import nodes_named, own_node
 from sidelane.integrations.nodes.link import NodesLink
@@ -148,7 +149,8 @@ class EnabledFsdp:
         what = f"{kind}: {why}"
         self.elsewhere.setdefault(what, Elsewhere(what)).calls += 1
         link.is_not_to_come_back(tensor)
-        link.note(kind, tensor.dtype, why, tensor.nbytes, dist.get_backend(group))
+        if (where := dist.get_backend(group)) != SIDELANE:  # a Sidelane group notes its calls itself
+            link.note(kind, tensor.dtype, why, tensor.nbytes, where)
 
 
 class Gather(AllGather):
