@@ -47,7 +47,7 @@ from sidelane_lab.studies.tune.changes import changes_table
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host", "soak")
+STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host")
 # Of each study one file.
 RECORDED = [
     next(path for folder in ("h200x4", "cpu") if (path := RESULTS / folder / f"{study}.json").exists())

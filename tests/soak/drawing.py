@@ -1,7 +1,9 @@
-"""New calls at random, for one communicator: kinds, sizes, dtypes, places and variants that are legal together."""
+"""New calls at random: kinds, sizes, dtypes, places and variants that are legal together. The same on every rank."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,18 +19,16 @@ from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
 from sidelane.program.shape import CallShape
 from sidelane.program.variant import PRELAUNCH
 from sidelane_lab.baselines.reference import MOVING_DTYPES
-from sidelane_lab.soak.described import FRESH, Call, Form, Part, Spot
-
-GUARD_BYTES = 16
-"""In front of and behind everything that a call writes: nobody may touch them."""
+from soak.calls import FRESH, Call, Form, Part, Spot
+from soak.memory import GUARD_BYTES
 
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
 IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-HELD = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+PREPARED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 FORMS = ((Form.ONE, 0.72), (Form.LIST, 0.19), (Form.BATCH, 0.09))
 
 UNHEARD = range(1001, 1400)
-"""Sizes that no ordinary call has: what is to be refused must be new to the communicator."""
+"""Counts that no ordinary call has: a call that is to be refused must be new to the communicator."""
 
 MOVED = tuple(str(dtype).removeprefix("torch.") for dtype in MOVING_DTYPES)
 REDUCED = tuple(ELEMENT_BYTES)
@@ -36,15 +36,15 @@ ITEM_BYTES = {name: getattr(torch, name).itemsize for name in MOVED}
 
 
 class Drawing:
-    """Draws calls for one communicator. All that it knows and does is the same on every rank.
+    """Draws calls for one communicator.
 
     Args:
-        draw: the episode's.
-        numbers: of the calls of the episode.
+        draw: the episode's chance.
+        numbers: names for calls.
         world_size: ranks of the communicator.
-        abilities: of the machine; asked when the communicator has been made.
-        block_bytes: of its first block of symmetric memory, and of its ordinary memory.
-        large_bytes: that a rare tensor may have.
+        abilities: returns those of the machine, once the communicator has been made.
+        block_bytes: size of its first block of symmetric memory, and of its ordinary memory.
+        large_bytes: size of a rare tensor.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Drawing:
         self._unheard = itertools.chain(UNHEARD)
 
     def add_block(self, nbytes: int) -> None:
-        """There is another block of symmetric memory."""
+        """Take note of another block of symmetric memory."""
         self._sizes.append(nbytes)
         self._next.append(0)
 
     def call(self, form: Form | None = None) -> Call:
-        """A call like those that users make."""
+        """Draw a call like those that users make."""
         draw = self._draw
         while True:
             chosen = form or draw.choices([name for name, _ in FORMS], [weight for _, weight in FORMS])[0]
@@ -86,26 +86,26 @@ class Drawing:
         return Call(next(self._numbers), chosen, tuple(parts), variant, beside)
 
     def captured(self) -> Call:
-        """One for a graph, whose tensors stay where they are."""
+        """Draw one for a graph, whose tensors stay where they are."""
         draw = self._draw
         part = self._part(draw.choice(tuple(Kind)))
         names = [found.variant for found in candidates(self._asked([part], captured=True), self._abilities())]
         return Call(next(self._numbers), Form.ONE, (part,), draw.choice([AUTO, *names]))
 
-    def held(self) -> Call:
-        """One for a handle that is armed ahead of the call."""
+    def prepared(self) -> Call:
+        """Draw one for a handle that is armed ahead of the call."""
         draw = self._draw
-        part = self._part(draw.choice(HELD))
+        part = self._part(draw.choice(PREPARED))
         names = prelaunchable(candidates(self._asked([part]), self._abilities()))
         return Call(next(self._numbers), Form.ONE, (part,), draw.choice(names))
 
-    def unheard(self, kind: Kind, dtype: str = "") -> Call | None:
-        """One that the communicator has not met, of new sizes; None when they are used up."""
+    def unheard(self, kind: Kind) -> Call | None:
+        """Draw one that the communicator has not met, of a new size; None when these are used up."""
         count = next(self._unheard, None)
         if count is None:
             return None
         short = [name for name in (REDUCED if kind in REDUCING else MOVED) if ITEM_BYTES[name] <= 4]
-        part = self._part(kind, count=count, dtype=dtype or self._draw.choice(short), in_place=False)
+        part = self._part(kind, count=count, dtype=self._draw.choice(short), in_place=False)
         return Call(next(self._numbers), Form.ONE, (part,), self._draw.choice((AUTO, "b2b", "pcpy")))
 
     def _parts(self, form: Form, fresh: bool) -> list[Part]:
@@ -123,7 +123,7 @@ class Drawing:
             parts.append(part)
         if form is Form.LIST and parts and kind in REDUCING:
             op = parts[0].op
-            parts = [_with_op(part, op) for part in parts]
+            parts = [dataclasses.replace(part, op=op) for part in parts]
         return parts
 
     def _part(
@@ -141,30 +141,29 @@ class Drawing:
     ) -> Part:
         draw, n = self._draw, self._n
         dtype = dtype or draw.choice(REDUCED if kind in REDUCING else MOVED)
-        item = ITEM_BYTES[dtype]
         root = draw.randrange(n) if root is None else root
         op = draw.choice(tuple(ReduceOp)).value if kind in REDUCING else ""
         splits = tuple(tuple(draw.choice((0, 1, 1, 2, 5)) for _ in range(n)) for _ in range(n)) if uneven else ()
         if uneven:
             count = draw.choice((1, 2, 3, draw.randrange(1, 60)))
         elif large:
-            count = draw.randrange(self._large_bytes // 8, self._large_bytes) // (item * n)
+            count = draw.randrange(self._large_bytes // 8, self._large_bytes) // (ITEM_BYTES[dtype] * n)
         elif count is None:
-            count = self._count(item, small)
+            count = self._count(ITEM_BYTES[dtype], small)
         in_place = draw.random() < 0.35 if in_place is None else in_place
         in_place = (in_place and kind in IN_PLACE and not uneven) or kind is Kind.BROADCAST
         fold = draw.choice((1, 1, 2, 3))
         draft = Part(kind, dtype, count, Spot(), None if in_place else Spot(), op, root, splits, fold)
         fresh = fresh or large
         masks = (0, 0) if fresh else self._masks(kind, in_place)
-        room = self._room(draft, item)
         while True:  # blocks of symmetric memory share the ordinary memory, where two of their places may meet
             spots = [
-                Spot() if fresh else self._spot(nbytes, item, mask) for nbytes, mask in zip(room, masks, strict=False)
+                Spot() if fresh else self._spot(nbytes, draft.item_bytes, mask)
+                for nbytes, mask in zip(self._room(draft), masks, strict=False)
             ]
             if len(spots) == 1 or not spots[0].overlaps(spots[1]):
                 break
-        return Part(kind, dtype, count, spots[0], None if in_place else spots[1], op, root, splits, fold)
+        return dataclasses.replace(draft, output=spots[0], input=None if in_place else spots[1])
 
     def _count(self, item: int, small: bool) -> int:
         draw = self._draw
@@ -178,24 +177,19 @@ class Drawing:
         count = draw.randrange(2, max(3, min(highest, most)))
         return count - len(UNHEARD) if count in UNHEARD else count
 
-    def _room(self, part: Part, item: int) -> list[int]:
-        """Bytes of the output and the input, or of both together, on the rank that needs most."""
-        ranks, n = range(self._n), self._n
-        if part.in_place:
-            return [item * max(part.whole_numel(rank, n) for rank in ranks)]
-        of_kind = (part.output_numel, part.input_numel)
-        return [item * max(numel(rank, n) for rank in ranks) for numel in of_kind]
+    def _room(self, part: Part) -> list[int]:
+        """Return the bytes of output and input, or of both together, on the rank that needs most."""
+        numels = [part.whole_numel] if part.in_place else [part.output_numel, part.input_numel]
+        return [part.item_bytes * max(numel(rank, self._n) for rank in range(self._n)) for numel in numels]
 
     def _masks(self, kind: Kind, in_place: bool) -> tuple[int, int]:
-        """On which ranks output and input are symmetric (docs/internals/programs.md, "One place on all ranks")."""
+        """Draw ranks on which output and input are symmetric (docs/internals/programs.md, "One place on all ranks")."""
         draw, everywhere = self._draw, self._everywhere
         anywhere = draw.choice((0, everywhere, draw.randrange(everywhere + 1)))
         agreed = draw.choice((0, everywhere)), draw.choice((0, everywhere))
         if in_place or kind is Kind.ALL_REDUCE:
             return agreed
-        if kind is Kind.GATHER:
-            return anywhere, agreed[1]
-        if kind is Kind.REDUCE_SCATTER:
+        if kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
             return anywhere, agreed[1]
         return agreed[0], anywhere if agreed[0] or kind is Kind.SCATTER else agreed[1]
 
@@ -229,8 +223,8 @@ class Drawing:
     def _asked(
         self, parts: Sequence[Part], *, beside: str = NOTHING, captured: bool = False, form: Form = Form.ONE
     ) -> CallShape:
-        """The call as Sidelane's list of legal candidates is asked for it."""
-        sizes = [max(self._room(part, ITEM_BYTES[part.dtype])) for part in parts]
+        """Return the call as Sidelane's list of legal candidates takes it."""
+        sizes = [max(self._room(part)) for part in parts]
         return CallShape(
             kind=parts[0].kind,
             world_size=self._n,
@@ -247,7 +241,7 @@ class Drawing:
         )
 
     def _reachable(self, part: Part) -> bool:
-        """The tensors that a kind's peers write to or read from lie in symmetric memory."""
+        """Return whether the tensors that a kind's peers write to or read from lie in symmetric memory."""
         everywhere = self._everywhere
         spots = [spot.symmetric == everywhere and spot.offset != FRESH for spot in part.spots]
         match part.kind:
@@ -261,5 +255,108 @@ class Drawing:
                 return spots[0]
 
 
-def _with_op(part: Part, op: str) -> Part:
-    return Part(part.kind, part.dtype, part.count, part.output, part.input, op, part.root, part.splits, part.fold)
+REDUCED_IN_STORMS, OPS = ("float32", "bfloat16", "int32"), ("sum", "max")
+"""Dtypes and operations of storms. A kernel is compiled for each pair, and that is not what a storm looks for."""
+
+ALIKE = 4
+"""Slots of one signature, as layers of a model have it."""
+
+SLOT_BYTES = (1 << 20, 9 << 17)
+"""Bytes from rank to rank of tensors that come again: enough for ranks to learn from (``reaching.LEAST_BYTES``)."""
+
+SIZES = ((0.55, 1, 4 << 10), (0.3, 4 << 10, 256 << 10), (0.12, 256 << 10, 2 << 20), (0.03, 8 << 20, 12 << 20))
+"""Sizes of new tensors: how often, and from and to how many bytes from rank to rank. Memory of GPUs that is smaller
+than a megabyte, that is smaller than ten, and larger lies in segments of three kinds."""
+
+SHAPES, NEW_SHAPE = 24, 0.05
+"""Calls of a season that come again on other tensors, and the share of those that no call was like before: to plan one
+and prove it takes as long as hundreds of calls."""
+
+CAPTURED_SHAPES, CAPTURED_BYTES = 6, 64 << 10
+"""Calls of a season that are captured, and as many that fit into a pool; the bytes from rank to rank of these."""
+
+MOST_REDUCED_BYTES, CPU_MOST_BYTES = 2 << 20, 1 << 18
+"""The most bytes of calls that reduce, whose inputs are drawn on the host, and of any call of CPU ranks."""
+
+
+class StormDrawing:
+    """Draws the calls of a storm, whose tensors all lie in memory of their own."""
+
+    def __init__(self, draw: random.Random, world_size: int, *, on_cpu: bool) -> None:
+        self._draw, self._numbers, self._n, self._on_cpu = draw, itertools.count(1), world_size, on_cpu
+        self._shapes: list[Call] = []
+        self._captured: dict[bool, list[Call]] = {True: [], False: []}
+
+    def slots(self) -> list[Call]:
+        """Draw calls whose tensors come again: layers that are alike, and one of each kind. Begins a season."""
+        self._shapes.clear()
+        for shapes in self._captured.values():
+            shapes.clear()
+        slot_bytes = functools.partial(self._draw.randrange, *SLOT_BYTES)
+        layer = self._part(Kind.ALL_GATHER, slot_bytes())
+        found = [self._call(Form.ONE, [layer], "b2b") for _ in range(ALIKE)]
+        found += [self._call(Form.ONE, [self._part(kind, slot_bytes())], self._variant(0.7)) for kind in Kind]
+        gathered = [self._part(Kind.ALL_GATHER, size) for size in (slot_bytes(), 1000, slot_bytes())]
+        found.append(self._call(Form.LIST, gathered, "b2b"))
+        self._draw.shuffle(found)
+        return found
+
+    def fresh(self) -> Call:
+        """Draw one for tensors that no call had before."""
+        if len(self._shapes) < SHAPES or self._draw.random() < NEW_SHAPE:
+            self._shapes.append(self._new())
+            return self._shapes[-1]
+        return self._draw.choice(self._shapes)
+
+    def captured(self, *, fits: bool) -> tuple[Call, ...]:
+        """Draw those of a graph. ``fits``: into a pool."""
+        shapes, count = self._captured[fits], self._draw.choice((1, 1, 2, 3))
+        while len(shapes) < CAPTURED_SHAPES:
+            most = CAPTURED_BYTES if fits else None
+            shapes.append(self._list(most) if self._draw.random() < 0.25 else self._one(most))
+        return tuple(self._draw.sample(shapes, count))
+
+    def _new(self) -> Call:
+        draw, n = self._draw, self._n
+        if draw.random() < 0.15:
+            return self._list()
+        if draw.random() < 0.08:
+            splits = tuple(tuple(draw.choice((0, 1, 1, 2, 5)) for _ in range(n)) for _ in range(n))
+            count = draw.randrange(1, 4000)
+            uneven = Part(Kind.ALL_TO_ALL, draw.choice(MOVED), count, Spot(), Spot(), splits=splits)
+            return self._call(Form.ONE, [uneven], AUTO)
+        return self._one()
+
+    def _one(self, most: int | None = None) -> Call:
+        part = self._part(self._draw.choice(tuple(Kind)), self._fresh_bytes(most))
+        return self._call(Form.ONE, [part], self._variant(0.2))
+
+    def _list(self, most: int | None = None) -> Call:
+        draw = self._draw
+        kind, op, root = draw.choice(LISTED), draw.choice(OPS), draw.randrange(self._n)
+        count = draw.choice((1, 2, 3, 5))
+        parts = [self._part(kind, self._fresh_bytes(most), op=op, root=root) for _ in range(count)]
+        return self._call(Form.LIST, parts, self._variant(0.2))
+
+    def _call(self, form: Form, parts: Sequence[Part], variant: str) -> Call:
+        return Call(next(self._numbers), form, tuple(parts), variant)
+
+    def _variant(self, share: float) -> str:
+        return "b2b" if self._draw.random() < share else AUTO
+
+    def _fresh_bytes(self, most: int | None = None) -> int:
+        draw = self._draw
+        _, begin, end = draw.choices(SIZES, [share for share, _, _ in SIZES])[0]
+        nbytes = draw.randrange(begin, end)
+        nbytes = nbytes % CPU_MOST_BYTES if self._on_cpu else nbytes
+        return nbytes if most is None else nbytes % most
+
+    def _part(self, kind: Kind, nbytes: int, *, op: str = "", root: int | None = None) -> Part:
+        draw = self._draw
+        dtype = draw.choice(REDUCED_IN_STORMS if kind in REDUCING else MOVED)
+        nbytes = min(nbytes, MOST_REDUCED_BYTES) if kind in REDUCING else nbytes
+        count = -(-nbytes // ITEM_BYTES[dtype])
+        in_place = kind is Kind.BROADCAST or (kind in IN_PLACE and draw.random() < 0.35)
+        op = (op or draw.choice(OPS)) if kind in REDUCING else ""
+        root = draw.randrange(self._n) if root is None else root
+        return Part(kind, dtype, count, Spot(), None if in_place else Spot(), op, root, (), draw.choice((1, 1, 2, 3)))

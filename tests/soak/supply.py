@@ -1,4 +1,4 @@
-"""Where a rank's ordinary tensors come from in a storm, and what lies where others have been."""
+"""The source of a rank's ordinary tensors in a storm, and memory that lies where others have been."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sidelane_lab.soak.judge import Judge
+from soak.judge import Judge
 
 POOLED, CARVED, PRIVATE = 0.2, 0.15, 0.05
-"""Shares of tensors: in a pool of torch's, in the middle of a larger one, and in memory that peers cannot map."""
+"""Shares of tensors in a pool of torch's, in the middle of a larger one, and in memory that peers cannot map."""
 
 MOST_STANDING = 12
 """Bystanders at a time."""
@@ -24,20 +24,15 @@ CPU_STANDING_BYTES = ((1.0, 512, 64 << 10),)
 
 
 class Supply:
-    """Of one rank, by its own chance.
+    """Makes tensors of one rank, by its own chance.
 
     A *bystander* is memory that no call touches, allocated while others are freed. It holds bytes that are looked at
     when it goes: a rank that wrote through a mapping that is stale would have changed them.
 
     Args:
-        device: of the tensors.
+        device: the device of the tensors.
         late: chance of this rank.
         judge: compares bystanders.
-
-    Attributes:
-        bystanders: so many were compared.
-        device: of the tensors.
-        on_gpu: which is a GPU.
     """
 
     def __init__(self, device: torch.device, late: random.Random, judge: Judge) -> None:
@@ -52,7 +47,7 @@ class Supply:
         self.bystanders = 0
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """Bytes (uint8, 1-d) that nobody has."""
+        """Make bytes (uint8, 1-d) that nobody has."""
         if self._only is not None:
             return self._only(nbytes)
         chance = self._late.random()
@@ -69,7 +64,7 @@ class Supply:
 
     @contextlib.contextmanager
     def only(self, make: Callable[[int], torch.Tensor] | None) -> Iterator[None]:
-        """Tensors are made so meanwhile; None: by chance, as ever."""
+        """Have tensors made so meanwhile; None: by chance, as ever."""
         self._only = make
         try:
             yield
@@ -77,13 +72,14 @@ class Supply:
             self._only = None
 
     def plain(self, nbytes: int) -> torch.Tensor:
-        """Bytes of torch's allocator, which peers can map."""
+        """Make bytes of torch's allocator, which peers can map."""
         made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return made if self.on_gpu else made.share_memory_()
 
     def new_pool(self) -> bool:
-        """Tensors of a pool come from another one from now on; one that was is let go of with its last tensor. False
-        where there are none.
+        """Take pooled tensors from another pool from now on, and let go of a former one with its last tensor.
+
+        Returns False where there are none.
         """
         if not self.on_gpu:
             return False

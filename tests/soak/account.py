@@ -1,4 +1,4 @@
-"""How much memory of a device is taken, once all have let go of what they can, and whose it is as far as that is known.
+"""The memory of a device that is taken, once all have let go of what they can, and its holders as far as known.
 
 What is nobody's is the driver's: code, what kernels spill to, what graphs were launched from. It keeps some of that.
 """
@@ -6,10 +6,9 @@ What is nobody's is the driver's: code, what kernels spill to, what graphs were 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,47 +18,39 @@ from sidelane.memory import giving_back
 
 SYMMETRIC, WAITING, POOLS, SPANS = "symmetric", "symmetric, waiting", "pools waiting", "pieces retained"
 OURS = (SYMMETRIC, WAITING, POOLS, SPANS)
-"""Of Sidelane: none of these is left of communicators that are closed."""
+"""Holders of Sidelane: none of these has any bytes when communicators are closed."""
 
-TORCH, ALLOCATED, POOL = "torch reserved", "torch allocated", "pool of the driver"
-_WHOLE = (SYMMETRIC, WAITING, TORCH, POOL)
-"""No two of these have bytes in common, nor is there any in the others that is not in these."""
-
-COUNTED = ("ExecutableGraph", "CudaProgram", "CudaKernel", "Communicator")
-"""Objects that have memory of the driver's."""
-
-_RESERVED_NOW = 5  # CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+TORCH, ALLOCATED = "torch reserved", "torch allocated"
+_WHOLE = (SYMMETRIC, WAITING, TORCH)
+"""Holders that have no bytes in common, and all that the others have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Account:
-    """Of one device, at one time.
+    """The memory of one device, at one time.
 
     Attributes:
         taken: bytes that nobody else can have, whoever has them: all programs count.
         held: bytes of this process by holder; empty on CPUs.
-        alive: objects by class, of those in ``COUNTED``; likewise.
     """
 
     taken: int
     held: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    alive: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def ours_since(self, before: Account) -> dict[str, int]:
-        """What Sidelane holds more than before."""
+        """Return what Sidelane holds more than before."""
         more = {name: self.held.get(name, 0) - before.held.get(name, 0) for name in OURS}
         return {name: nbytes for name, nbytes in more.items() if nbytes > 0}
 
     def since(self, before: Account) -> str:
-        """What has been added, by holder, in words."""
+        """Return what has been added, by holder, in words."""
         by = {name: nbytes - before.held.get(name, 0) for name, nbytes in self.held.items()}
         by["nobody's"] = self.taken - before.taken - sum(by.get(name, 0) for name in _WHOLE)
-        alive = "; ".join(f"{count} {name}" for name, count in self.alive.items())
-        return f"{', '.join(f'{name} {nbytes:+}' for name, nbytes in by.items())}; alive: {alive or 'not counted'}"
+        return ", ".join(f"{name} {nbytes:+}" for name, nbytes in by.items())
 
 
 def account(device: torch.device, group: dist.ProcessGroup | None = None) -> Account:
-    """Have all ranks let go of what they can, and look. Collective. Between CPU ranks: of tensors in shared memory."""
+    """Have all ranks let go of what they can, and look. Collective. Between CPU ranks: at tensors in shared memory."""
     gc.collect()
     if device.type == "cpu":
         dist.barrier(group)
@@ -77,35 +68,13 @@ def account(device: torch.device, group: dist.ProcessGroup | None = None) -> Acc
     free, total = torch.cuda.mem_get_info()
     kept, waiting = giving_back.held_bytes()
     held = {SYMMETRIC: kept, WAITING: waiting, POOLS: placed_cuda.waiting_bytes(), SPANS: spans.retained_bytes()}
-    held |= {TORCH: torch.cuda.memory_reserved(), ALLOCATED: torch.cuda.memory_allocated(), POOL: _driver_pool(device)}
-    found = Account(total - free, held, _alive(COUNTED))
+    held |= {TORCH: torch.cuda.memory_reserved(), ALLOCATED: torch.cuda.memory_allocated()}
     dist.barrier(group)
-    return found
-
-
-def _alive(names: Sequence[str]) -> dict[str, int]:
-    counts = dict.fromkeys(names, 0)
-    for each in gc.get_objects():
-        name = type(each).__name__
-        if name in counts and type(each).__module__.startswith("sidelane"):
-            counts[name] += 1
-    return counts
-
-
-def _driver_pool(device: torch.device) -> int:
-    """Bytes that the driver's own memory pool of a device has reserved; 0 where it does not say."""
-    with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL("libcuda.so.1")
-        pool, nbytes = ctypes.c_void_p(), ctypes.c_uint64()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        if not library.cuDeviceGetDefaultMemPool(ctypes.byref(pool), index):
-            library.cuMemPoolGetAttribute(pool, _RESERVED_NOW, ctypes.byref(nbytes))
-        return nbytes.value
-    return 0
+    return Account(total - free, held)
 
 
 def _shared_bytes() -> int:
-    """Of files in shared memory that this process has mapped: tensors, its own and those of others."""
+    """Return the bytes of files in shared memory that this process has mapped: tensors, its own and those of others."""
     total = 0
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

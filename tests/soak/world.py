@@ -16,34 +16,34 @@ from typing import Any
 
 from sidelane.cli.launch import store_on_loopback
 from sidelane.cli.processes import rank_context
-from sidelane_lab.soak import endings, leftovers
-from sidelane_lab.soak.endings import ENDINGS, objections
-from sidelane_lab.soak.episode import Episode
-from sidelane_lab.soak.process import errors_of, rank_main
-from sidelane_lab.soak.seat import BEAT, COUNTED, DONE, FAULTED, FROZEN, THAWED, Outcome
-from sidelane_lab.soak.tally import MOST_TEXT, Tally, shortened
+from soak import endings, leftovers
+from soak.endings import ENDINGS, objections
+from soak.episode import Episode
+from soak.judge import MOST_TEXT, Tally, shortened
+from soak.rank import errors_of, rank_main
+from soak.seat import BEAT, COUNTED, DONE, FAULTED, FROZEN, THAWED, Outcome
 
 END_S = 20.0
-"""That a process may take to end once it has said how it went."""
+"""Seconds that a process may take to end once it has said how it went."""
 
 SAYS_S = 5.0
-"""That a process may take to say where it is."""
+"""Seconds that a process may take to say where it is."""
 
-_CULPRITS_LEFT = (endings.STOPPED, endings.CONTINUED, endings.NEVER_COMES, endings.NEVER_MAKES)
+_CULPRITS_LEFT = (endings.STOPPED, endings.CONTINUED, endings.NEVER_COMES)
 """Endings in which the others are done before the culprit goes on, or never does."""
 
 
 @dataclasses.dataclass(slots=True)
 class Verdict:
-    """What became of an episode.
+    """The result of an episode.
 
     Attributes:
-        episode: which.
-        tally: of all ranks together.
-        leftovers: what it left behind.
+        episode: the one that was run.
+        tally: counts of all ranks together.
+        leftovers: number of things that it left behind.
         failures: (rank, text) of everything that was not as it must be; no rank where it is nobody's.
-        seconds: that it took.
-        by_rank: what each rank counted that has said so.
+        seconds: its duration.
+        by_rank: counts of each rank that has said so.
     """
 
     episode: Episode
@@ -55,7 +55,7 @@ class Verdict:
 
 
 def run_episode(episode: Episode, heard: Callable[[int], None] = lambda calls: None) -> Verdict:
-    """Run an episode in processes of its own. ``heard``: called now and then with the calls that rank 0 has counted."""
+    """Run an episode in processes of its own. ``heard`` is called now and then with the calls that rank 0 counted."""
     began = time.monotonic()
     verdict = Verdict(episode)
     with tempfile.TemporaryDirectory(prefix="sidelane-soak-") as name:
@@ -103,7 +103,7 @@ class _World:
         self._judge()
 
     def _listen(self) -> None:
-        """Until every rank has said how it went, or its process has ended."""
+        """Listen until every rank has said how it went, or its process has ended."""
         heard_at = time.monotonic()
         lines = dict(self._lines)
         while lines:
@@ -125,7 +125,7 @@ class _World:
                 return
 
     def _hear(self, rank: int, tag: str, payload: Any) -> bool:
-        """One word of a rank; True if it was the last."""
+        """Take one word of a rank; True if it was the last."""
         if tag == BEAT and rank == 0:
             self._heard(payload)
         elif tag == FROZEN:
@@ -141,7 +141,7 @@ class _World:
         return tag == DONE
 
     def _see_to_the_culprit(self, silent: set[int]) -> None:
-        """When all others have said how it went, a culprit that was stopped or waits is ended, or goes on."""
+        """End a culprit that was stopped or waits, or let it go on, when all others have said how it went."""
         culprit, ending = self._episode.culprit, self._episode.ending
         if self._let_go or self._faulted_at_s is None or ending not in _CULPRITS_LEFT or silent != {culprit}:
             return
@@ -187,11 +187,11 @@ class _World:
             if at_s is None:
                 self._fail(rank, f"{episode.ending}: the culprit never came to it")
                 continue
-            for text in objections(episode.ending, rank, episode.culprit, outcome.told, at_s, episode.timeout_s):
+            for text in objections(episode.ending, rank, episode.culprit, outcome.seen, at_s, episode.timeout_s):
                 self._fail(rank, text)
 
     def look_for_leftovers(self) -> None:
-        """What is there that was not before, when all processes have ended."""
+        """Look for what was not there before, when all processes have ended."""
         pids = [process.pid or 0 for process in self._processes]
         left = leftovers.of_sessions(pids)
         left += [f"shared memory {name}" for name in sorted(leftovers.shared_names(pids) - self._shared)]
@@ -210,7 +210,7 @@ class _World:
             line.close()
 
     def _explain(self, ranks: list[int], waited_s: float) -> None:
-        """Ranks that hang show where, if they still can."""
+        """Have ranks that hang show where, if they still can."""
         before = {rank: self._said(rank) for rank in ranks}
         for rank in ranks:
             self._signal(rank, signal.SIGCONT)

@@ -1,13 +1,15 @@
-"""Calls as data: what every rank passes, where its tensors lie, and which bytes of whose input must come out.
+"""Calls as data: the arguments of every rank, where the tensors lie, and which bytes of which input must come out.
 
-Sizes are in elements of the part's dtype. The definitions of the collectives here are the soak's own: it judges those
-of ``program.collective`` by them.
+Sizes are in elements of the part's dtype. These definitions of the collectives share nothing with those of
+``program.collective``, which they judge.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+
+import torch
 
 from sidelane.program.collective import Kind
 
@@ -16,7 +18,7 @@ FRESH = -1
 
 
 class Form(StrEnum):
-    """How the parts of a call are passed."""
+    """The way in which the parts of a call are passed."""
 
     ONE = "one"
     LIST = "list"
@@ -25,12 +27,12 @@ class Form(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a tensor lies, the same description on every rank.
+    """A tensor's place, the same description on every rank.
 
     Attributes:
-        offset: of its first byte in a block of symmetric memory, and in ordinary memory; or ``FRESH``.
-        symmetric: ranks on which it lies in symmetric memory, a bit each.
-        block: of symmetric memory.
+        offset: the first byte in a block of symmetric memory, and in ordinary memory; or ``FRESH``.
+        symmetric: the ranks on which it lies in symmetric memory, a bit each.
+        block: the number of the block.
         skew: bytes by which it lies further in the ordinary memory of each rank than in that of the one before.
         room: bytes that it may take on any rank, skew included.
     """
@@ -53,13 +55,11 @@ class Part:
     """One collective on tensors of its own.
 
     Attributes:
-        count: elements of a shard, part or (all_reduce, broadcast) the whole tensor; with ``splits``, of a row.
-        output: where the output lies; in place, what holds input and output.
-        input: where the input lies; None in place.
-        op: of the kinds that reduce.
-        root: of the kinds that have one.
+        count: elements of a shard, a part, or (all_reduce, broadcast) the whole tensor; with ``splits``, of a row.
+        output: the place of the output; in place, of the tensor that holds input and output.
+        input: the place of the input; None in place.
         splits: ``splits[i][j]`` rows go from rank i to rank j; empty for equal parts.
-        fold: tensors have that many rows where their elements can be shared evenly by them.
+        fold: rows of the tensors whose elements can be shared evenly by that many.
     """
 
     kind: Kind
@@ -80,17 +80,14 @@ class Part:
     def spots(self) -> tuple[Spot, ...]:
         return (self.output,) if self.input is None else (self.output, self.input)
 
+    @property
+    def item_bytes(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
     def output_numel(self, rank: int, world_size: int) -> int:
-        """Elements that ``rank`` receives."""
-        match self.kind:
-            case Kind.ALL_TO_ALL if self.splits:
-                return self.count * sum(row[rank] for row in self.splits)
-            case Kind.ALL_GATHER | Kind.ALL_TO_ALL:
-                return self.count * world_size
-            case Kind.GATHER:
-                return self.count * world_size if rank == self.root else 0
-            case _:
-                return self.count
+        """Elements that ``rank`` receives: those that its sources send, unless they are reduced."""
+        sources = self.sources(rank, world_size)
+        return self.count if self.op else sum(numel for _, _, numel in sources)
 
     def input_numel(self, rank: int, world_size: int) -> int:
         """Elements that ``rank`` puts in."""
@@ -107,21 +104,21 @@ class Part:
                 return self.count
 
     def whole_numel(self, rank: int, world_size: int) -> int:
-        """Elements of what holds input and output of a call in place."""
+        """Elements of the tensor that holds input and output of a call in place."""
         return max(self.output_numel(rank, world_size), self.input_numel(rank, world_size))
 
     def input_at(self, rank: int) -> int:
-        """First element of the input in it."""
+        """The first element of the input in it."""
         return rank * self.count if self.kind is Kind.ALL_GATHER else 0
 
     def output_at(self, rank: int) -> int:
-        """First element of the output in it."""
+        """The first element of the output in it."""
         return rank * self.count if self.kind is Kind.REDUCE_SCATTER else 0
 
     def sources(self, rank: int, world_size: int) -> list[tuple[int, int, int]]:
-        """What the output of ``rank`` is made of: (source rank, first element of its input, elements).
+        """The pieces of the output of ``rank``: (source rank, first element of its input, elements).
 
-        In their order, one behind the other; of the kinds that reduce, to be combined in that order.
+        They lie in this order, one behind the other; those of the kinds that reduce are combined in it.
 
         >>> Part(Kind.ALL_TO_ALL, "int32", 2, Spot(), Spot()).sources(1, 3)
         [(0, 2, 2), (1, 2, 2), (2, 2, 2)]
@@ -148,10 +145,9 @@ class Call:
     """One call as every rank makes it.
 
     Attributes:
-        number: no other call of the episode has it.
-        parts: one; of a list or batch any number.
-        variant: as callers write it.
-        beside: likewise; None leaves it to the settings.
+        number: a name that no other call of the episode has.
+        parts: one; in a list or batch any number.
+        variant, beside: arguments, as callers write them.
     """
 
     number: int
@@ -162,7 +158,7 @@ class Call:
 
     @property
     def label(self) -> str:
-        """Under which it is counted."""
+        """The name under which it is counted."""
         if self.form is not Form.ONE:
             return "lists" if self.form is Form.LIST else "batches"
         (part,) = self.parts
@@ -177,21 +173,14 @@ class Call:
         return any(mine.overlaps(theirs) for mine in self.spots for theirs in other.spots)
 
     def __str__(self) -> str:
-        parts = [_words(part) for part in self.parts[:3]]
+        """Every fact about the call, without those that have their default."""
+        parts = [
+            ", ".join(
+                f"{field.name} {value}"
+                for field in dataclasses.fields(part)
+                if (value := getattr(part, field.name)) != field.default
+            )
+            for part in self.parts[:3]
+        ]
         more = f" and {len(self.parts) - 3} more" if len(self.parts) > 3 else ""
-        beside = f" beside {self.beside}" if self.beside else ""
-        return f"call {self.number}, {self.form} {self.variant}{beside}: {'; '.join(parts)}{more}"
-
-
-def _words(part: Part) -> str:
-    details = [part.op] * bool(part.op) + [f"root {part.root}"] * (part.kind in (Kind.SCATTER, Kind.GATHER))
-    details += [f"root {part.root}"] * (part.kind is Kind.BROADCAST) + [f"splits {part.splits}"] * bool(part.splits)
-    places = ["in place"] if part.in_place else []
-    places += [_place(spot) for spot in part.spots]
-    return ", ".join([f"{part.kind} of {part.count} {part.dtype}", *details, *places])
-
-
-def _place(spot: Spot) -> str:
-    if spot.offset == FRESH:
-        return "fresh"
-    return f"symmetric on {spot.symmetric:#b} at {spot.block}+{spot.offset} (skew {spot.skew})"
+        return f"call {self.number}, {self.form} {self.variant} beside {self.beside}: {'; '.join(parts)}{more}"

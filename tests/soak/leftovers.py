@@ -1,4 +1,4 @@
-"""What ranks leave behind when they have ended: threads, memory, processes, files. Without a /proc, less is seen."""
+"""Threads, memory, processes and files that ranks leave behind when they have ended. Without a /proc, less is seen."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 OWN_THREADS = ("sidelane-parent-watch", "sidelane-soak")
-"""Of the processes that run the soak, not of the library."""
+"""Prefixes of threads that are those of the processes that run the soak, not of the library."""
 
 LASTING_THREADS = ("sidelane-descriptors",)
-"""Of the library, for as long as the process: one that answers peers (``memory/descriptors.py``)."""
+"""Prefix of a thread that answers peers as long as the process lives (``memory/descriptors.py``)."""
 
 
 def of_this_process() -> list[str]:
-    """The library's threads and shared memory in this process, whose communicators are all closed."""
+    """Return the library's threads and shared memory in this process, whose communicators are all closed."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
     left = [f"thread {name}" for name in threads if not name.startswith(OWN_THREADS + LASTING_THREADS)]
     left += ["memory of another rank that is still mapped"] * opened()
@@ -32,7 +32,7 @@ def of_this_process() -> list[str]:
 
 
 def opened() -> int:
-    """Allocations of other ranks that this process has mapped."""
+    """Return the number of allocations of other ranks that this process has mapped."""
     from sidelane.execute.cuda import exported
     from sidelane.memory import shared_tensors
 
@@ -40,7 +40,7 @@ def opened() -> int:
 
 
 def of_sessions(sessions: Collection[int]) -> list[str]:
-    """Processes that are still there of sessions whose leaders have ended: what ranks have started and left alone."""
+    """Return processes of sessions whose leaders have ended: those that ranks have started and left alone."""
     left = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError):
@@ -52,7 +52,7 @@ def of_sessions(sessions: Collection[int]) -> list[str]:
 
 
 def shared_names(pids: Collection[int] = ()) -> set[str]:
-    """Names in the shared memory of this machine: of the library, and those that hold the number of a process."""
+    """Return names in this machine's shared memory: the library's, and those that hold the number of a process."""
     with contextlib.suppress(OSError):
         names = os.listdir("/dev/shm")
         return {name for name in names if "sidelane" in name or any(str(pid) in name for pid in pids)}
@@ -60,6 +60,6 @@ def shared_names(pids: Collection[int] = ()) -> set[str]:
 
 
 def files_in(folder: Path, *, all_of_them: bool) -> list[str]:
-    """What lies in a folder for temporary files. Without ``all_of_them``: only what names the library."""
+    """Return the files in a folder for temporary files. Without ``all_of_them``: only those that name the library."""
     paths = (str(path.relative_to(folder)) for path in folder.rglob("*"))
     return sorted(f"file {path}" for path in paths if all_of_them or "sidelane" in path)

@@ -1,36 +1,59 @@
-"""From (seed, number) to an episode: its ranks, its settings and how it ends."""
+"""From (seed, number) to an episode: its ranks, its settings and its end."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
 
-from sidelane_lab.soak.endings import ENDINGS, GOOD, ON_CPUS_ONLY, SLACK_S, START_S
-from sidelane_lab.soak.storm.described import Storm
+from soak.endings import ENDINGS, GOOD, SLACK_S, START_S
 
 CPU = "cpu"
 SIZES = {1: 5, 2: 53, 3: 17, 4: 10, 5: 4, 6: 4, 7: 3, 8: 4}
-"""Ranks of a world on a CPU, with how often they are drawn."""
+"""Ranks of a world on CPUs, with how often they are drawn."""
 
 SHARE = {1: 2.0, 2: 1.0, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.07, 7: 0.05, 8: 0.04}
 """Calls of an episode by its ranks, against those of two: on two cores, a call among eight takes as long as twenty."""
 
 CALLS = 4000
-"""Of an episode of two ranks, unless said otherwise."""
+"""Calls of an episode of two ranks; on GPUs, where starting one takes seconds, there are twice as many."""
 
 LANES = (2, 3)
 """Threads of a rank, where each has a communicator of its own."""
 
+MODES: Mapping[str, bool | Literal["learn"]] = MappingProxyType({"off": False, "learn": "learn", "always": True})
+"""Values of ``Config.map_memory``, by what ``--map-memory`` calls them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Storm:
+    """A part of a storm.
+
+    Attributes:
+        steps: calls to make, and check.
+        map_memory: one of ``MODES``.
+        expandable: torch's allocator makes expandable segments. GPUs only.
+    """
+
+    steps: int
+    map_memory: str
+    expandable: bool = False
+
+    def __str__(self) -> str:
+        return f"map_memory {self.map_memory}" + (", expandable segments" if self.expandable else "")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """What all episodes of a campaign share.
+    """The settings that all episodes of a campaign share.
 
     Attributes:
-        device_type: of the ranks' tensors.
-        world_sizes: that may be drawn.
-        calls: of an episode of two ranks.
-        map_memory: of the communicators, one of ``storm.described.MODES``; None: what they have by themselves.
+        device_type: type of the ranks' devices.
+        world_sizes: numbers of ranks that may be drawn.
+        calls: calls of an episode of two ranks.
+        map_memory: the communicators' setting, one of ``MODES``; None: what they have by themselves.
     """
 
     device_type: str = CPU
@@ -48,19 +71,16 @@ class Episode:
     """A world of ranks with some calls and one ending.
 
     Attributes:
-        seed: of the campaign.
-        number: in it.
-        setting: of the campaign.
+        seed, number, setting: the campaign's, and its number in it.
         world_size: ranks.
-        calls: that it makes, and checks, before it ends.
+        calls: calls that it makes, and checks, before it ends.
         ending: one of ``ENDINGS``.
         culprit: the rank that ends it.
         within_s: the fault hits that long after the culprit has begun its last calls; None: between two of them.
-        groups: of ranks; the first is that of all.
+        groups: groups of ranks; the first is that of all.
         lanes: threads of each rank with a communicator each; 0: the main thread does it all.
-        debug, verify: settings of its communicators.
-        timeout_s: likewise.
-        storm: what is done instead of all that.
+        debug, verify, timeout_s: settings of its communicators.
+        storm: what is done instead of calls and an ending.
     """
 
     seed: int
@@ -85,24 +105,22 @@ class Episode:
 
     @staticmethod
     def of_storm(storm: Storm, seed: int, number: int, setting: Setting) -> Episode:
-        """One that is a storm among all ranks of the setting's only world."""
+        """Return one that is a storm among all ranks of the setting's only world."""
         (n,) = setting.world_sizes
         everyone = (tuple(range(n)),)
         return Episode(seed, number, setting, n, storm.steps, GOOD, 0, None, everyone, 0, False, True, 60.0, storm)
 
     @staticmethod
     def draw(seed: int, number: int, setting: Setting) -> Episode:
-        """The episode ``number`` of a campaign."""
+        """Draw the episode ``number`` of a campaign."""
         draw = random.Random(f"sidelane soak {seed} {number}")
         sizes = setting.world_sizes
         n = draw.choices(sizes, [SIZES.get(size, 1) for size in sizes])[0]
         lanes = draw.choice(LANES) if draw.random() < 0.2 else 0
-        barred = () if setting.on_cpu else ON_CPUS_ONLY
-        names = [name for name in ENDINGS if name not in barred]
-        ending = draw.choices(names, [ENDINGS[name].weight for name in names])[0]
+        ending = draw.choices(list(ENDINGS), [each.weight for each in ENDINGS.values()])[0]
         if n == 1 or lanes:
             ending = GOOD
-        debug = draw.random() < 0.15 and ENDINGS[ending].names
+        debug = draw.random() < 0.15
         within = ENDINGS[ending].within and draw.random() < 0.7
         some = [tuple(sorted(draw.sample(range(n), draw.randrange(1, n + 1)))) for _ in range(draw.randrange(3))]
         return Episode(

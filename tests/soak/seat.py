@@ -1,4 +1,4 @@
-"""What a rank of an episode has besides its plan: its place in the world, and a line to the parent."""
+"""A rank's place in the world of an episode, and its line to the parent."""
 
 from __future__ import annotations
 
@@ -11,30 +11,23 @@ from multiprocessing import connection
 
 import torch
 
-from sidelane_lab.soak.endings import Told
-from sidelane_lab.soak.tally import Tally
+from soak.endings import Seen
+from soak.judge import Tally
 
 BEAT_S = 0.5
 SHOWS_S = 10.0
-"""Before the parent loses patience, a rank that says nothing shows where it stands: a signal may not reach it."""
+"""Seconds before the parent loses patience, at which a rank that says nothing shows where it stands."""
 
 BEAT, COUNTED, FROZEN, THAWED, FAULTED, DONE = "beat", "counted", "frozen", "thawed", "faulted", "done"
 
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
-    """How an episode went on one rank.
-
-    Attributes:
-        rank: which.
-        tally: what it counted.
-        told: the error that ended its calls, if one did.
-        leftovers: what was left in the process when everything was closed.
-    """
+    """The course of an episode on one rank: its counts, the error that ended its calls, and what was left behind."""
 
     rank: int
     tally: Tally
-    told: Told | None = None
+    seen: Seen | None = None
     leftovers: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -42,10 +35,9 @@ class Seat:
     """One rank's place.
 
     Args:
-        rank: in the world.
-        world_size: ranks.
-        device: of its tensors.
-        line: to the parent.
+        rank, world_size: its number, among how many.
+        device: the device of its tensors.
+        line: the line to the parent.
         patience_s: seconds without a word after which the parent ends it.
     """
 
@@ -79,7 +71,7 @@ class Seat:
         self._line.send((FAULTED, time.monotonic()))
 
     def wait_for_the_others(self) -> None:
-        """Until the parent has heard of all others."""
+        """Wait until the parent has heard of all others."""
         self._line.recv()
 
     def done(self, outcome: Outcome) -> None:

@@ -1,38 +1,35 @@
-"""A storm on one rank."""
+"""A storm on one rank: ordinary tensors that come and go while peers reach them, with a call in each step."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import gc
-import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 
 import torch
 import torch.distributed as dist
 
 from sidelane.collectives import Communicator
 from sidelane.collectives.confirming import ELSEWHERE, NEW_OUTPUT, WENT_AHEAD
-from sidelane.collectives.pools import pool
+from sidelane.collectives.pools import SymmetricPool, pool
 from sidelane.config import Config
-from sidelane_lab.soak import leftovers
-from sidelane_lab.soak.ahead import Recorder, record
-from sidelane_lab.soak.calls import Caller
-from sidelane_lab.soak.described import Call
-from sidelane_lab.soak.judge import Judge
-from sidelane_lab.soak.memory import Bound, Memory
-from sidelane_lab.soak.seat import Seat
-from sidelane_lab.soak.storm.account import Account, account
-from sidelane_lab.soak.storm.described import MODES, Storm, StormDrawing
-from sidelane_lab.soak.storm.graphs import POOL_BYTES, POOLED, StormGraphs, Where
-from sidelane_lab.soak.storm.supply import Supply
-from sidelane_lab.soak.tally import Tally
-from sidelane_lab.soak.values import Values
+from soak import leftovers
+from soak.account import Account, account
+from soak.caller import Caller, Graph, Recorder, record
+from soak.calls import Call
+from soak.drawing import StormDrawing
+from soak.episode import MODES, Storm
+from soak.judge import Judge, Tally
+from soak.memory import Bound, Memory, Values
+from soak.seat import Seat
+from soak.supply import Supply
 
 SEASON = 2500
-"""Steps with the same communicators and slots. What ranks have learnt goes with them."""
+"""Steps with the same communicators and slots, and with what ranks have learnt."""
 
 WARM_UP = 0.04
 """Share of the steps that come before the first look at memory: what the process takes once for all is there then. All
@@ -66,7 +63,26 @@ MOST_MISSING = 32 << 20
 """Bytes of a GPU that may be missing behind a storm: drivers load code when it first runs."""
 
 SAID = {WENT_AHEAD: "went ahead", ELSEWHERE: "missed, input elsewhere", NEW_OUTPUT: "missed, output new"}
-"""What a call's reason is counted as."""
+"""Names of counts, by the reason of a call's choice."""
+
+MOST_GRAPHS = 4
+"""Graphs at a time. The oldest goes for a new one."""
+
+POOL_BYTES = 64 << 20
+"""Bytes of a pool with symmetric memory: torch takes 2 MiB at a time from it, for each stream."""
+
+
+class Where(StrEnum):
+    """The memory in which the tensors of a graph lie."""
+
+    SLOT = "tensors of a slot"
+    ANY = "tensors that were there before"
+    PRIVATE = "the graph's own memory"
+    POOL = "a pool with symmetric memory"
+    IN_POOL = "such a pool, made in the capture"
+
+
+POOLED = (Where.POOL, Where.IN_POOL)
 
 
 def play(
@@ -81,16 +97,13 @@ def play(
     """Make all steps, count, and look at what is left.
 
     Args:
-        storm: what to do.
-        seed: of everything that is random.
-        timeout_s: of the communicators.
-        seat: of this rank.
-        group: of the ranks; None: all there are.
+        storm: the steps and the setting.
+        seed: the seed of everything that is random.
+        timeout_s: the communicators' time-out.
+        seat: this rank's.
+        tally: takes the counts (``__main__.ABOUT`` says what they mean).
+        group: the ranks; None: all there are.
         recorder: captures graphs; None: on GPUs torch's, and none between CPU ranks, which capture nothing.
-        tally: to count in. ``noted`` has besides how calls ran, what came and went, ``mapped at most`` and ``mapped at
-            the end`` (allocations of other ranks), ``bytes missing`` (of memory, against those behind the first of
-            several seasons), on GPUs ``bytes behind season`` (against those behind the warm-up, 0) and ``bytes held``
-            (at the end, by holder), and ``stale`` (bystanders that changed).
     """
     if recorder is None and seat.device.type != "cpu":
         recorder = record
@@ -140,17 +153,18 @@ class _Player:
         self.captures = CAPTURES
         self._seat, self._tally, self._device, self._group = seat, tally, seat.device, group
         self._config = Config(timeout_s=timeout_s, profile="builtin", map_memory=MODES[storm.map_memory])
-        self._draw = random.Random(f"sidelane storm {seed} {storm.name}")
-        self._late = random.Random(f"sidelane storm {seed} {storm.name} {seat.rank}")
-        self._drawing = StormDrawing(self._draw, itertools.count(1), seat.world_size, on_cpu=self._device.type == "cpu")
-        self.judge = Judge(self._device, tally.tell, self._finish_calls)
-        self.standing = Judge(self._device, tally.tell, self._finish_calls)
+        self._draw = random.Random(f"sidelane storm {seed} {storm}")
+        self._late = random.Random(f"sidelane storm {seed} {storm} {seat.rank}")
+        self._on_cpu = self._device.type == "cpu"
+        self._drawing = StormDrawing(self._draw, seat.world_size, on_cpu=self._on_cpu)
+        self.judge = Judge(self._device, tally.describe, self._finish_calls)
+        self.standing = Judge(self._device, tally.describe, self._finish_calls)
         self.supply = Supply(self._device, self._late, self.standing)
         self._communicators: list[Communicator] = []
         self._values = Values(self._device)
 
     def season(self, steps: int) -> None:
-        """Communicators, slots, and so many steps with them."""
+        """Make communicators, slots, and so many steps with them."""
         with contextlib.ExitStack() as stack:
             first = stack.enter_context(Communicator(self._group, device=self._device, config=self._config))
             lane = stack.enter_context(Communicator(first.lane.session.lane()))
@@ -163,19 +177,19 @@ class _Player:
             self._steps(steps, callers, self._graphs(first))
             self.judge.settle()
             self.supply.close()
-            if self._device.type != "cpu":
+            if not self._on_cpu:
                 segments = sum(each.get("is_expandable", False) for each in torch.cuda.memory_snapshot())
                 noted = self._tally.noted
                 noted["expandable segments at most"] = max(noted["expandable segments at most"], segments)
         self._communicators.clear()
 
     def taken(self) -> Account:
-        """What this rank's memory lacks, when all have let go of what they can."""
+        """Return what this rank's memory lacks, when all have let go of what they can."""
         self._values = Values(self._device)
         return account(self._device, self._group)
 
     def _graphs(self, first: Communicator) -> StormGraphs | None:
-        """Of a season; with a pool where torch has such beside its segments of several pieces."""
+        """Return those of a season; with a pool where torch has such beside its segments of several pieces."""
         if self._recorder is None:
             return None
         made = pool(first, POOL_BYTES) if self._has_pools else None
@@ -211,7 +225,7 @@ class _Player:
                 tensors = caller.memory.bind_anew(call)
                 self._make(caller, call, key, tensors, is_async, step)
                 kept.append(tensors)
-            if step % TOGETHER_EVERY == 0 and self._device.type != "cpu":
+            if step % TOGETHER_EVERY == 0 and not self._on_cpu:
                 torch.cuda.current_stream().synchronize()
             self._seat.beat(self._tally.calls.total())
         if graphs is not None:
@@ -224,7 +238,7 @@ class _Player:
         slots: Sequence[tuple[Caller, Call]],
         bound: Sequence[Sequence[Bound]],
     ) -> list[Sequence[Bound]]:
-        """What becomes of graphs before a step. Returns tensors that nobody needs any more."""
+        """Capture, replay and let go of graphs before a step. Returns tensors that nobody needs any more."""
         draw = self._draw
         captures, replays, lets_go = draw.random() < self.captures, draw.random() < REPLAYS, draw.random() < LETS_GO
         gone: list[Sequence[Bound]] = []
@@ -244,7 +258,7 @@ class _Player:
         return gone
 
     def _come_and_go(self, kept: collections.deque[Sequence[Bound]]) -> None:
-        """What a program does between two calls, by this rank's own chance."""
+        """Do what a program does between two calls, by this rank's own chance."""
         late, noted = self._late, self._tally.noted
         while len(kept) > MOST_KEPT or (kept and late.random() < FREES):
             del kept[late.randrange(len(kept))]
@@ -254,7 +268,7 @@ class _Player:
             noted["pools"] += self.supply.new_pool()
         if late.random() < EMPTIES:
             noted["caches emptied"] += 1
-            if self._device.type == "cpu":
+            if self._on_cpu:
                 gc.collect()
             else:
                 torch.cuda.empty_cache()
@@ -277,3 +291,95 @@ class _Player:
     def _finish_calls(self) -> None:
         for communicator in self._communicators:
             communicator.synchronize()
+
+
+class StormGraphs:
+    """The graphs of one rank, in one season. All ranks capture, replay and let go alike.
+
+    A graph keeps its tensors, so that none is replayed whose tensors were freed; who lets go of it gets them.
+
+    Args:
+        record: captures.
+        supply: makes tensors.
+        pool: symmetric memory; None where there can be none.
+        noted: counts graphs, by memory, and replays.
+    """
+
+    def __init__(
+        self, record: Recorder, supply: Supply, pool: SymmetricPool | None, noted: collections.Counter[str]
+    ) -> None:
+        self._record, self._supply, self._pool, self._noted = record, supply, pool, noted
+        self._graphs: list[tuple[Graph, Where]] = []
+        self.last = "nothing"  # done last, in words
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def places(self, *, in_pool: bool) -> list[Where]:
+        """Return memory for a graph. ``in_pool``: its calls are of the pool's session."""
+        return [where for where in Where if where not in POOLED or (in_pool and self._pool is not None)]
+
+    def capture(
+        self, caller: Caller, calls: Sequence[Call], key: int, where: Where, slot: Sequence[Bound] | None = None
+    ) -> list[Sequence[Bound]]:
+        """Capture calls, each of which is made once before, since a capture can allocate nothing for Sidelane.
+
+        ``slot``: tensors of the only call, with ``Where.SLOT``. Returns tensors of the graphs that had to go.
+        """
+        self.last = f"a capture on {where}: {'; '.join(map(str, calls))}"
+        gone: list[Sequence[Bound]] = []
+        pooled = [number for number, (_, other) in enumerate(self._graphs) if where in POOLED and other in POOLED]
+        if pooled or len(self._graphs) >= MOST_GRAPHS:  # the pool has room for the tensors of one
+            gone = self.drop(pooled[0] if pooled else 0)
+        bound = [slot] if slot is not None else self._bind(caller, calls, where)
+        for number, (call, each) in enumerate(zip(calls, bound, strict=True)):
+            caller.once(call, key + number, each)
+        captured = bound
+
+        def act() -> None:
+            nonlocal captured
+            if where in (Where.PRIVATE, Where.IN_POOL):
+                captured = self._bind(caller, calls, Where.PRIVATE)
+            caller.start_all(calls, captured)
+
+        replay = self._record(act, self._pool if where is Where.IN_POOL else None)
+        self._graphs.append((Graph(caller, calls, captured, replay), where))
+        self._noted["graphs"] += 1
+        self._noted[f"graphs on {where}"] += 1
+        return gone
+
+    def replay(self, number: int, key: int) -> None:
+        """Replay a graph on new inputs, and check it."""
+        graph, where = self._graphs[number]
+        self.last = f"a replay on {where}: {'; '.join(map(str, graph.calls))}"
+        graph.replay(key)
+        self._noted["replays"] += 1
+        self._noted["replayed calls"] += len(graph.calls)
+
+    def drop(self, number: int) -> list[Sequence[Bound]]:
+        """Let go of a graph, once it has ended. Returns its tensors, but none in a pool, where there is little room."""
+        if self._supply.on_gpu:
+            torch.cuda.synchronize()
+        graph, where = self._graphs.pop(number)
+        self._noted["graphs let go of"] += 1
+        return [] if where in POOLED else list(graph.bound)
+
+    def clear(self) -> None:
+        """Let go of all of them, and of the pool."""
+        while self._graphs:
+            self.drop(0)
+        self._pool = None
+
+    def _bind(self, caller: Caller, calls: Sequence[Call], where: Where) -> list[Sequence[Bound]]:
+        make: Callable[[int], torch.Tensor] | None = self._supply.plain
+        if where in POOLED:
+            make = self._pooled
+        elif where is not Where.PRIVATE:
+            make = None
+        with self._supply.only(make):
+            return [caller.memory.bind_anew(call) for call in calls]
+
+    def _pooled(self, nbytes: int) -> torch.Tensor:
+        assert self._pool is not None
+        with self._pool:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._supply.device)
