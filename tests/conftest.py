@@ -19,7 +19,6 @@ SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "disp
 LONG = (
     *(f"cpu/test_fused.py::test_every_block_does_what_its_shadow_says[{kind}-2]" for kind in SHADOWED),
     "attack/test_attack.py::test_a_sample_of_the_campaign",
-    "cpu/test_bench_phases.py::test_programs_that_take_turns_have_phases_too",
     "cpu/test_bench_studies.py::test_a_study_goes_on_where_it_stopped",
     "cpu/test_collectives.py::test_moving_collectives[4]",
     "cpu/test_collectives.py::test_moving_collectives[6]",

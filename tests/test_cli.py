@@ -419,7 +419,7 @@ def test_what_is_written_is_known() -> None:
     found = {command: set(outputs(command)) for command in cli.main.list_commands()}
     assert all("--json" in names for names in found.values())
     assert found["c3"] == {"--json", "--report", "--timeline"}
-    assert "--output" in found["tune"] and "--fill" in found["power"]
+    assert "--output" in found["tune"]
 
 
 @pytest.mark.parametrize("command", cli.main.list_commands())

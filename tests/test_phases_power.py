@@ -199,13 +199,11 @@ def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
     assert (options.calls, options.warmup, options.ranks, options.json) == (5, 2, 2, tmp_path / "x.json")
 
 
-def test_power_options(asked: SimpleNamespace, tmp_path: Path) -> None:
+def test_power_options(asked: SimpleNamespace) -> None:
     assert run("power").exit_code == 0
     defaults = asked.options
     assert defaults.sizes == power_study.DEFAULT_SIZES
     assert (defaults.seconds, defaults.rounds, defaults.launch, defaults.places) == (0.7, 2, "graph", ())
-    filled = tmp_path / "collectives.json"
-    filled.write_text("{}")
     result = run(
         *("power", "--collective", "all_reduce", "--min-bytes", "1M", "--max-bytes", "16M", "--seconds", "1.5"),
         *(
@@ -215,8 +213,6 @@ def test_power_options(asked: SimpleNamespace, tmp_path: Path) -> None:
             "in",
             "--implementations",
             "nccl,dma",
-            "--fill",
-            str(filled),
             "--launch",
             "eager",
         ),
@@ -225,7 +221,7 @@ def test_power_options(asked: SimpleNamespace, tmp_path: Path) -> None:
     options = asked.options
     assert (options.collectives, options.sizes) == ((Kind.ALL_REDUCE,), (MB, 4 * MB, 16 * MB))
     assert (options.seconds, options.rounds, options.places, options.launch) == (1.5, 3, ("in",), "eager")
-    assert (options.implementations, options.fill) == (("nccl", "dma"), filled)
+    assert options.implementations == ("nccl", "dma")
 
 
 def test_predictions(asked: SimpleNamespace) -> None:
@@ -252,8 +248,6 @@ def test_predictions(asked: SimpleNamespace) -> None:
             "power --machine mi300x8 --collective broadcast",
             "allowed=all_gather, all_to_all, reduce_scatter",
         ),
-        ("phases --device cpu --variants alternating+prelaunch", "alternating, alternating+opening"),
-        ("phases --device cpu --variants alternating+opening", "in graphs only"),
         ("phases --device cpu --variants circle", "circle"),
         ("power --seconds 0.1", "seconds"),
     ],

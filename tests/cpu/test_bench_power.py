@@ -20,10 +20,9 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.power import study as power_study
-from sidelane_lab.studies.power.inputs import LARGEST, ReducedInput, calls_between
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.rows import PowerRow
-from sidelane_lab.studies.power.study import PowerBench, PowerOptions
+from sidelane_lab.studies.power.study import LARGEST, PowerBench, PowerOptions, ReducedInput, calls_between
 
 CPU = torch.device("cpu")
 IDLE_W = 100.0

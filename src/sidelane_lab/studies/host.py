@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from sidelane.cli.launch import Rank
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, number, verdict
 from sidelane.collectives import Communicator
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -42,6 +42,7 @@ from sidelane_lab.baselines.own import Dma, Kernels
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.report import range_of, tables_by
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -355,50 +356,29 @@ def _baseline(implementation: Implementation, candidate: Entrant, case: Case) ->
     return Way("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
 
 
-HOST_COLUMNS: tuple[str, ...] = (
-    "bytes",
-    "<implementation",
-    "<variant",
-    "<tensors",
-    "driver\ncalls",
-    "host\nus",
-    "p10-p90\nus",
-    "best\nus",
-    "<correct",
-)
+COLUMNS: dict[str, Callable[[HostRow], str]] = {
+    "bytes": lambda row: format_bytes(row.bytes),
+    "<implementation": lambda row: row.implementation,
+    "<variant": lambda row: row.variant,
+    "<tensors": lambda row: "symmetric" if row.symmetric else "ordinary",
+    "driver\ncalls": lambda row: "" if row.driver_calls is None else str(row.driver_calls),
+    "host\nus": lambda row: number(row.host_us),
+    "p10-p90\nus": range_of,
+    "best\nus": lambda row: number(row.best_us),
+    "<correct": lambda row: verdict(row.correct),
+}
 
 
 def host_tables(rows: Sequence[HostRow]) -> list[Table]:
-    """One table an operation, in the order of the rows; what takes the host least at each size is set off."""
-    tables = []
-    for operation, alike in grouped(rows, lambda row: row.operation, ordered=False):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.bytes):
-            best = min((row.host_us for row in same if row.host_us is not None), default=None)
-            lines += [
-                Line(_host_cells(row), best=best is not None and row.host_us == best, rule=row is same[-1])
-                for row in same
-            ]
-        of_all = {row.note for row in alike}
-        names = [" ".join(_host_cells(row)[:4]) if len(of_all) > 1 else "all" for row in alike]
-        notes = notes_of(list(dict.fromkeys(zip(names, (row.note for row in alike), strict=True))))
-        tables.append(
-            without_empty_columns(Table(f"{operation}: host time", HOST_COLUMNS, tuple(lines), notes, keys=4))
-        )
-    return tables
-
-
-def _host_cells(row: HostRow) -> tuple[str, ...]:
-    return (
-        format_bytes(row.bytes),
-        row.implementation,
-        row.variant,
-        "symmetric" if row.symmetric else "ordinary",
-        "" if row.driver_calls is None else str(row.driver_calls),
-        number(row.host_us),
-        "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}",
-        number(row.best_us),
-        verdict(row.correct),
+    """Make one table an operation, in the order of the rows; the least host time of each size is set off."""
+    return tables_by(
+        rows,
+        lambda row: row.operation,
+        lambda row: f"{row.operation}: host time",
+        COLUMNS,
+        keys=4,
+        groups=lambda row: row.bytes,
+        least=lambda row: row.host_us,
     )
 
 

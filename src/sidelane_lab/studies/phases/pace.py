@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from sidelane_lab.studies.phases.rig import Call
 from sidelane_lab.studies.phases.split import FIELDS
-from sidelane_lab.studies.phases.turns import Call
 
 LATE_US = {"cpu": 500.0, "gpu": 5.0}
 """A call that begins this much too late on some rank does not count."""

@@ -8,7 +8,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,16 +22,13 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job, Problem
 from sidelane_lab.harness.rows import LAUNCHES, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
-from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
-from sidelane_lab.studies.power.inputs import ReducedInput
-from sidelane_lab.studies.power.meter import Draw, Recorder
+from sidelane_lab.studies.power.meter import Draw, Point, Recorder, figures_of
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
@@ -54,7 +50,6 @@ class PowerOptions(StudyOptions):
         seconds: that each implementation runs, a round. The first ``SETTLE_S`` of them do not count.
         rounds: of all implementations of a size, one after the other.
         idle_s: at the beginning, with nothing running.
-        fill: a result file of collectives whose ``energy_mj`` is to be filled in from this study; None fills none.
     """
 
     collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
@@ -65,7 +60,6 @@ class PowerOptions(StudyOptions):
     seconds: float = 0.7
     rounds: int = 2
     idle_s: float = 1.5
-    fill: Path | None = None
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -84,7 +78,7 @@ def main(options: PowerOptions) -> Results | None:
 
     Raises:
         UnavailableError: nothing here tells its power.
-        ValueError: ``options.fill`` is not a file of collectives of this machine, or a name is not known here.
+        ValueError: a name is not known here.
     """
     place = choose_target(options.ranks, options.device)
     problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
@@ -97,11 +91,7 @@ def main(options: PowerOptions) -> Results | None:
         variants=options.variants,
         chosen_from=(DMA,),
     )
-    collectives = None if options.fill is None else result_files.read(options.fill)
-    results = run_study(STUDY, options)
-    if results is not None and collectives is not None and options.fill is not None:
-        result_files.write(options.fill, with_energy(collectives, results))
-    return results
+    return run_study(STUDY, options)
 
 
 def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
@@ -283,7 +273,56 @@ class PowerBench:
         )
         if problem is not None:
             return dataclasses.replace(row, correct=False if problem.wrong else None)
-        return dataclasses.replace(row, correct=True, **dataclasses.asdict(figures_of(points, self._idle)))
+        return dataclasses.replace(row, correct=True, **figures_of(points, self._idle))
+
+
+SMALLEST = -100
+LARGEST = 100
+"""Powers of two between which values are kept; bfloat16 and float32 reach from -126 to 127."""
+
+
+def calls_between(world_size: int) -> int:
+    """Calls of an all_reduce in place after which its values come near to ``LARGEST``.
+
+    >>> calls_between(2), calls_between(4), calls_between(8)
+    (200, 100, 66)
+    """
+    return max(1, math.floor((LARGEST - SMALLEST) / math.log2(max(2, world_size))))
+
+
+class ReducedInput:
+    """This rank's input of one case: values that stay numbers however often they are added up.
+
+    Watts follow the bits that change. Run back to back, an all_reduce in place multiplies its input by the number of
+    ranks in every call: the small whole numbers of the checks would be infinite after some sixty calls on four ranks,
+    then no numbers at all, and the same bits would cross the links from there on. So inputs are random and tiny, and
+    calls that overwrite theirs get them anew long before they overflow.
+
+    Args:
+        case: a reduction.
+        seed: of its values.
+
+    Raises:
+        ValueError: no reduction, or a dtype whose exponents are too short for it.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        if case.kind not in REDUCING:
+            raise ValueError(f"ReducedInput: kind (value={case.kind}, allowed={', '.join(sorted(REDUCING))})")
+        if not case.dtype.is_floating_point or math.log2(torch.finfo(case.dtype).max) < LARGEST:
+            raise ValueError(f"ReducedInput: dtype (value={case.dtype}, allowed=bfloat16, float32, float64)")
+        generator = torch.Generator(device=case.device).manual_seed(64 * seed + case.rank)
+        self._values = torch.empty(case.input_bytes // case.dtype.itemsize, dtype=case.dtype, device=case.device)
+        self._values.uniform_(-1.0, 1.0, generator=generator).mul_(2.0**SMALLEST)
+        self._calls = calls_between(case.world_size)
+
+    def put(self, prepared: Prepared) -> None:
+        """Give a candidate these values, on the current stream."""
+        prepared.tensors.input.copy_(self._values)
+
+    def replays_between(self, prepared: Prepared, calls: int) -> int | None:
+        """Samples of ``calls`` after which a candidate needs them again; None if it leaves its input as it is."""
+        return None if prepared.repeatable else max(1, self._calls // calls)
 
 
 STUDY = Study(
