@@ -19,7 +19,7 @@ ON_CPUS = "--device cpu --ranks 2"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
     "machines": {"name", "sources"},
-    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
+    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal_library", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
     f"ordinary {ON_CPUS} --part alone --collective all_gather --max-bytes 64K --repeats 1 --warmup 0": STUDY,
     f"pg {ON_CPUS} --operations all_reduce --bytes 1K --repeats 1 --warmup 0 --no-first": STUDY,

@@ -36,9 +36,7 @@ from sidelane_lab.papers.simulated import plan as sim_plan
 from sidelane_lab.papers.simulated import study as simulated
 from sidelane_lab.studies import machine_list
 from sidelane_lab.studies.demo import show
-from sidelane_lab.studies.demo.checked import Checked
-from sidelane_lab.studies.demo.figures import overlap_percents
-from sidelane_lab.studies.demo.measured import measured
+from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
@@ -110,7 +108,7 @@ def predicted_sizes() -> list[Table]:
 
 def of_the_demo() -> list[Table]:
     data = measured()
-    checked = [Checked("all_gather", 36, 123_456_789, 0, 12.3456)]
+    checked = [show.Checked("all_gather", 36, 123_456_789, 0, 12.3456)]
     return [
         show.checked_table(checked, 4),
         show.overlap_table(data, *overlap_percents(data)),

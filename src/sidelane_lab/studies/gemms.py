@@ -156,13 +156,7 @@ class GemmRow(FlatRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        models: whose projections; empty takes all.
-        warmup: samples before the measured ones.
-        repeats: measured samples.
-    """
+    """The options of ``sidelane gemms``, whose help says what they are."""
 
     models: tuple[str, ...] = ()
     warmup: int = 2

@@ -89,15 +89,7 @@ class HostRow(FlatRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        sizes: gathered bytes.
-        variants: of Sidelane's collectives.
-        calls: in a batch. Of the copy engines' each takes up to ten calls to the driver, and a full queue would block.
-        warmup: batches before the measured ones.
-        repeats: measured batches.
-    """
+    """The options of ``sidelane host``, whose help says what they are."""
 
     sizes: tuple[int, ...] = (1 << 10, 64 << 10)
     variants: tuple[str, ...] = ("one_shot", "b2b", "alternating", "striped")

@@ -83,15 +83,7 @@ class ChainRow(FlatRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        sizes: gathered bytes; multiples of a row of ``WIDTH`` elements on every rank.
-        variants: of Sidelane's collectives; empty takes all.
-        launches: ``eager``, ``graph``, ``prelaunched``; empty takes all that exist.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-    """
+    """The options of ``sidelane chain``, whose help says what they are."""
 
     sizes: tuple[int, ...] = tuple(1 << power for power in range(20, 29, 2))
     variants: tuple[str, ...] = ()

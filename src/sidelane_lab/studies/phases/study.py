@@ -40,17 +40,7 @@ MEASURED = "measured"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhasesOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        operations: names (``phases_programs.OPERATIONS``).
-        sizes: bytes (see ``Operation``); empty takes ``default_sizes``.
-        variants: of the programs (see ``Operation``); those with ``+prelaunch`` run eagerly only.
-        launches: ``eager``, ``graph``; empty takes both where both exist.
-        calls: measured calls of each; from 64 MiB up at most 9.
-        warmup: calls before them.
-        predict: machine that is predicted next to what is measured; empty takes this machine's description.
-    """
+    """The options of ``sidelane phases``, whose help says what they are."""
 
     operations: tuple[str, ...] = OPERATIONS
     sizes: tuple[int, ...] = ()

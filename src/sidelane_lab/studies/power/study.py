@@ -39,18 +39,7 @@ SETTLE_S = 0.15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        collectives: kinds, in this order.
-        sizes: bytes, as in the study of collectives.
-        variants: of Sidelane's collectives on copy engines; all of its kernels take part.
-        launch: ``graph`` (several calls in one, so that no host limits anything) or ``eager``.
-        places: keep ``in`` place, ``out`` of place, or both (empty).
-        seconds: that each implementation runs, a round. The first ``SETTLE_S`` of them do not count.
-        rounds: of all implementations of a size, one after the other.
-        idle_s: at the beginning, with nothing running.
-    """
+    """The options of ``sidelane power``, whose help says what they are."""
 
     collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     sizes: tuple[int, ...] = DEFAULT_SIZES
