@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from sidelane import cli
 from sidelane_lab.studies.demo import figures
 from sidelane_lab.studies.demo.figures import measured
-from sidelane_lab.studies.demo.show import NEXT, Checked, prove
+from sidelane_lab.studies.demo.show import NEXT, CollectiveCheck, prove
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGED = ROOT / "src" / "sidelane_lab" / "papers" / "data" / "measured.json"
@@ -55,7 +55,7 @@ def test_a_right_program_is_proved_and_a_wrong_one_refused() -> None:
 def test_wrong_bytes_are_counted() -> None:
     import torch
 
-    row = Checked("all_gather")
+    row = CollectiveCheck("all_gather")
     row.compare(torch.tensor([1, 2]), torch.tensor([1, 2]))
     row.compare(torch.tensor([1, 2]), torch.tensor([1, 3]))
     assert (row.wrong, row.nbytes) == (1, 32)

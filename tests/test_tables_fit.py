@@ -108,7 +108,7 @@ def predicted_sizes() -> list[Table]:
 
 def of_the_demo() -> list[Table]:
     data = measured()
-    checked = [show.Checked("all_gather", 36, 123_456_789, 0, 12.3456)]
+    checked = [show.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
     return [
         show.checked_table(checked, 4),
         show.overlap_table(data, *overlap_percents(data)),

@@ -18,7 +18,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
 from sidelane_lab.studies.power import predict as power_predict
-from sidelane_lab.studies.power.meter import Draw, Point, Reading, Recorder, draw_of, figures_of
+from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Reading, Recorder, draw_of, figures_of
 from sidelane_lab.studies.power.predict import PredictOptions, predicted
 from sidelane_lab.studies.power.rows import PowerRow
 
@@ -134,9 +134,9 @@ def test_only_the_window_counts() -> None:
 
 
 def test_a_counter_that_hardly_moves_is_not_used() -> None:
-    assert draw_of(readings(400.0), 0.0, 0.25) == Draw(None, 400.0)
+    assert draw_of(readings(400.0), 0.0, 0.25) == MeanPower(None, 400.0)
     still = [dataclasses.replace(reading, energy_mj=None) for reading in readings(400.0)]
-    assert draw_of(still, 0.0, 1.0) == Draw(None, 400.0)
+    assert draw_of(still, 0.0, 1.0) == MeanPower(None, 400.0)
     with pytest.raises(ValueError, match="no reading"):
         draw_of(readings(400.0), 5.0, 6.0)
 
@@ -189,7 +189,7 @@ def test_a_sensor_that_fails_is_an_error_and_no_number() -> None:
 
 
 def test_energy_is_that_of_all_gpus_for_one_call() -> None:
-    points = [Point(1000.0, (300.0, 320.0), (303.0, 323.0)), Point(1010.0, (300.0, 320.0), (303.0, 323.0))]
+    points = [PowerRound(1000.0, (300.0, 320.0), (303.0, 323.0)), PowerRound(1010.0, (300.0, 320.0), (303.0, 323.0))]
     found = figures_of(points, idle_w=(100.0, 120.0))
     assert found["watts"] == 310.0
     assert found["energy_mj"] == pytest.approx(620.0 * 1.005)  # W x ms = mJ
@@ -200,13 +200,13 @@ def test_energy_is_that_of_all_gpus_for_one_call() -> None:
 
 
 def test_without_an_energy_counter_readings_stand_in_and_nothing_agrees() -> None:
-    found = figures_of([Point(100.0, (None, 320.0), (300.0, 324.0))], (100.0, 100.0))
+    found = figures_of([PowerRound(100.0, (None, 320.0), (300.0, 324.0))], (100.0, 100.0))
     assert (found["watts"], found["counters_agree_percent"]) == (310.0, None)
     assert "readings stand in" in found["note"]
 
 
 def test_rounds_that_differ_are_noted() -> None:
-    found = figures_of([Point(100.0, (300.0,), (300.0,)), Point(120.0, (300.0,), (300.0,))], (100.0,))
+    found = figures_of([PowerRound(100.0, (300.0,), (300.0,)), PowerRound(120.0, (300.0,), (300.0,))], (100.0,))
     assert found["note"] == "energy differs by 20% between rounds"
 
 

@@ -1,4 +1,4 @@
-"""What a call takes the host: eager calls that repeat, and the triggers of prelaunched ones.
+"""The host time of a call: eager calls that repeat, and the triggers of prelaunched ones.
 
     device   spins ...............................| 40 collectives
     host     | call | call | call | ... 40 of them |
@@ -57,7 +57,7 @@ HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRow(FlatRow):
-    """What a call takes the host: from its begin until it returns, while the device is busy with something else.
+    """The host time of a call, from its begin until it returns, while the device is busy with something else.
 
     Attributes:
         operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
@@ -126,7 +126,7 @@ def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostR
 
 
 class _Study:
-    """What one rank needs to time calls, together with the other ranks."""
+    """The part of one rank, which times calls together with the other ranks."""
 
     def __init__(self, meter: Meter, rank: Rank, options: HostOptions) -> None:
         self._meter, self._rank, self._options = meter, rank, options
@@ -134,7 +134,7 @@ class _Study:
         self._on_cpu = rank.device.type == "cpu"
         self._clock_us = _clock_us()
 
-    def row(self, case: Case, way: Way) -> HostRow:
+    def row(self, case: Case, way: HostWay) -> HostRow:
         """Check, time and check again. Collective."""
         armed: list[Armed] = []
         problem = self._meter.run(str(way), lambda: armed.append(way.open()) if way.open is not None else None)
@@ -149,7 +149,7 @@ class _Study:
             one.close()
         return self._row(case, way, problem, samples, BLOCKS if blocks else "")
 
-    def _check(self, case: Case, way: Way, armed: Armed | None) -> Problem | None:
+    def _check(self, case: Case, way: HostWay, armed: Armed | None) -> Problem | None:
         """Run once on a fresh input and compare."""
         seed = next(self._seeds)
 
@@ -172,7 +172,7 @@ class _Study:
 
         return self._meter.check(str(way), run, compare)
 
-    def _samples(self, way: Way, armed: Armed | None) -> list[list[float]]:
+    def _samples(self, way: HostWay, armed: Armed | None) -> list[list[float]]:
         """Microseconds by rank and batch."""
         options = self._options
         repeats = options.repeats * (TRIGGERS_A_BATCH if armed is not None else 1)
@@ -186,7 +186,7 @@ class _Study:
         self._meter.finish(str(way))
         return self._meter.of_all_ranks(times)
 
-    def _batch(self, way: Way, longest: float) -> float:
+    def _batch(self, way: HostWay, longest: float) -> float:
         call, calls = way.call, range(self._options.calls)
         self._line_up(way)
         self._spin(200.0 + 2 * longest * len(calls))
@@ -195,7 +195,7 @@ class _Study:
             call()
         return (time.perf_counter_ns() - began) / len(calls) / 1e3
 
-    def _trigger(self, way: Way, armed: Armed) -> float:
+    def _trigger(self, way: HostWay, armed: Armed) -> float:
         self._line_up(way)
         armed.arm()
         trigger = armed.trigger
@@ -206,7 +206,7 @@ class _Study:
         armed.settle()
         return max(time_us, 0.0)
 
-    def _line_up(self, way: Way) -> None:
+    def _line_up(self, way: HostWay) -> None:
         """Begin with idle devices, all ranks at once: hosts disturb each other, in every batch alike."""
         self._meter.finish(str(way))
         self._meter.agree(None)
@@ -216,7 +216,7 @@ class _Study:
             torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
 
     def _row(
-        self, case: Case, way: Way, problem: Problem | None, samples: list[list[float]] | None, note: str
+        self, case: Case, way: HostWay, problem: Problem | None, samples: list[list[float]] | None, note: str
     ) -> HostRow:
         variant, driver_calls = way.variant, None
         if problem is None and way.communicator is not None:
@@ -242,13 +242,13 @@ class _Study:
 
 
 def _clock_us() -> float:
-    """What it takes to read the clock."""
+    """Return the microseconds that it takes to read the clock."""
     pairs = ((time.perf_counter_ns(), time.perf_counter_ns()) for _ in range(1000))
     return statistics.median(after - before for before, after in pairs) / 1e3
 
 
 @dataclasses.dataclass(slots=True)
-class Way:
+class HostWay:
     """One way to have an all-gather done.
 
     Attributes:
@@ -291,7 +291,7 @@ class Armed:
         self._handle.close()
 
 
-def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[Way]:
+def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[HostWay]:
     """Every way to do ``case``, an all-gather, out of place. Collective.
 
     Args:
@@ -313,12 +313,12 @@ def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...]
             yield from _triggers(implementation, case)
 
 
-def _triggers(own: Dma, case: Case) -> Iterator[Way]:
+def _triggers(own: Dma, case: Case) -> Iterator[HostWay]:
     for from_host in (False, True):
         for symmetric, tensors in _both(own, case):
             operation = "trigger_from_host" if from_host else "trigger"
             make = functools.partial(Armed, own.communicator, tensors, from_host=from_host)
-            yield Way(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
+            yield HostWay(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
 
 
 def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
@@ -330,22 +330,22 @@ def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
     yield False, views(case, False, *buffers)
 
 
-def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
+def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> HostWay:
     symmetric, tensors = where
     communicator = own.communicator
     assert tensors.output is not None
     call = functools.partial(communicator.all_gather, tensors.output, tensors.input, variant=candidate.variant)
-    return Way("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
+    return HostWay("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
 
 
-def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> Way:
+def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> HostWay:
     tensors = implementation.tensors(case, candidate)
     symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
     given = (case, tensors, candidate.variant)
     call: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
     if isinstance(implementation, Binds):
         call = implementation.bind(*given)
-    return Way("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
+    return HostWay("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
 
 
 COLUMNS: dict[str, Callable[[HostRow], str]] = {

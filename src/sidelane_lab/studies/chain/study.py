@@ -282,8 +282,8 @@ def _chain_summary(rows: Sequence[ChainRow]) -> Table:
         theirs = fastest(nbytes, "eager" if launch == PRELAUNCHED else launch, OF_LIBRARY)
         us = [number(row.time_us if row else None) for row in (ours, auto, theirs)]
         # On our side without the implementation: the variant tells it.
-        cells = [[cell(row) for cell in COLUMNS.values()] if row else [] for row in (ours, theirs)]
-        names = [" ".join(filter(None, each[first:4])) for each, first in zip(cells, (2, 1), strict=True)]
+        named = [[cell(row) for cell in COLUMNS.values()] if row else [] for row in (ours, theirs)]
+        names = [" ".join(filter(None, each[first:4])) for each, first in zip(named, (2, 1), strict=True)]
         ratio = theirs.time_us / ours.time_us if theirs and theirs.time_us and ours and ours.time_us else None
         cells = (format_bytes(nbytes), launch, names[0], us[0], us[1], names[1], us[2])
         lines.append(Line((*cells, MISSING if ratio is None else f"{ratio:.3f}"), best=ratio is not None and ratio > 1))

@@ -87,7 +87,7 @@ def prove(ranks: int = 2) -> Proof:
 
 
 @dataclasses.dataclass(slots=True)
-class Checked:
+class CollectiveCheck:
     """The calls of one collective on rank 0, the bytes that were compared, and the outputs that were wrong."""
 
     name: str
@@ -102,9 +102,9 @@ class Checked:
         self.wrong += not torch.equal(found, expected)
 
 
-def check(rank: Rank) -> list[Checked]:
+def check(rank: Rank) -> list[CollectiveCheck]:
     """Make all calls on one rank. Ranks' values differ by rank, round and element, and are small: sums are exact."""
-    found: dict[str, Checked] = {}
+    found: dict[str, CollectiveCheck] = {}
     with Communicator(device=rank.device, config=Config(timeout_s=60, profile=BUILTIN)) as comm:
         n, me = comm.world_size, comm.rank
         for number, (dtype, count) in enumerate((dtype, count) for dtype in DTYPES for count in COUNTS):
@@ -135,7 +135,7 @@ def check(rank: Rank) -> list[Checked]:
                     ),
                 }
                 for name, (call, target, expected) in cases.items():
-                    row = found.setdefault(name, Checked(name))
+                    row = found.setdefault(name, CollectiveCheck(name))
                     began = time.perf_counter()
                     call()
                     row.calls += 1
@@ -196,7 +196,10 @@ def main(report: Path, ranks: int | None = None, json: Path | None = None) -> No
 
 
 def figures_of(
-    proof: Proof, checked: Sequence[Checked], percents: Sequence[dict[str, float]], choices: Sequence[dict[str, Any]]
+    proof: Proof,
+    checked: Sequence[CollectiveCheck],
+    percents: Sequence[dict[str, float]],
+    choices: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return what the demo shows, as one JSON object."""
     names = ("mi300x8_predicted", "h200x4_measured", "h200x4_predicted")
@@ -223,7 +226,7 @@ def mistake_text(proof: Proof) -> str:
     return f"Without {proof.left_out}, the wait for the peer's output to be free, verify says:\n  {proof.refusal}"
 
 
-def checked_table(rows: Sequence[Checked], ranks: int) -> Table:
+def checked_table(rows: Sequence[CollectiveCheck], ranks: int) -> Table:
     """Make a table of the calls."""
     lines = [
         Line((row.name, str(row.calls), f"{row.nbytes / 1e6:.1f}", str(row.wrong), f"{row.seconds:.2f}"))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sidelane_lab.studies.phases.rig import Call
+from sidelane_lab.studies.phases.rig import TimedCall
 from sidelane_lab.studies.phases.split import FIELDS
 
 LATE_US = {"cpu": 500.0, "gpu": 5.0}
@@ -39,7 +39,13 @@ class Pacer:
         self._group = group
 
     def run(
-        self, calls: Sequence[Call | None], next_epoch: Callable[[], int], *, warmup: int, repeats: int, gap_us: float
+        self,
+        calls: Sequence[TimedCall | None],
+        next_epoch: Callable[[], int],
+        *,
+        warmup: int,
+        repeats: int,
+        gap_us: float,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Time every call ``repeats`` times. Collective.
 
@@ -69,7 +75,7 @@ class Pacer:
         return torch.stack(everyone).numpy(), any_late.numpy() == 0
 
     def _rounds(
-        self, calls: Sequence[Call | None], next_epoch: Callable[[], int], count: int, gaps: Sequence[float]
+        self, calls: Sequence[TimedCall | None], next_epoch: Callable[[], int], count: int, gaps: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray]:
         values = np.full((len(calls), count, FIELDS), np.nan)
         late = np.zeros((len(calls), count), dtype=bool)

@@ -50,7 +50,7 @@ NO_PHASES: Mapping[str, str] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """What is run.
+    """One operation of one size, in one variant.
 
     Attributes:
         name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:

@@ -77,7 +77,7 @@ class Rig:
         """The first bytes of this rank's buffer."""
         return self._blocks[buffer].tensor[:nbytes]
 
-    def prepare(self, program: Program, launch: str) -> Call | None:
+    def prepare(self, program: Program, launch: str) -> TimedCall | None:
         """Load a program, and capture it for ``graph``; None if this rank has no part."""
         if not program.queues_of(self.rank.rank):
             return None
@@ -100,7 +100,7 @@ class Rig:
         self._blocks.clear()
 
 
-class Call(Protocol):
+class TimedCall(Protocol):
     """A program that this rank calls again and again. Its methods are called in this order, once a call."""
 
     def arm(self, epoch: int) -> None:
@@ -116,7 +116,7 @@ class Call(Protocol):
         ...
 
     def sample(self, begin_ns: int, returned_ns: int, known_ns: int) -> Sample:
-        """What was seen, with stamps if the program has any."""
+        """Return what was seen, with stamps if the program has any."""
         ...
 
 

@@ -26,7 +26,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.phases.pace import Pacer
 from sidelane_lab.studies.phases.predict import phase_row, predicted_row
 from sidelane_lab.studies.phases.programs import GRAPH, OPERATIONS, TRANSFERS, Operation, operations
-from sidelane_lab.studies.phases.rig import Call, Rig, error, fill
+from sidelane_lab.studies.phases.rig import Rig, TimedCall, error, fill
 from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import slowest, split
 
@@ -112,7 +112,7 @@ def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[Pha
 
 
 def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
-    """What to predict next to the measurements, and a note where it is another machine than the one that is here."""
+    """Return what to predict next to the measurements, and a note where that is another machine than this one."""
     if not options.predict and rank.device.type != "cpu":
         here = machine_name(torch.cuda.get_device_name(rank.device), rank.world_size)
         if here in machine_names():
@@ -128,13 +128,13 @@ class _Job:
 
     operation: Operation
     launch: str
-    calls: tuple[Call | None, ...] = ()
+    calls: tuple[TimedCall | None, ...] = ()
     problem: str = ""
     wrong: bool = False
 
 
 class _Study:
-    """What one rank needs for all sizes."""
+    """The part of one rank in the study."""
 
     def __init__(self, rank: Rank, options: PhasesOptions) -> None:
         self._rank, self._options = rank, options
@@ -186,7 +186,7 @@ class _Study:
         operation = job.operation
         ranks, frozen = self._rank.world_size, job.launch == GRAPH
         programs = [operation.program(ranks, stamped=s, native=self._native, frozen=frozen) for s in (True, False)]
-        calls: list[Call | None] = []
+        calls: list[TimedCall | None] = []
 
         def load() -> None:
             for program in programs:
@@ -200,7 +200,7 @@ class _Study:
                 self._check(job, call, programs[0].collective)
         job.calls = tuple(calls)
 
-    def _check(self, job: _Job, call: Call | None, collective: Definition) -> None:
+    def _check(self, job: _Job, call: TimedCall | None, collective: Definition) -> None:
         assert isinstance(collective, Collective), "programs of this study hold one collective"
         epoch, rank, views = self._next_epoch(), self._rank.rank, self._rig.tensor
         seed = self._options.seed + epoch

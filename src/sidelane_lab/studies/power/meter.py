@@ -33,7 +33,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class MeanPower:
     """Mean power over a window.
 
     Attributes:
@@ -45,7 +45,7 @@ class Draw:
     sampled_w: float
 
 
-def draw_of(readings: Sequence[Reading], begin_s: float, end_s: float) -> Draw:
+def draw_of(readings: Sequence[Reading], begin_s: float, end_s: float) -> MeanPower:
     """Mean power between two moments.
 
     The energy counter moves in steps: taken at arbitrary moments, a difference over half a second can be wrong by a
@@ -66,7 +66,7 @@ def draw_of(readings: Sequence[Reading], begin_s: float, end_s: float) -> Draw:
     if len(steps) >= MIN_TICKS:
         (first_s, first_mj), (last_s, last_mj) = steps[0], steps[-1]
         counted = (last_mj - first_mj) / 1e3 / (last_s - first_s)
-    return Draw(counted, sum(reading.watts for reading in inside) / len(inside))
+    return MeanPower(counted, sum(reading.watts for reading in inside) / len(inside))
 
 
 class Recorder:
@@ -88,7 +88,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="sidelane-power", daemon=True)
         self._thread.start()
 
-    def draw(self, begin_s: float, end_s: float) -> Draw:
+    def draw(self, begin_s: float, end_s: float) -> MeanPower:
         """Mean power between two moments of the clock; what was read before is forgotten.
 
         Raises:
@@ -117,7 +117,7 @@ class Recorder:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Point:
+class PowerRound:
     """One implementation in one round.
 
     Attributes:
@@ -142,7 +142,7 @@ class Point:
         return sum(self.watts) * self.time_us / 1e3
 
 
-def figures_of(points: Sequence[Point], idle_w: Sequence[float]) -> dict[str, Any]:
+def figures_of(points: Sequence[PowerRound], idle_w: Sequence[float]) -> dict[str, Any]:
     """Return the columns of a row, means over rounds and ranks.
 
     Args:

@@ -31,7 +31,7 @@ LIBRARY = "library"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerRow(FlatRow):
-    """What a collective draws, run back to back (method: docs/lab/power.md).
+    """Power and energy of a collective that runs back to back (method: docs/lab/power.md).
 
     Attributes:
         bytes: as in :class:`CollectiveRow`.

@@ -28,7 +28,7 @@ from sidelane_lab.harness.rows import LAUNCHES, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
-from sidelane_lab.studies.power.meter import Draw, Point, Recorder, figures_of
+from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
@@ -150,7 +150,7 @@ class PowerBench:
                 else:
                     problems[candidate] = found
             replays = self._replays(good)
-            points: dict[Entrant, list[Point]] = {candidate: [] for candidate in good}
+            points: dict[Entrant, list[PowerRound]] = {candidate: [] for candidate in good}
             names = list(good)
             for number in range(options.rounds):
                 shift = number % max(1, len(names))
@@ -200,7 +200,7 @@ class PowerBench:
             for candidate, measured in rounds.items()
         }
 
-    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> Point:
+    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> PowerRound:
         """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
         job, again = prepared.job(), lambda: None
         every = replays
@@ -233,16 +233,16 @@ class PowerBench:
         self._meter.finish(label)
         return float(start.elapsed_time(end)) * 1e3
 
-    def _point(self, time_us: float, draw: Draw) -> Point:
-        """What all ranks have seen. Collective."""
+    def _point(self, time_us: float, draw: MeanPower) -> PowerRound:
+        """Return what all ranks have seen. Collective."""
         counted = math.nan if draw.counted_w is None else draw.counted_w
         mine = torch.tensor([time_us, counted, draw.sampled_w], dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, mine, group=self._group)
         times, counts, samples = torch.stack(everyone).T.tolist()
-        return Point(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
+        return PowerRound(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
-    def _row(self, case: Case, candidate: Entrant, points: Sequence[Point], problem: Problem | None) -> PowerRow:
+    def _row(self, case: Case, candidate: Entrant, points: Sequence[PowerRound], problem: Problem | None) -> PowerRow:
         row = PowerRow(
             collective=case.kind,
             bytes=case.nbytes,

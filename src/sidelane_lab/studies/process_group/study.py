@@ -45,7 +45,15 @@ from sidelane_lab.studies.process_group.rows import (
     GroupRow,
     group_tables,
 )
-from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, Way, library_of, plain_call, wanted
+from sidelane_lab.studies.process_group.ways import (
+    KINDS,
+    GroupTensors,
+    GroupWay,
+    StudyGroups,
+    library_of,
+    plain_call,
+    wanted,
+)
 
 DTYPE = torch.bfloat16
 STEP, STEP_LAYERS = "8b:1x1024", 2
@@ -53,7 +61,7 @@ STEP, STEP_LAYERS = "8b:1x1024", 2
 
 HOST_BATCHES, CPU_CALLS = 7, 4
 CALL_US = 80.0
-"""What a call may take the host at most, for what has to be hidden."""
+"""Microseconds that a call may take the host at most, for what has to be hidden."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +113,7 @@ def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[Grou
         from sidelane_lab.baselines.baselines_cuda import device_barrier
 
         barrier = device_barrier(rank.device)
-    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), Groups(rank)
+    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), StudyGroups(rank)
     groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
     study = _Study(rank, meter, groups, options)
     if options.first:
@@ -129,9 +137,9 @@ class _Program:
         made_by: what made its calls, and Sidelane's variant.
     """
 
-    way: Way
+    way: GroupWay
     launch: str
-    buffers: Buffers
+    buffers: GroupTensors
     once: Callable[[], object]
     several: Callable[[], object]
     problem: Problem | None = None
@@ -140,9 +148,9 @@ class _Program:
 
 
 class _Study:
-    """What one rank needs to time programs, together with the other ranks."""
+    """The part of one rank, which times programs together with the other ranks."""
 
-    def __init__(self, rank: Rank, meter: Meter, groups: Groups, options: GroupOptions) -> None:
+    def __init__(self, rank: Rank, meter: Meter, groups: StudyGroups, options: GroupOptions) -> None:
         self._rank, self._meter, self._groups, self._options = rank, meter, groups, options
         self._seeds = itertools.count(options.seed + 1)
         self._on_cpu = rank.device.type == "cpu"
@@ -177,9 +185,9 @@ class _Study:
         self._meter.finish("process groups")
         self._groups.close()
 
-    def _way(self, names: tuple[str, str]) -> Way | None:
+    def _way(self, names: tuple[str, str]) -> GroupWay | None:
         """None where there is none, as where there is no room for a pool. Collective."""
-        made: list[Way] = []
+        made: list[GroupWay] = []
         if names not in self._refused:
             refused = self._meter.attempt(lambda: made.append(self._groups.way(*names)))
             if refused is not None:
@@ -187,7 +195,9 @@ class _Study:
                 made.clear()
         return made[0] if made else None
 
-    def _program(self, operation: str, case: Case, way: Way, launch: str, buffers: Buffers, calls: int) -> _Program:
+    def _program(
+        self, operation: str, case: Case, way: GroupWay, launch: str, buffers: GroupTensors, calls: int
+    ) -> _Program:
         once = plain_call(operation, way.group, buffers, launch)
         made = _Program(way, launch, buffers, once, lambda: [once() for _ in range(calls)])
         if launch == GRAPH:
@@ -245,7 +255,7 @@ def _row(
     return GroupRow(operation, nbytes, str(DTYPE).removeprefix("torch."), implementation, tensors, launch, **columns)
 
 
-def first_uses(rank: Rank, meter: Meter, groups: Groups, cases: Sequence[Case], seed: int) -> list[GroupRow]:
+def first_uses(rank: Rank, meter: Meter, groups: StudyGroups, cases: Sequence[Case], seed: int) -> list[GroupRow]:
     """Make rows of first uses, the library's first. Collective; before anything else of the study.
 
     The library is warm: a group of its own, and a step of the same model, come ahead and are not counted.
@@ -262,9 +272,9 @@ def first_uses(rank: Rank, meter: Meter, groups: Groups, cases: Sequence[Case], 
     return rows
 
 
-def _first_calls(rank: Rank, meter: Meter, groups: Groups, name: str, cases: Sequence[Case]) -> GroupRow:
+def _first_calls(rank: Rank, meter: Meter, groups: StudyGroups, name: str, cases: Sequence[Case]) -> GroupRow:
     made: list[dist.ProcessGroup] = []
-    tensors = [Buffers.of(case.output_bytes, case.input_bytes, case.device).cut_for(case) for case in cases]
+    tensors = [GroupTensors.of(case.output_bytes, case.input_bytes, case.device).cut_for(case) for case in cases]
 
     def use() -> None:
         made.append(groups.make(name))
@@ -313,7 +323,7 @@ def _mb(held: MemoryUse | None) -> float | None:
 
 
 def calls_of(nbytes: int) -> int:
-    """Of a sample: short ones are many, and the driver's queue holds them all.
+    """Return the calls of a sample: short ones are many, and the driver's queue holds them all.
 
     >>> calls_of(64 << 10), calls_of(16 << 20), calls_of(256 << 20)
     (20, 10, 4)
