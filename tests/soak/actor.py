@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives import Communicator, Session
+from sidelane.collectives import Communicator
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
 from soak.caller import Caller
-from soak.calls import Call
 from soak.episode import MODES, Episode
 from soak.judge import Judge, Tally
 from soak.memory import Memory, Values
@@ -33,7 +31,6 @@ class Actor:
         seat: the rank's.
         groups: process groups, by the number that the episode gives them; None where this rank is not in.
         stack: closes the communicators.
-        session: the session of another actor of this rank, of which this one's first communicator is a lane; or None.
     """
 
     def __init__(
@@ -42,9 +39,7 @@ class Actor:
         seat: Seat,
         groups: Sequence[dist.ProcessGroup | None],
         stack: contextlib.ExitStack,
-        session: Session | None = None,
     ) -> None:
-        self._session = session
         self.episode, self.seat = episode, seat
         self.tally = Tally()
         self.judge = Judge(seat.device, self.tally.describe, self._finish_calls)
@@ -55,7 +50,6 @@ class Actor:
         self._own: dict[str, Callable[..., None]] = {
             "open": self.open,
             "shut": self._shut,
-            "in_turn": self._in_turn,
             "fire": self._fire,
             "refuse": self._refuse,
             "pause": self._pause,
@@ -90,14 +84,13 @@ class Actor:
             caller.clear()
         self._callers.clear()
 
-    def open(self, comm: int, group: int, block_bytes: int, first_call: int = 0, is_lane: bool = False) -> None:
+    def open(self, comm: int, group: int, block_bytes: int, is_lane: bool) -> None:
         """Make a communicator of the ranks in a group, and memory for its calls.
 
         Args:
             comm: its number.
             group: number of the group.
             block_bytes: size of its first block of symmetric memory, and of its ordinary memory.
-            first_call: number that its calls begin with; 0 leaves it as it is.
             is_lane: it is a lane of the first communicator's session, and shares its memory.
         """
         ranks, episode = self._groups[group], self.episode
@@ -110,12 +103,11 @@ class Actor:
             profile="builtin",
             map_memory=None if episode.setting.map_memory is None else MODES[episode.setting.map_memory],
         )
-        session = self.first.lane.session if is_lane else None if comm else self._session
-        made = Communicator(ranks, device=self.seat.device, config=config) if session is None else None
-        communicator = made or Communicator(session.lane())
+        if is_lane:
+            communicator = Communicator(self.first.lane.session.lane())
+        else:
+            communicator = Communicator(ranks, device=self.seat.device, config=config)
         self._stack.enter_context(communicator)
-        if first_call:
-            _begin_at(communicator, ranks, first_call)
         memory = Memory(communicator, block_bytes, self._values)
         self._callers[comm] = Caller(communicator, memory, self.judge, self.tally)
         self.tally.allocations += communicator.rank == 0
@@ -134,20 +126,6 @@ class Actor:
             caller.communicator.close()
             barrier = caller.communicator.barrier
             caller.must_raise((CommunicatorClosedError,), barrier, "a call of a closed communicator")
-
-    def _in_turn(self, comm: int, call: Call, key: int) -> None:
-        """Have another thread make a call, as backward passes do."""
-        stream = None if self.seat.device.type == "cpu" else torch.cuda.current_stream()
-
-        def run() -> None:
-            if stream is not None:
-                torch.cuda.set_device(self.seat.device)
-            with torch.cuda.stream(stream):
-                self._callers[comm].once(call, key)
-
-        if comm in self._callers:
-            with concurrent.futures.ThreadPoolExecutor(1, "sidelane-soak-turn") as other:
-                other.submit(run).result()
 
     def _fire(self, comm: int, other: Step | None, **given: object) -> None:
         """Make another communicator's call too while a handle is armed: ranks may be in one of the two only."""
@@ -187,13 +165,3 @@ class Actor:
         stream = self._streams[number]
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.set_stream(stream)
-
-
-def _begin_at(communicator: Communicator, group: dist.ProcessGroup, call: int) -> None:
-    """Have the calls of a communicator that has made none begin with a number far off, where counters wrap around.
-
-    Hundreds of millions of calls would do the same. No user can, which is why it takes the communicator's own parts.
-    """
-    communicator.lane.preparer.renew(call - 1)
-    dist.barrier(group)
-    communicator._calls.count_from(call)

@@ -20,9 +20,6 @@ SHARE = {1: 2.0, 2: 1.0, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.07, 7: 0.05, 8: 0.04}
 CALLS = 4000
 """Calls of an episode of two ranks; on GPUs, where starting one takes seconds, there are twice as many."""
 
-LANES = (2, 3)
-"""Threads of a rank, where each has a communicator of its own."""
-
 MODES: Mapping[str, bool | Literal["learn"]] = MappingProxyType({"off": False, "learn": "learn", "always": True})
 """Values of ``Config.map_memory``, by what ``--map-memory`` calls them."""
 
@@ -78,7 +75,6 @@ class Episode:
         culprit: the rank that ends it.
         within_s: the fault hits that long after the culprit has begun its last calls; None: between two of them.
         groups: groups of ranks; the first is that of all.
-        lanes: threads of each rank with a communicator each; 0: the main thread does it all.
         debug, verify, timeout_s: settings of its communicators.
         storm: what is done instead of calls and an ending.
     """
@@ -92,7 +88,6 @@ class Episode:
     culprit: int
     within_s: float | None
     groups: tuple[tuple[int, ...], ...]
-    lanes: int
     debug: bool
     verify: bool
     timeout_s: float
@@ -108,7 +103,7 @@ class Episode:
         """Return one that is a storm among all ranks of the setting's only world."""
         (n,) = setting.world_sizes
         everyone = (tuple(range(n)),)
-        return Episode(seed, number, setting, n, storm.steps, GOOD, 0, None, everyone, 0, False, True, 60.0, storm)
+        return Episode(seed, number, setting, n, storm.steps, GOOD, 0, None, everyone, False, True, 60.0, storm)
 
     @staticmethod
     def draw(seed: int, number: int, setting: Setting) -> Episode:
@@ -116,9 +111,8 @@ class Episode:
         draw = random.Random(f"sidelane soak {seed} {number}")
         sizes = setting.world_sizes
         n = draw.choices(sizes, [SIZES.get(size, 1) for size in sizes])[0]
-        lanes = draw.choice(LANES) if draw.random() < 0.2 else 0
         ending = draw.choices(list(ENDINGS), [each.weight for each in ENDINGS.values()])[0]
-        if n == 1 or lanes:
+        if n == 1:
             ending = GOOD
         debug = draw.random() < 0.15
         within = ENDINGS[ending].within and draw.random() < 0.7
@@ -133,7 +127,6 @@ class Episode:
             culprit=draw.randrange(n),
             within_s=0.02 * draw.random() ** 2 if within else None,
             groups=(tuple(range(n)), *some),
-            lanes=lanes,
             debug=debug,
             verify=n <= 4 or not setting.on_cpu or draw.random() < 0.3,
             # On GPUs a rank may be compiling a kernel that its peers wait for.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sidelane.choice import Abilities
-from sidelane.program.ir import RENEWAL_CALLS
 from soak.calls import Call
 from soak.drawing import Drawing
 from soak.episode import Episode
@@ -61,17 +60,14 @@ class Plan:
     Args:
         episode: says how many, for which ranks.
         abilities: returns those of its communicators, the same on all ranks, when the first has been made.
-        lane: number of the thread that it is for; None for the only one.
     """
 
-    def __init__(self, episode: Episode, abilities: Callable[[], Abilities], lane: int | None = None) -> None:
+    def __init__(self, episode: Episode, abilities: Callable[[], Abilities]) -> None:
         self._episode, self._abilities = episode, abilities
-        self._draw = random.Random(f"sidelane soak {episode.seed} {episode.number} steps {lane}")
+        self._draw = random.Random(f"sidelane soak {episode.seed} {episode.number} steps")
         self._numbers, self._names = itertools.count(1), itertools.count()
         self._channels: dict[int, Channel] = {}
-        self._in_window = False
         on_cpu = episode.setting.on_cpu
-        everyone = lane is None
         self._table: list[tuple[float, Maker]] = [
             (70.0, self._known),
             (5.0 if on_cpu and episode.world_size <= 4 else 2.0 if on_cpu else 3.0, self._new),
@@ -84,10 +80,10 @@ class Plan:
             (1.5, self._refuse),
             (0.6, self._differ),
             (1.0, self._pause),
-            *([(0.2, self._shut), (0.3, self._open)] * everyone),
-            *([(0.03, self._freeze)] * everyone),
-            # While one thread captures, the others may not do whatever they like.
-            *([(0.4, self._capture), (7.0, self._replay), (1.0, self._stream)] * (everyone and not on_cpu)),
+            (0.2, self._shut),
+            (0.3, self._open),
+            (0.03, self._freeze),
+            *([] if on_cpu else [(0.4, self._capture), (7.0, self._replay), (1.0, self._stream)]),
         ]
         # Steps that allocate or close are on their own in the end: the rest is what a fault hits at any time.
         self._last: list[tuple[float, Maker]] = [
@@ -107,15 +103,13 @@ class Plan:
     def body(self) -> Iterator[Step]:
         """Draw what lies between the beginning and the end: at least as many calls as the episode has."""
         made = 0
-        share = self._episode.lanes or 1
-        while made < self._episode.calls // share:
+        while made < self._episode.calls:
             step = self._drawn(self._table, self._any_channel())
             made += step.calls
             yield step
 
     def window(self) -> Iterator[Step]:
         """Draw calls of the first communicator, which all ranks are in, without an end."""
-        self._in_window = True
         self._channels = {0: self._channels[0]}  # who fails in another one names who failed in this one
         while True:
             yield self._drawn(self._last, self._channels[0])
@@ -141,9 +135,7 @@ class Plan:
         drawing = Drawing(self._draw, self._numbers, len(members), self._abilities, nbytes, large)
         is_lane = bool(number) and not group and self._draw.random() < 0.5
         self._channels[number] = Channel(number, members, drawing, is_lane=is_lane)
-        late = self._draw.random() < 0.1
-        first = RENEWAL_CALLS * self._draw.choice((1, 31, 32, 33, 64)) - self._draw.randrange(2, 200) if late else 0
-        return Step("open", number, {"group": group, "block_bytes": nbytes, "first_call": first, "is_lane": is_lane})
+        return Step("open", number, {"group": group, "block_bytes": nbytes, "is_lane": is_lane})
 
     def _open(self, _: Channel) -> Step | None:
         if len(self._channels) >= MOST_COMMUNICATORS:
@@ -156,14 +148,13 @@ class Plan:
         del self._channels[channel.number]
         return Step("shut", channel.number, {})
 
-    def _once(self, channel: Channel, call: Call, name: str = "once") -> Step:
-        return Step(name, channel.number, {"call": call, "key": self._key()}, calls=1)
+    def _once(self, channel: Channel, call: Call) -> Step:
+        return Step("once", channel.number, {"call": call, "key": self._key()}, calls=1)
 
     def _known(self, channel: Channel) -> Step:
         if len(channel.known) < 4:
             return self._new(channel)
-        in_turn = not self._in_window and self._draw.random() < 0.005
-        return self._once(channel, self._draw.choice(channel.known), "in_turn" if in_turn else "once")
+        return self._once(channel, self._draw.choice(channel.known))
 
     def _new(self, channel: Channel) -> Step:
         call = channel.drawing.call()

@@ -11,17 +11,15 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from turns import Turns
 
 from sidelane.cli.launch import HOST, end_with_parent
 from soak import endings, leftovers
@@ -30,7 +28,7 @@ from soak.endings import START_S, Seen
 from soak.episode import Episode
 from soak.finale import Finale, RaisedError
 from soak.judge import Tally
-from soak.plan import Plan, Step
+from soak.plan import Plan
 from soak.seat import SHOWS_S, Outcome, Seat
 from soak.storm import play
 
@@ -103,10 +101,8 @@ def perform(episode: Episode, seat: Seat) -> Outcome:
     try:
         if episode.storm is not None:
             play(episode.storm, episode.seed, episode.timeout_s, seat, tally)
-        elif episode.lanes:
-            _lanes(episode, seat, groups, tally)
         else:
-            seen = _alone(episode, seat, groups, tally)
+            seen = _calls(episode, seat, groups, tally)
     except KeyboardInterrupt:
         seen = Seen("KeyboardInterrupt", (), "", time.monotonic())
     except RaisedError:
@@ -123,12 +119,12 @@ def perform(episode: Episode, seat: Seat) -> Outcome:
     return outcome
 
 
-def _alone(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | None], tally: Tally) -> Seen | None:
-    """Do it all in the main thread."""
+def _calls(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | None], tally: Tally) -> Seen | None:
+    """Make all calls, and play the end."""
     seen: Seen | None = None
-    with _recorded(tally) as actors, contextlib.suppress(_LeftError), contextlib.ExitStack() as stack:
+    with contextlib.suppress(_LeftError), contextlib.ExitStack() as stack:
         actor = Actor(episode, seat, groups, stack)
-        actors.append(actor)
+        stack.callback(lambda: tally.add(actor.counted()))  # whatever happens
         plan = Plan(episode, lambda: actor.first.abilities)
         for step in itertools.chain(plan.beginning(), plan.body()):
             actor.do(step)
@@ -140,73 +136,3 @@ def _alone(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | No
         if seen is not None and (episode.number + seat.rank) % 2:
             raise _LeftError
     return seen
-
-
-def _lanes(episode: Episode, seat: Seat, groups: Sequence[dist.ProcessGroup | None], tally: Tally) -> None:
-    """Do it in several threads, each with a communicator of its own of the same group; on GPUs they take turns."""
-    errors: list[str] = []
-    turns = None if seat.device.type == "cpu" else Turns(episode.lanes)
-    with _recorded(tally) as actors, contextlib.ExitStack() as stack:
-        bodies: list[Iterator[Step]] = []
-        for lane in range(episode.lanes):  # made in one order on all ranks
-            session = actors[0].first.lane.session if lane and episode.number % 2 else None
-            actor = Actor(episode, seat, groups, stack, session)
-            actors.append(actor)
-            plan = Plan(episode, lambda actor=actor: actor.first.abilities, lane)  # type: ignore[misc]
-            for step in plan.beginning():
-                actor.do(step)
-            actor.judge.settle()
-            bodies.append(plan.body())
-
-        def run(lane: int) -> None:
-            actor = actors[lane]
-            try:
-                with _device_of(seat):
-                    for step in bodies[lane]:
-                        with contextlib.nullcontext() if turns is None else turns.take(lane):
-                            actor.do(step)
-                    actor.judge.settle()
-            except Exception:
-                errors.append(traceback.format_exc())
-            finally:
-                if turns is not None:
-                    turns.leave(lane)
-
-        if seat.device.type != "cpu":
-            torch.cuda.synchronize()  # the threads go on on streams of their own
-        threads = [
-            threading.Thread(target=run, args=(lane,), name=f"sidelane-soak-lane{lane}", daemon=True)
-            for lane in range(episode.lanes)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)
-                seat.beat(sum(actor.tally.calls.total() for actor in actors))
-        for actor in actors:
-            actor.clear()
-    for text in errors:
-        tally.fail(text)
-
-
-@contextlib.contextmanager
-def _recorded(tally: Tally) -> Iterator[list[Actor]]:
-    """Keep what the actors have counted, whatever happens."""
-    actors: list[Actor] = []
-    try:
-        yield actors
-    finally:
-        for actor in actors:
-            tally.add(actor.counted())
-
-
-@contextlib.contextmanager
-def _device_of(seat: Seat) -> Iterator[None]:
-    """Set what a thread of its own needs on a GPU: the device, and a stream that no other thread uses."""
-    if seat.device.type == "cpu":
-        yield
-        return
-    torch.cuda.set_device(seat.device)
-    with torch.cuda.stream(torch.cuda.Stream()):
-        yield
