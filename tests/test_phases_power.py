@@ -114,14 +114,6 @@ def printed(results: Results, width: int) -> str:
     return console.file.getvalue()
 
 
-@pytest.mark.parametrize("results", [phases(), power()], ids=["phases", "power"])
-def test_tables_fit_a_terminal_of_80_columns(results: Results) -> None:
-    text = printed(results, 80)
-    assert "…" not in text
-    for part in ("all_gather_in_place b2b+prelaunch", "1265") if results.study == "phases" else ("symm_mem", "window"):
-        assert part in text
-
-
 def test_wrong_bytes_and_reasons_are_shown() -> None:
     assert "WRONG" in printed(phases(), 100) and "3 of 64 bytes are wrong" in printed(phases(), 100)
     assert "symm_mem window: takes no part" in printed(power(), 100)
@@ -168,14 +160,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for module in (phases_study, phases_predict, power_study, power_predict):
         monkeypatch.setattr(module, "main", stand_in)
     return seen
-
-
-@pytest.mark.parametrize("command", ["phases", "power"])
-def test_help(command: str) -> None:
-    shown = run(command, "--help")
-    assert shown.exit_code == 0 and "Usage:" in shown.output
-    assert f"  {command} " in run("--help").output
-    assert ("--implementations" in shown.output) is (command == "power")
 
 
 def test_the_names_of_operations_are_those_of_the_study() -> None:

@@ -1,12 +1,15 @@
 """Numbers of a machine's description from isolated measurements: a folder's collectives, chains and C3 rows.
 
 Only runs of one thing alone are used: collectives by size, and the GEMM's own time. What two things take together is
-left for ``sidelane claims --machine`` to predict. The result is text to put into the machine's TOML file.
+left for ``sidelane claims --machine`` to predict. The result is text to put into the machine's TOML file:
+
+    python tools/fit_machine.py h200x4 results/h200x4
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import numpy.typing as npt
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness import study as result_files
+from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine, Quantity, Source, Topology
 from sidelane_lab.papers.claims.gemms import GemmTime, gemm_times, predict_gemms
 from sidelane_lab.papers.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
@@ -231,3 +235,7 @@ def _quantity(values: Sequence[float], value: float, source: str) -> Quantity:
     return Quantity(
         float(f"{value:.4g}"), Source.MEASURED, source, float(f"{low * 0.999:.4g}"), float(f"{high * 1.001:.4g}")
     )
+
+
+if __name__ == "__main__":
+    print(main(find(sys.argv[1]), Path(sys.argv[2])))
