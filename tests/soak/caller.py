@@ -218,7 +218,7 @@ class Caller:
             options["async_op"] = True
         if not call.parts:
             return self.communicator.all_gather([], [], **options)
-        method = getattr(self.communicator, call.parts[0].kind)
+        method: Callable[..., Work | None] = getattr(self.communicator, call.parts[0].kind)
         if call.form is Form.ONE:
             ((part, each),) = pairs
             return method(*tensors_of(part, each), **details_of(part, self.rank), **output_of(part, each), **options)

@@ -82,7 +82,8 @@ class Part:
 
     @property
     def item_bytes(self) -> int:
-        return getattr(torch, self.dtype).itemsize
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize
 
     def output_numel(self, rank: int, world_size: int) -> int:
         """Elements that ``rank`` receives: those that its sources send, unless they are reduced."""

@@ -274,7 +274,8 @@ class Plan:
             if not any(call.overlaps(other) for other in calls):
                 calls.append(call)
         gone = next(iter(channel.graphs)) if len(channel.graphs) >= MOST_GRAPHS else None
-        channel.graphs.pop(gone, None)
+        if gone is not None:
+            del channel.graphs[gone]
         number = next(self._names)
         channel.graphs[number] = tuple(calls)
         given = {"graph": number, "calls": calls, "key": self._key(), "gone": gone}

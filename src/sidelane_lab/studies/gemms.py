@@ -18,7 +18,7 @@ from sidelane.cli.launch import Rank
 from sidelane.cli.table import number, verdict
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
-from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
 from sidelane_lab.harness.report import tables_by
 from sidelane_lab.harness.rows import FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
@@ -224,7 +224,8 @@ def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) 
         job = Job(graph.replay, calls=len(layers), hide_launch_us=HIDDEN_LAUNCH_US)
     rounds = meter.rounds({"gemm": job}, warmup=options.warmup, repeats=options.repeats)["gemm"]
     correct = layers.correct() and correct
-    time_us = rounds.median_us if correct else None
+    columns = outcome(rounds, None if correct else Problem("the result differs from that in float64", wrong=True))
+    time_us = columns["time_us"]
     return GemmRow(
         model=projection.model,
         layer=projection.layer,
@@ -232,13 +233,9 @@ def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) 
         n=gemm.n,
         k=gemm.k,
         dtype=gemm.dtype,
-        time_us=time_us,
-        p10_us=rounds.p10_us if correct else None,
-        p90_us=rounds.p90_us if correct else None,
         tflops=None if time_us is None else gemm.flops / time_us / 1e6,
         gbps=None if time_us is None else gemm.nbytes / time_us / 1e3,
-        correct=correct,
-        note="" if correct else "the result differs from that in float64",
+        **columns,
     )
 
 

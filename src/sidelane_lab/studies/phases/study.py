@@ -142,7 +142,7 @@ class _Study:
         assert isinstance(control, dist.ProcessGroup)
         # Its device barrier stays unused: ranks begin by the clock.
         self.meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s, group=control)
-        self._pacer = Pacer(rank.device, control)
+        self._pacer = Pacer(self.meter)
         self._epoch = 0
 
     def open(self, chosen: Sequence[Operation]) -> Rig:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from sidelane.choice.candidate import DMA
 from sidelane.cli.launch import Rank, choose_target
@@ -99,7 +98,7 @@ def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[Powe
         for nbytes in sizes
     ]
     roster.reserve_for(cases, sender.note)
-    bench = PowerBench(roster, recorder, options, dist.new_group(backend="gloo"))
+    bench = PowerBench(roster, recorder, options)
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
     for case in cases:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
@@ -116,14 +115,10 @@ class PowerBench:
         roster: what takes part.
         recorder: of this rank's GPU.
         options: how long, how often.
-        group: carries what the ranks tell each other, on the CPU.
     """
 
-    def __init__(
-        self, roster: Roster, recorder: Recorder, options: PowerOptions, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, roster: Roster, recorder: Recorder, options: PowerOptions) -> None:
         self._roster, self._meter, self._recorder, self._options = roster, roster.meter, recorder, options
-        self._group = group
         self._seeds = itertools.count(options.seed + 1)
         self._meter.finish("setting up")
         self._meter.agree(None)
@@ -236,10 +231,7 @@ class PowerBench:
     def _point(self, time_us: float, draw: MeanPower) -> PowerRound:
         """Return what all ranks have seen. Collective."""
         counted = math.nan if draw.counted_w is None else draw.counted_w
-        mine = torch.tensor([time_us, counted, draw.sampled_w], dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, mine, group=self._group)
-        times, counts, samples = torch.stack(everyone).T.tolist()
+        times, counts, samples = zip(*self._meter.of_all_ranks([time_us, counted, draw.sampled_w]), strict=True)
         return PowerRound(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
     def _row(self, case: Case, candidate: Entrant, points: Sequence[PowerRound], problem: Problem | None) -> PowerRow:
