@@ -16,6 +16,7 @@
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
 # SEED           which cases `make attack` makes up; others each time if empty.
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
+# SOAK           options of `make soak`: "--minutes 60 --seed 1 --text soak.txt", "--storm 100000", "--help".
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
 PYTHON ?= python3
@@ -31,6 +32,7 @@ MEASURE ?=
 SECONDS ?=
 SEED ?=
 ATTACK ?=
+SOAK ?=
 PARALLEL ?= --numprocesses 3 --dist loadfile
 
 # Not `pip install .[docs]`, which would put another sidelane next to the one of this checkout.
@@ -44,7 +46,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-oldest test-long test-restart test-steps attack sanitize results wheel docs docs-pages size lint format venv clean
+.PHONY: help demo test test-device test-torch test-newest test-oldest test-long test-restart test-steps attack soak sanitize results wheel docs docs-pages size lint format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -90,6 +92,9 @@ test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m attack --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED)) $(ATTACK)
+
+soak: $(READY) ## make random calls, check every byte, and let ranks fail; a minute; SOAK="--storm 100000"
+	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m soak $(SOAK)
 
 sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU; RESULTS=file writes what was found
 	@$(BIN)/python tools/sanitize_kernels.py $(if $(RESULTS),--out "$(RESULTS)")

@@ -19,7 +19,7 @@ ON_CPUS = "--device cpu --ranks 2"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
     "machines": {"name", "sources"},
-    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
+    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal_library", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
     f"ordinary {ON_CPUS} --part alone --collective all_gather --max-bytes 64K --repeats 1 --warmup 0": STUDY,
     f"pg {ON_CPUS} --operations all_reduce --bytes 1K --repeats 1 --warmup 0 --no-first": STUDY,
@@ -30,7 +30,6 @@ COMMANDS: dict[str, set[str]] = {
     f"fused {ON_CPUS} --ops gemv_all_reduce --repeats 1": STUDY,
     f"fsdp {ON_CPUS} --cases 8b:1x512 --layers 2 --implementations sidelane --repeats 1 --warmup 0": STUDY,
     "gemms --device cpu --models qwen-32b/4 --repeats 1 --warmup 0": STUDY,
-    f"soak {ON_CPUS} --episode 0 --episode-calls 20": STUDY,
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
     "verify --nodes 2,3 --elements 3": {"nodes", "rows"},
@@ -71,11 +70,3 @@ def test_a_file_has_the_same_and_tables_stay(line: str, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert keys(path.read_text(encoding="utf-8")) >= COMMANDS[line]
     assert not result.stdout.startswith(("{", "[")) and len(result.stdout.splitlines()) > 5
-
-
-def test_recorded_commands_of_the_soak_run(tmp_path: Path) -> None:
-    line = f"soak {ON_CPUS} --calls 1 --episode-calls 20 --output {tmp_path / 'soak.json'}"
-    result = CliRunner().invoke(cli.main, line.split(), prog_name="sidelane")
-    assert result.exit_code == 0, result.stderr
-    assert keys((tmp_path / "soak.json").read_text(encoding="utf-8")) >= STUDY
-    assert "--output" not in CliRunner().invoke(cli.main, ["soak", "--help"]).stdout

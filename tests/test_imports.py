@@ -42,7 +42,7 @@ LAYERS = (
 HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}
 
 # These count as one room: what papers claim is held against studies, and studies predict as papers do.
-STUDIES = ("explain", "papers", "soak", "studies")
+STUDIES = ("explain", "papers", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
@@ -218,7 +218,7 @@ def test_a_study_is_loaded_by_its_name_and_alone():
 import sys
 from sidelane_lab.harness import report, running
 from sidelane_lab.harness.study import studies, study_of
-def loaded(): return {name for name in sys.modules if name.startswith(("sidelane_lab.studies.", "sidelane_lab.soak"))}
+def loaded(): return {name for name in sys.modules if name.startswith("sidelane_lab.studies.")}
 assert not loaded(), loaded()
 study_of("gemms")
 assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()

@@ -35,9 +35,7 @@ from sidelane_lab.papers.simulated import plan as sim_plan
 from sidelane_lab.papers.simulated import study as simulated
 from sidelane_lab.studies import machine_list
 from sidelane_lab.studies.demo import show
-from sidelane_lab.studies.demo.checked import Checked
-from sidelane_lab.studies.demo.figures import overlap_percents
-from sidelane_lab.studies.demo.measured import measured
+from sidelane_lab.studies.demo.figures import measured, overlap_percents
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
@@ -46,7 +44,7 @@ from sidelane_lab.studies.tune.changes import changes_table
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host", "soak")
+STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host")
 # Of each study one file.
 RECORDED = [
     next(path for folder in ("h200x4", "cpu") if (path := RESULTS / folder / f"{study}.json").exists())
@@ -109,7 +107,7 @@ def predicted_sizes() -> list[Table]:
 
 def of_the_demo() -> list[Table]:
     data = measured()
-    checked = [Checked("all_gather", 36, 123_456_789, 0, 12.3456)]
+    checked = [show.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
     return [
         show.checked_table(checked, 4),
         show.overlap_table(data, *overlap_percents(data)),

@@ -17,12 +17,13 @@ from made_up_gpus import made_up_gpus
 from sidelane.collectives import backend_cuda, course
 from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.session.pools import SymmetricPool
-from sidelane_lab.soak import leftovers
-from sidelane_lab.soak.calls import Caller
-from sidelane_lab.soak.seat import Seat
-from sidelane_lab.soak.storm import described, play, supply
-from sidelane_lab.soak.storm.supply import Supply
-from sidelane_lab.soak.tally import Tally
+from soak import drawing, leftovers, supply
+from soak import storm as storms
+from soak.caller import Caller
+from soak.episode import Storm
+from soak.judge import Tally
+from soak.seat import Seat
+from soak.supply import Supply
 
 SLOT_BYTES = (3000, 9000)
 
@@ -58,15 +59,15 @@ def storm(group: dist.ProcessGroup, mode: str, steps: int, seed: int, planted: s
     tally = Tally()
     with (
         learn_cases.counted(),
-        mock.patch.object(described, "SLOT_BYTES", SLOT_BYTES),
-        mock.patch.object(described, "CPU_MOST_BYTES", 20_000),
-        mock.patch.object(described, "SHAPES", 8),
-        mock.patch.object(play, "COMES_AGAIN", 0.8),
-        mock.patch.object(play, "REPLACES", 0.005),
+        mock.patch.object(drawing, "SLOT_BYTES", SLOT_BYTES),
+        mock.patch.object(drawing, "CPU_MOST_BYTES", 20_000),
+        mock.patch.object(drawing, "SHAPES", 8),
+        mock.patch.object(storms, "COMES_AGAIN", 0.8),
+        mock.patch.object(storms, "REPLACES", 0.005),
         mock.patch.object(Supply, "stand_by", stand_by),
         mock.patch.object(SharedTensors, "map", keeping_map),
     ):
-        play.play(described.Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group)
+        storms.play(Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group)
     kept.clear()
     return _counted(tally)
 
@@ -102,13 +103,13 @@ def with_graphs(
         with (
             learn_cases.counted(),
             mock.patch.object(backend_cuda, "find_spec", return_value=None),  # no kernels
-            mock.patch.object(described, "SLOT_BYTES", SLOT_BYTES),
-            mock.patch.object(described, "CPU_MOST_BYTES", 20_000),
-            mock.patch.object(described, "SHAPES", 8),
+            mock.patch.object(drawing, "SLOT_BYTES", SLOT_BYTES),
+            mock.patch.object(drawing, "CPU_MOST_BYTES", 20_000),
+            mock.patch.object(drawing, "SHAPES", 8),
             mock.patch.object(Caller, "check", check),
-            mock.patch.multiple(described, REDUCED=("int32",), OPS=("sum",)),  # what the made-up driver adds up
+            mock.patch.multiple(drawing, REDUCED_IN_STORMS=("int32",), OPS=("sum",)),  # what the made-up driver adds up
             mock.patch.multiple(
-                play,
+                storms,
                 CAPTURES=0.2,
                 WARM_UP_CAPTURES=0.2,
                 REPLAYS=0.6,
@@ -118,25 +119,25 @@ def with_graphs(
                 POOL_BYTES=4 << 20,
             ),
         ):
-            play.play(described.Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group, record)
+            storms.play(Storm(steps, mode), seed, 30.0, QuietSeat(group), tally, group, record)
     return _counted(tally)
 
 
 def gives_up(group: dist.ProcessGroup, steps: int, seed: int) -> tuple[dict[str, Any], str]:
     """The same in one season: ranks go ahead in some calls, and give up others, whose inputs nobody can map."""
-    real_play = play.play
+    real_play = storms.play
 
     def in_one_season(*given: Any) -> None:
         with (
-            mock.patch.multiple(play, SEASON=steps, WARM_UP=0.02, REPLACES=0.01, COMES_AGAIN=0.93),
-            mock.patch.multiple(play, WARM_UP_CAPTURES=0.02, CAPTURES=0.004, REPLAYS=0.02),
+            mock.patch.multiple(storms, SEASON=steps, WARM_UP=0.02, REPLACES=0.01, COMES_AGAIN=0.93),
+            mock.patch.multiple(storms, WARM_UP_CAPTURES=0.02, CAPTURES=0.004, REPLAYS=0.02),
         ):
             real_play(*given)
 
     with (
         mock.patch.object(course, "PATIENCE", 10 * course.VAIN),
         mock.patch.object(supply, "PRIVATE", 0.15),
-        mock.patch.object(play, "play", in_one_season),
+        mock.patch.object(storms, "play", in_one_season),
     ):
         return with_graphs(group, "learn", steps, seed)
 

@@ -19,7 +19,7 @@ from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.studies import host as host_study
-from sidelane_lab.studies.host import BLOCKS, HostOptions, HostRow, Way, ways_of
+from sidelane_lab.studies.host import BLOCKS, HostOptions, HostRow, HostWay, ways_of
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "repeats": 2, "timeout_s": 100.0}
@@ -90,7 +90,7 @@ def rows_of_made_up_calls(group: dist.ProcessGroup) -> tuple[list[HostRow], list
         torch.cuda._sleep = kept
 
 
-def until_done(implementations: tuple[Gloo, ...], way: Way, case: Case) -> Callable[[], None]:
+def until_done(implementations: tuple[Gloo, ...], way: HostWay, case: Case) -> Callable[[], None]:
     (found,) = (one for one in implementations if one.name == way.implementation)
     return lambda: found.start(case, way.tensors, way.variant)()
 

@@ -20,10 +20,9 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.power import study as power_study
-from sidelane_lab.studies.power.inputs import LARGEST, ReducedInput, calls_between
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.rows import PowerRow
-from sidelane_lab.studies.power.study import PowerBench, PowerOptions
+from sidelane_lab.studies.power.study import LARGEST, PowerBench, PowerOptions, ReducedInput, calls_between
 
 CPU = torch.device("cpu")
 IDLE_W = 100.0
@@ -104,7 +103,7 @@ def measured(group: dist.ProcessGroup) -> tuple[float, list[PowerRow]]:
     recorder = Recorder(sensor, interval_s=0.001)
     try:
         options = PowerOptions(seconds=0.4, idle_s=0.2)
-        bench = PowerBench(roster, recorder, options, group)
+        bench = PowerBench(roster, recorder, options)
         case = Case(Kind.ALL_TO_ALL, 1 << 12, torch.uint8, rank, ranks, CPU)
         return bench.idle_w, list(bench.rows(case))
     finally:
@@ -151,7 +150,7 @@ def reduced(group: dist.ProcessGroup, kind: Kind) -> tuple[list[PowerRow], list[
         roster.reserve(1 << 12, 1 << 12)
         recorder = Recorder(MadeUp(rank), interval_s=0.001)
         try:
-            bench = PowerBench(roster, recorder, PowerOptions(seconds=0.8, idle_s=0.2, variants=("b2b", "pcpy")), group)
+            bench = PowerBench(roster, recorder, PowerOptions(seconds=0.8, idle_s=0.2, variants=("b2b", "pcpy")))
             rows = list(bench.rows(Case(kind, 1 << 12, torch.bfloat16, rank, ranks, CPU)))
             return rows, added.largest, added.fewest
         finally:

@@ -20,7 +20,7 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.studies.process_group import study as group_study
 from sidelane_lab.studies.process_group.rows import FIRST_CALLS, FIRST_STEP, OPERATIONS, GroupRow
 from sidelane_lab.studies.process_group.study import GroupOptions
-from sidelane_lab.studies.process_group.ways import KINDS, Way
+from sidelane_lab.studies.process_group.ways import KINDS, GroupWay
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]
@@ -51,15 +51,15 @@ def test_from_end_to_end(tmp_path: Path) -> None:
 
 
 class Two:
-    """Groups that are there: Gloo's, and one of Sidelane in front of it, which breaks a call of one rank."""
+    """StudyGroups that are there: Gloo's, and one of Sidelane in front of it, which breaks a call of one rank."""
 
     def __init__(self, gloo: dist.ProcessGroup, ours: dist.ProcessGroup) -> None:
         self._groups = {"gloo": gloo, "sidelane": ours}
 
-    def way(self, implementation: str, tensors: str) -> Way:
+    def way(self, implementation: str, tensors: str) -> GroupWay:
         if tensors == "pooled":
             raise sidelane.UnavailableError("no room")
-        return Way(implementation, tensors, self._groups[implementation])
+        return GroupWay(implementation, tensors, self._groups[implementation])
 
 
 def rows_of_a_wrong_group(group: dist.ProcessGroup, raises: bool) -> list[GroupRow]:

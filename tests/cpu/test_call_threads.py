@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from turns import Turns
 
 import sidelane
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
@@ -368,3 +369,20 @@ def test_whoever_has_waited_holds_the_last_reference() -> None:
         assert seen == [True]
     finally:
         thread.close()
+
+
+def test_threads_take_turns_in_one_order():
+    turns, seen = Turns(3), []
+
+    def work(number: int, times: int) -> None:
+        for _ in range(times):
+            with turns.take(number):
+                seen.append(number)
+        turns.leave(number)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in ((0, 2), (1, 5), (2, 3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == [0, 1, 2, 0, 1, 2, 1, 2, 1, 1]

@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import itertools
-import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from click.testing import CliRunner
 from ranks import crew
 
-from sidelane import Communicator, cli
+from sidelane import Communicator
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import EVERYTHING, everything
 from sidelane.program import collective as define
 from sidelane.program.collective import Kind, ReduceOp, Reduction
-from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import read
-from sidelane_lab.soak import endings, study, world
-from sidelane_lab.soak.described import Call, Form, Part, Spot
-from sidelane_lab.soak.endings import ENDINGS, Told, objections
-from sidelane_lab.soak.episode import CALLS, Episode, Setting
-from sidelane_lab.soak.judge import Judge, WrongBytesError
-from sidelane_lab.soak.mistakes import MISTAKES
-from sidelane_lab.soak.performance import perform
-from sidelane_lab.soak.plan import Plan
-from sidelane_lab.soak.rows import SOAKED, SoakRow
-from sidelane_lab.soak.seat import Outcome, Seat
-from sidelane_lab.soak.steps import (
-    Capture,
-    Differ,
-    Fire,
-    Freeze,
-    Once,
-    Overlap,
-    Refuse,
-    Replay,
-    Step,
-    Stream,
-)
-from sidelane_lab.soak.study import Campaign, SoakOptions
-from sidelane_lab.soak.tally import Tally
-from sidelane_lab.soak.turns import Turns
-from sidelane_lab.soak.values import Values
-from sidelane_lab.soak.world import Verdict, run_episode
+from soak import calls, campaign, endings, judge, world
+from soak.calls import Call, Form, Part, Spot
+from soak.endings import ENDINGS, Seen, objections
+from soak.episode import Episode, Setting
+from soak.judge import Judge, Tally, WrongBytesError
+from soak.memory import Values
+from soak.mistakes import MISTAKES
+from soak.plan import Plan, Step
+from soak.rank import perform
+from soak.seat import Outcome, Seat
+from soak.world import Verdict, run_episode
 
 CPU = torch.device("cpu")
 
@@ -62,7 +44,6 @@ def episode(world_size: int = 2, ending: str = endings.GOOD, **changes: Any) -> 
         "ending": ending,
         "culprit": world_size - 1,
         "within_s": None,
-        "lanes": 0,
         "groups": (tuple(range(world_size)),),
         "calls": 60,
         "debug": False,
@@ -95,23 +76,24 @@ def test_a_plan_is_the_same_wherever_it_is_made():
 def test_everything_is_drawn():
     steps = [
         step
-        for number in range(40)
+        for number in range(80)
         for step in steps_of(episode(3, number=number, calls=400, groups=((0, 1, 2), (0, 2), (1,))))
     ]
-    calls = [step.call for step in steps if isinstance(step, Once)]
+    calls = [step.given["call"] for step in steps if step.name == "once"]
     kinds = {part.kind for call in calls for part in call.parts}
     assert kinds == set(Kind) and {call.form for call in calls} == set(Form)
     for kind in Kind:
         used = {call.variant for call in calls if call.form is Form.ONE and call.parts[0].kind is kind}
-        names = {found.variant for found in everything(kind, Abilities())}
-        assert names | {"auto", "b2b+prelaunch"} <= used, kind
+        legal = {found.variant for found in everything(kind, Abilities())}
+        assert legal | {"auto", "b2b+prelaunch"} <= used, kind
     ops = {(part.op, part.dtype) for call in calls for part in call.parts if part.op}
     assert ops == set(itertools.product(ReduceOp, define.ELEMENT_BYTES))
-    refused = [step for step in steps if isinstance(step, Refuse)]
-    assert {step.mistake for step in refused} == set(MISTAKES)
-    assert {step.culprit for step in refused} == {None, 0, 1, 2}
-    assert {type(step) for step in steps} >= {Differ, Fire, Freeze, Overlap}
-    assert not any(isinstance(step, Capture | Replay | Stream) for step in steps), "CPUs have no graphs"
+    refused = [step.given for step in steps if step.name == "refuse"]
+    assert {given["mistake"] for given in refused} == set(MISTAKES)
+    assert {given["culprit"] for given in refused} == {None, 0, 1, 2}
+    names = {step.name for step in steps}
+    assert names >= {"differ", "fire", "freeze", "overlap", "finish", "shut"}
+    assert not names & {"capture", "replay", "stream"}, "CPUs have no graphs"
     assert {0, 1} <= {part.count for call in calls for part in call.parts}
     names = {Episode.draw(0, number, Setting()).ending for number in range(1500)}
     assert names == set(ENDINGS)
@@ -124,18 +106,19 @@ def test_gpus_have_graphs_and_kernels():
         for number in range(24)
         for step in steps_of(episode(2, setting=setting, calls=4000, number=number), lambda: EVERYTHING)
     ]
-    calls = [step.call for step in steps if isinstance(step, Once)]
+    calls = [step.given["call"] for step in steps if step.name == "once"]
     assert {"one_shot", "b2b", "two_shot_push", "alternating"} <= {call.variant for call in calls}
-    captured = [call for step in steps if isinstance(step, Capture) for call in step.calls]
+    captures = [step.given["calls"] for step in steps if step.name == "capture"]
+    captured = [call for each in captures for call in each]
     assert captured and not any("+" in call.variant for call in captured)
-    assert not any(a.overlaps(b) for step in steps if isinstance(step, Capture) for a, b in pairs(step.calls))
-    replays = [step for step in steps if isinstance(step, Replay)]
-    assert sum(len(step.calls) * len(step.keys) for step in replays) > 400
-    assert any(isinstance(step, Stream) for step in steps)
-    assert not any(step.other for step in steps if isinstance(step, Fire)), "a new call may wait for the device"
+    assert not any(a.overlaps(b) for each in captures for a, b in pairs(each))
+    assert sum(step.calls for step in steps if step.name == "replay") > 400
+    assert any(step.name == "stream" for step in steps)
+    others = [step.given["other"] for step in steps if step.name == "fire"]
+    assert not any(others), "a new call may wait for the device"
     assert Episode.draw(0, 0, setting).world_size == 2
     endings_of_gpus = {Episode.draw(0, number, setting).ending for number in range(500)}
-    assert endings.KILLED in endings_of_gpus and endings.ANOTHER_CALL not in endings_of_gpus
+    assert endings.KILLED in endings_of_gpus
 
 
 def pairs(calls: Sequence[Call]) -> list[tuple[Call, Call]]:
@@ -144,10 +127,10 @@ def pairs(calls: Sequence[Call]) -> list[tuple[Call, Call]]:
 
 def test_tensors_of_calls_under_way_together_lie_apart():
     for step in steps_of(episode(4, calls=1500)):
-        if isinstance(step, Once):
-            assert not any(a.overlaps(b) for a, b in itertools.combinations(step.call.spots, 2)), step
-        elif isinstance(step, Overlap):
-            assert not any(a.overlaps(b) for a, b in pairs([call for call, _ in step.calls])), step
+        if step.name == "once":
+            assert not any(a.overlaps(b) for a, b in itertools.combinations(step.given["call"].spots, 2)), step
+        elif step.name == "overlap":
+            assert not any(a.overlaps(b) for a, b in pairs([call for call, _ in step.given["calls"]])), step
 
 
 COUNTS = ((2, 0, 1), (1, 1, 3), (0, 0, 0))
@@ -207,20 +190,20 @@ def test_wrong_bytes_are_told_and_many_of_them_stop_it():
     ("name", "rank", "told", "text"),
     [
         (endings.GOOD, 0, None, ""),
-        (endings.KILLED, 0, Told("PeerError", (1,), "", 12.0), ""),
+        (endings.KILLED, 0, Seen("PeerError", (1,), "", 12.0), ""),
         (endings.KILLED, 0, None, "no error was raised"),
-        (endings.KILLED, 0, Told("PeerError", (0,), "", 12.0), "rank 1 is not the one that is named"),
-        (endings.KILLED, 0, Told("PeerError", (1,), "", 40.0), "heard of after 30.0 s"),
-        (endings.KILLED, 0, Told("PeerTimeoutError", (1,), "", 12.0), "allowed=PeerError"),
-        (endings.STOPPED, 0, Told("PeerTimeoutError", (1,), "", 14.0), ""),
-        (endings.STOPPED, 0, Told("PeerError", (1,), "", 14.0), "allowed=PeerTimeoutError"),
-        (endings.INTERRUPTED, 1, Told("KeyboardInterrupt", (), "", 12.0), ""),
+        (endings.KILLED, 0, Seen("PeerError", (0,), "", 12.0), "rank 1 is not the one that is named"),
+        (endings.KILLED, 0, Seen("PeerError", (1,), "", 40.0), "heard of after 30.0 s"),
+        (endings.KILLED, 0, Seen("PeerTimeoutError", (1,), "", 12.0), "allowed=PeerError"),
+        (endings.STOPPED, 0, Seen("PeerTimeoutError", (1,), "", 14.0), ""),
+        (endings.STOPPED, 0, Seen("PeerError", (1,), "", 14.0), "allowed=PeerTimeoutError"),
+        (endings.INTERRUPTED, 1, Seen("KeyboardInterrupt", (), "", 12.0), ""),
         (endings.INTERRUPTED, 1, None, "no error was raised"),
-        (endings.CONTINUED, 1, Told("PeerError", (1,), "", 300.0), ""),
+        (endings.CONTINUED, 1, Seen("PeerError", (1,), "", 300.0), ""),
         (endings.CLOSES, 1, None, ""),
     ],
 )
-def test_what_ranks_must_see_of_an_end(name: str, rank: int, told: Told | None, text: str):
+def test_what_ranks_must_see_of_an_end(name: str, rank: int, told: Seen | None, text: str):
     found = objections(name, rank, 1, told, 10.0, 5.0)
     assert [text in each for each in found] == ([True] if text else [])
 
@@ -277,7 +260,7 @@ def test_what_is_planted_is_found():
     """In the bytes of one rank, beside them, in its input, in a call that should be refused, and behind the end."""
     with crew(2) as ranks:
         for planted in ("", "output", "beside", "input", "refusal", "thread"):
-            one = episode(2, calls=120, number=13, timeout_s=3.0)
+            one = episode(2, calls=120, number=15, timeout_s=3.0)
             good, bad = ranks.run(performed, 2, one, planted)
             found = bad.tally.wrong + bad.tally.errors
             if planted == "":
@@ -313,29 +296,6 @@ def test_several_communicators(world_size: int):
     assert verdict.tally.calls.total() >= 150 and verdict.tally.refusals
 
 
-def test_threads_with_a_communicator_each():
-    verdict = run_episode(episode(2, calls=200, lanes=3))
-    assert not verdict.failures, "\n".join(text for _, text in verdict.failures)
-    assert verdict.tally.calls.total() >= 190
-
-
-def test_threads_take_turns_in_one_order():
-    turns, seen = Turns(3), []
-
-    def work(number: int, times: int) -> None:
-        for _ in range(times):
-            with turns.take(number):
-                seen.append(number)
-        turns.leave(number)
-
-    threads = [threading.Thread(target=work, args=pair) for pair in ((0, 2), (1, 5), (2, 3))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert seen == [0, 1, 2, 0, 1, 2, 1, 2, 1, 1]
-
-
 def test_a_rank_that_hangs_shows_where(monkeypatch: pytest.MonkeyPatch):
     """It waits, and nobody lets it go on: the parent gives up, lets it say where it is, and ends it."""
     patience = [60.0]
@@ -354,42 +314,26 @@ def test_a_rank_that_hangs_shows_where(monkeypatch: pytest.MonkeyPatch):
 
 # --- the campaign -----------------------------------------------------------------------------------------------------
 
-QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "episode_calls": 60, "quiet": True, "seed": 1}
+QUICK = ["--device", "cpu", "--ranks", "2", "--episode-calls", "60", "--seed", "1"]
 
 
-def counted(rows: Sequence[Any]) -> list[SoakRow]:
-    """What does not depend on when a fault hit."""
-    return [dataclasses.replace(row, seconds=0.0) for row in rows if row.ending == endings.GOOD]
+def table_of(printed: str, *rows: str) -> list[list[str]]:
+    """What does not depend on when a fault hit, nor on the time that it took."""
+    lines = [line.split() for line in printed.splitlines()]
+    return [line[:-5] + line[-4:] for line in lines if line and line[0] in rows]
 
 
-def kinds(rows: Sequence[Any]) -> list[tuple[str, int, int]]:
-    return [(row.ending, row.ranks, row.episodes) for row in rows]
-
-
-def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path):
-    whole, parts = tmp_path / "whole.json", tmp_path / "parts.json"
-    assert study.main(SoakOptions(**QUICK, calls=240, json=whole)) == 0
-    assert study.main(SoakOptions(**QUICK, calls=100, json=parts)) == 0
-    before = read(parts)
-    assert sum(row.calls for row in before.rows) < sum(row.calls for row in read(whole).rows)
-    assert study.main(SoakOptions(**QUICK, calls=240, json=parts, resume=True)) == 0
-    results = read(parts)
-    assert counted(results.rows) == counted(read(whole).rows) != []
-    assert kinds(results.rows) == kinds(read(whole).rows)
-    assert sum(row.episodes for row in results.rows) >= 3 and results.study == "soak"
-    titles = [table.title for table in tables_of(results)]
-    assert titles == ["By ending", "By number of ranks", "Calls by kind"]
-    with pytest.raises(ValueError, match="another campaign"):
-        study.main(SoakOptions(**{**QUICK, "seed": 2}, json=parts, resume=True))
-
-
-def test_an_episode_is_done_again():
-    options = SoakOptions(**QUICK, episode=3)
-    campaigns = [Campaign(options, study.choose_target(2, "cpu")) for _ in range(2)]
-    for campaign in campaigns:
-        campaign.run()
-    assert counted(campaigns[0].rows()) == counted(campaigns[1].rows()) != []
-    assert campaigns[0].episodes == 1
+def test_a_campaign_adds_up_and_an_episode_is_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "soak.txt"
+    assert campaign.main([*QUICK, "--calls", "200", "--text", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() in path.read_text() and "command:" in path.read_text()
+    ((_, episodes, failed, calls, *_),) = table_of(printed, "all")
+    assert int(episodes) >= 3 and failed == "0" and int(calls) >= 200
+    for _ in range(2):
+        assert campaign.main([*QUICK, "--episode", "0", "--map-memory", "learn"]) == 0
+    first, second = capsys.readouterr().out.split("allocations", 1)
+    assert table_of(first, "good", "all") == table_of(second, "good", "all") != []
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, outcomes: Sequence[BaseException | list[tuple[int | None, str]]]) -> None:
@@ -404,72 +348,50 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, outcomes: Sequence[BaseException |
         tally.calls["gather"] = 3
         return Verdict(one, tally, failures=outcome, seconds=0.5)
 
-    monkeypatch.setattr(study, "run_episode", run)
+    monkeypatch.setattr(campaign, "run_episode", run)
 
 
-def test_ctrl_c_keeps_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    path = tmp_path / "soak.json"
+def test_ctrl_c_keeps_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     stand_in(monkeypatch, [[], [], KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
-        study.main(SoakOptions(**QUICK, json=path))
-    assert sum(row.calls for row in read(path).rows) == 6
+        campaign.main([*QUICK, "--calls", "99", "--text", str(tmp_path / "soak.txt")])
+    assert "gather 6" in capsys.readouterr().out and "gather 6" in (tmp_path / "soak.txt").read_text()
 
 
-def test_failures_are_told_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    path = tmp_path / "soak.json"
+def test_failures_are_described_with_their_episode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     stand_in(monkeypatch, [[], [(1, "PeerError: odd"), (None, "left behind: x")], []])
-    result = CliRunner().invoke(
-        cli.main, [*["soak", "--device", "cpu", "--ranks", "2", "--seed", "1", "--calls", "9", "--output"], str(path)]
-    )
-    assert result.exit_code == 1
-    assert "again: sidelane soak --seed 1 --episode 1 --ranks 2" in result.output
-    told = [row for row in read(path).rows if row.note]
-    assert [(row.episode, row.rank, row.note) for row in told] == [
-        (1, 1, "PeerError: odd"),
-        (1, None, "left behind: x"),
-    ]
-    assert sum(row.failed for row in read(path).rows) == 1
+    assert campaign.main([*QUICK, "--calls", "9"]) == 1
+    printed = capsys.readouterr().out
+    assert "episode 1, rank 1:\nPeerError: odd" in printed and "episode 1:\nleft behind: x" in printed
+    assert "again: make soak SOAK='--seed 1 --episode 1 --ranks 2 --device cpu --episode-calls 60'" in printed
+    assert table_of(printed, "all") == [["all", "3", "1", "9", "0", "0", "2", "0"]]
 
 
-def test_a_campaign_that_only_fails_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    path = tmp_path / "soak.json"
-    long = "x" * 5000
-    stand_in(monkeypatch, [[(0, long)] * 9] * 1000)
-    assert study.main(SoakOptions(**{**QUICK, "ranks": None}, json=path)) == 1
-    assert sum(row.episodes for row in read(path).rows) == study.MOST_FAILED
-    assert path.stat().st_size < 100_000
-
-
-def test_the_largest_file_is_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    campaign = Campaign(SoakOptions(device="cpu"), study.choose_target(None, "cpu"))
-    for ending, size in itertools.product(ENDINGS, range(1, 9)):
-        tally = Tally()
-        tally.calls.update(dict.fromkeys(SOAKED, 10_000_000))
-        campaign.add(Verdict(episode(size, ending), tally, failures=[(0, "x" * 5000)], seconds=1.0))
-    assert len(json.dumps(campaign.results().to_dict(), indent=1)) < 100_000
+def test_a_campaign_that_only_fails_ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    stand_in(monkeypatch, [[(0, "x" * 5000)] * 9] * 1000)
+    assert campaign.main(["--device", "cpu", "--calls", "100000"]) == 1
+    printed = capsys.readouterr().out
+    assert table_of(printed, "all")[0][1] == str(campaign.MOST_FAILED) and len(printed) < 100_000
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("--episode 3 --calls 7", "one episode is run alone"),
-        ("--resume", "with --json FILE"),
-        ("--minutes 0", "--minutes"),
+        ("--storm 100 --calls 7", "--storm runs no episodes"),
+        ("--storm 0", "--storm"),
+        ("--map-memory sometimes", "--map-memory"),
         ("--device gpu", "no accelerator"),
     ],
 )
-def test_options_that_make_no_sense(arguments: str, reason: str):
-    result = CliRunner().invoke(cli.main, ["soak", *arguments.split()])
-    assert result.exit_code == 2 and reason in result.output, result.output
+def test_options_that_make_no_sense(arguments: str, reason: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        campaign.main(arguments.split())
+    assert reason in capsys.readouterr().err
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch):
-    seen: list[SoakOptions] = []
-
-    def stand(options: SoakOptions) -> int:
-        seen.append(options)
-        return 0
-
-    monkeypatch.setattr(study, "main", stand)
-    assert CliRunner().invoke(cli.main, ["soak"]).exit_code == 0
-    assert seen == [SoakOptions(minutes=1.0)] and Setting().calls == CALLS
+@pytest.mark.parametrize("module", [calls, judge, campaign], ids=lambda module: module.__name__)
+def test_examples(module: ModuleType):
+    outcome = doctest.testmod(module)
+    assert outcome.attempted and not outcome.failed

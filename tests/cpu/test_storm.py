@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import storm_cases
-from click.testing import CliRunner
 from ranks import RankError, RankPool
 
-from sidelane import cli
-from sidelane_lab.soak.episode import Episode
-from sidelane_lab.soak.storm import described, study
-from sidelane_lab.soak.storm.described import parts_of
-from sidelane_lab.soak.storm.graphs import Where
-from sidelane_lab.soak.tally import Tally
-from sidelane_lab.soak.world import Verdict
+from soak import campaign
+from soak.campaign import parts_of
+from soak.episode import Episode, Storm
+from soak.judge import Tally
+from soak.storm import Where
+from soak.world import Verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
@@ -74,55 +72,30 @@ def test_a_mapping_that_stays_is_noticed(pool: RankPool) -> None:
 def test_parts() -> None:
     assert sum(part.steps for part in parts_of(100_001, ("learn", "always"), on_cpu=False)) == 100_001
     assert [part.expandable for part in parts_of(8, ("off",), on_cpu=False)] == [False, True]
-    assert parts_of(8, ("off",), on_cpu=True) == [described.Storm(8, "off")]
+    assert parts_of(8, ("off",), on_cpu=True) == [Storm(8, "off")]
 
 
-def test_a_storm_is_run_and_written_down(tmp_path: Path) -> None:
+def test_a_storm_is_run_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "storm.txt"
-    line = f"soak --device cpu --storm 100 --map-memory always --text {path}"
-    result = CliRunner().invoke(cli.main, line.split())
-    assert result.exit_code == 0, result.output
+    line = f"--device cpu --storm 100 --map-memory always --text {path}"
+    assert campaign.main(line.split()) == 0, capsys.readouterr().out
     text = path.read_text()
     assert "result:   every byte was right, nothing stale, nothing left" in text and str(tmp_path) not in text
     assert len(re.findall(r'^{"rank": [01], "calls": 100, "wrong": 0, "errors": 0', text, re.MULTILINE)) == 2
 
 
-def test_a_part_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_part_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[Episode] = []
 
-    def run(episode: Episode, heard: object) -> Verdict:
+    def run(episode: Episode) -> Verdict:
         seen.append(episode)
         wrong = len(seen) == 2
         failures: list[tuple[int | None, str]] = [(1, "wrong bytes (3 of 8)")] if wrong else []
         return Verdict(episode, failures=failures, by_rank={0: Tally(), 1: Tally(wrong=int(wrong))})
 
-    monkeypatch.setattr(study, "run_episode", run)
+    monkeypatch.setattr(campaign, "run_episode", run)
     path = tmp_path / "storm.txt"
-    line = f"soak --device cpu --ranks 3 --seed 5 --storm 101 --text {path}"
-    result = CliRunner().invoke(cli.main, line.split())
-    assert result.exit_code == 1 and "map_memory always, rank 1: wrong bytes (3 of 8)" in result.output
+    assert campaign.main(f"--device cpu --ranks 3 --seed 5 --storm 101 --text {path}".split()) == 1
+    assert "map_memory always, rank 1: wrong bytes (3 of 8)" in capsys.readouterr().out
     assert "result:   1 parts failed" in path.read_text()
     assert [(each.seed, each.world_size, each.storm and each.storm.steps) for each in seen] == [(5, 3, 51), (5, 3, 50)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("--storm 100 --calls 7", "value=--calls"),
-        ("--storm 100 --resume", "value=--resume"),
-        ("--text storm.txt", "with --storm"),
-        ("--storm 3", "--storm"),
-        ("--map-memory sometimes", "--map-memory"),
-        ("--map-memory learn --resume --json soak.json", "no --map-memory"),
-    ],
-)
-def test_options_that_make_no_sense(arguments: str, reason: str) -> None:
-    result = CliRunner().invoke(cli.main, ["soak", *arguments.split()])
-    assert result.exit_code == 2 and reason in result.output, result.output
-
-
-def test_a_campaign_with_memory_that_peers_map(tmp_path: Path) -> None:
-    for mode in ("learn", "always"):
-        line = f"soak --device cpu --ranks 2 --calls 1 --episode-calls 60 --seed 3 --map-memory {mode}"
-        result = CliRunner().invoke(cli.main, line.split())
-        assert result.exit_code == 0, result.output

@@ -31,7 +31,6 @@ from sidelane.program.collective import (
 )
 from sidelane.program.ir import Program, Queue
 from sidelane.program.transform import freeze
-from sidelane_lab.studies.phases.turns import TurnCounter
 
 # --- through the communicator -----------------------------------------------------------------------------------------
 
@@ -112,14 +111,6 @@ def test_eager_calls_take_turns_and_every_capture_begins_with_an_opening() -> No
     # 7 goes on after 8 has begun: an opening may follow anything, so it has another one.
     assert [turns.captured(NO_STREAM) for _ in range(9)] == [OPENING, 1, 0, 1, OPENING, OPENING, 1, OPENING, 1]
     assert turns.eager(NO_STREAM) == 1, "graphs have turns of their own"
-
-
-def test_the_study_of_phases_counts_turns_as_a_communicator_does() -> None:
-    turns, counter = CallTurns(lambda place: 1), TurnCounter()
-    assert [turns.eager(NO_STREAM) for _ in range(5)] == [counter.take() for _ in range(5)]
-    assert turns.captured(NO_STREAM) == OPENING
-    counter.open()
-    assert [turns.captured(NO_STREAM) for _ in range(5)] == [counter.take() for _ in range(5)]
 
 
 class Recorder:

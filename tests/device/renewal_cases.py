@@ -14,9 +14,9 @@ import torch.distributed as dist
 from counting import come_close_to_a_renewal, skip
 from device_cases import Context
 from repeat_cases import Repeated
+from turns import Turns
 
 from sidelane import Communicator, Config
-from sidelane_lab.soak.turns import Turns
 
 CALLS = (
     ("all_gather", "b2b", 1000, torch.bfloat16),

@@ -15,13 +15,10 @@ from sidelane.machine import local, nvidia
 from sidelane.machine.nvidia import NvmlSensor
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
-from sidelane_lab.harness.study import Results
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
-from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.power import predict as power_predict
-from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
-from sidelane_lab.studies.power.meter import Draw, Reading, Recorder, draw_of
+from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Reading, Recorder, draw_of, figures_of
 from sidelane_lab.studies.power.predict import PredictOptions, predicted
 from sidelane_lab.studies.power.rows import PowerRow
 
@@ -137,9 +134,9 @@ def test_only_the_window_counts() -> None:
 
 
 def test_a_counter_that_hardly_moves_is_not_used() -> None:
-    assert draw_of(readings(400.0), 0.0, 0.25) == Draw(None, 400.0)
+    assert draw_of(readings(400.0), 0.0, 0.25) == MeanPower(None, 400.0)
     still = [dataclasses.replace(reading, energy_mj=None) for reading in readings(400.0)]
-    assert draw_of(still, 0.0, 1.0) == Draw(None, 400.0)
+    assert draw_of(still, 0.0, 1.0) == MeanPower(None, 400.0)
     with pytest.raises(ValueError, match="no reading"):
         draw_of(readings(400.0), 5.0, 6.0)
 
@@ -192,70 +189,25 @@ def test_a_sensor_that_fails_is_an_error_and_no_number() -> None:
 
 
 def test_energy_is_that_of_all_gpus_for_one_call() -> None:
-    points = [Point(1000.0, (300.0, 320.0), (303.0, 323.0)), Point(1010.0, (300.0, 320.0), (303.0, 323.0))]
+    points = [PowerRound(1000.0, (300.0, 320.0), (303.0, 323.0)), PowerRound(1010.0, (300.0, 320.0), (303.0, 323.0))]
     found = figures_of(points, idle_w=(100.0, 120.0))
-    assert found.watts == 310.0
-    assert found.energy_mj == pytest.approx(620.0 * 1.005)  # W x ms = mJ
-    assert found.energy_above_idle_mj == pytest.approx(400.0 * 1.005)
-    assert found.time_us == 1005.0
-    assert found.counters_agree_percent == pytest.approx(100 * 313 / 310)
-    assert found.note == ""
+    assert found["watts"] == 310.0
+    assert found["energy_mj"] == pytest.approx(620.0 * 1.005)  # W x ms = mJ
+    assert found["energy_above_idle_mj"] == pytest.approx(400.0 * 1.005)
+    assert found["time_us"] == 1005.0
+    assert found["counters_agree_percent"] == pytest.approx(100 * 313 / 310)
+    assert found["note"] == ""
 
 
 def test_without_an_energy_counter_readings_stand_in_and_nothing_agrees() -> None:
-    found = figures_of([Point(100.0, (None, 320.0), (300.0, 324.0))], (100.0, 100.0))
-    assert (found.watts, found.counters_agree_percent) == (310.0, None)
-    assert "readings stand in" in found.note
+    found = figures_of([PowerRound(100.0, (None, 320.0), (300.0, 324.0))], (100.0, 100.0))
+    assert (found["watts"], found["counters_agree_percent"]) == (310.0, None)
+    assert "readings stand in" in found["note"]
 
 
 def test_rounds_that_differ_are_noted() -> None:
-    found = figures_of([Point(100.0, (300.0,), (300.0,)), Point(120.0, (300.0,), (300.0,))], (100.0,))
-    assert found.note == "energy differs by 20% between rounds"
-
-
-POWER = PowerRow(
-    "all_gather", 64 * MB, "dma", "b2b", True, "graph", 150.0, 250.0, 251.0, 138.0, 150.0, 67.0, 100.4, True
-)
-COLLECTIVE = CollectiveRow(
-    *("all_gather", 64 * MB, "bfloat16", True, "graph", "dma", "b2b", False),
-    *(151.0, 150.0, 152.0, 330.0, None, True),
-)
-FROM = {
-    "machine": "h200x4",
-    "gpus": 4,
-    "device": "Example",
-    "ranks": 4,
-    "date": "2026-11-20T12:00:00+00:00",
-    "commit": "0123abc",
-    "command": "sidelane",
-    "software": {},
-}
-
-
-def test_energy_goes_to_the_rows_that_ran_the_same_way_and_to_no_other() -> None:
-    others = [
-        {"launch": "eager"},
-        {"in_place": False},
-        {"bytes": 256 * MB},
-        {"variant": "pcpy"},
-        {"implementation": "nccl"},
-        {"collective": "all_to_all"},
-        {"time_us": 200.0},  # it ran at another speed: its energy is another
-        {"time_us": None, "bus_gbps": None, "note": "not run", "correct": None},
-    ]
-    rows = (COLLECTIVE, *(dataclasses.replace(COLLECTIVE, **change) for change in others))
-    filled = with_energy(Results(study="collectives", rows=rows, **FROM), Results(study="power", rows=(POWER,), **FROM))
-    assert [row.energy_mj for row in filled.rows] == [150.0] + [None] * len(others)
-    assert dataclasses.replace(filled.rows[0], energy_mj=None) == COLLECTIVE
-
-
-def test_energy_of_another_machine_is_refused() -> None:
-    collectives = Results(study="collectives", rows=(COLLECTIVE,), **FROM)
-    power = Results(study="power", rows=(POWER,), **FROM)
-    with pytest.raises(ValueError, match="another machine"):
-        with_energy(collectives, dataclasses.replace(power, machine="h100x4"))
-    with pytest.raises(ValueError, match="studies"):
-        with_energy(power, collectives)
+    found = figures_of([PowerRound(100.0, (300.0,), (300.0,)), PowerRound(120.0, (300.0,), (300.0,))], (100.0,))
+    assert found["note"] == "energy differs by 20% between rounds"
 
 
 def test_prediction_is_that_of_the_model() -> None:

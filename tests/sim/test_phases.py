@@ -11,14 +11,13 @@ import pytest
 
 from sidelane.choice.candidate import find
 from sidelane.collectives.plan import Agreement, make_program
-from sidelane.program.builders import alternation
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.claims_dma import DmaContext
 from sidelane_lab.studies.phases import predict as phases_predict
 from sidelane_lab.studies.phases.predict import PredictOptions, predicted_row
-from sidelane_lab.studies.phases.programs import OPERATIONS, TURNING, Operation, operations
+from sidelane_lab.studies.phases.programs import OPERATIONS, Operation, operations
 from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.phases.split import FIELDS, Sample, predict, slowest, split
 
@@ -54,15 +53,6 @@ def test_stamps_on_the_clock_of_the_host_tell_when_it_knew() -> None:
     assert Sample.stamped(10.0, 66.0, stamps, known_us=None, notify_us=2.0).notify_us == 2.0
 
 
-def test_a_handshake_between_two_copies_is_schedule_and_no_copy() -> None:
-    stamps = {0: 12.0, 1: 20.0, 4: 23.0, 5: 40.0, 2: 50.0, 3: 60.0}
-    sample = Sample.stamped(10.0, 66.0, stamps, known_us=66.0)
-    assert sample == Sample(10.0, 66.0, entry_us=25.0, copy_us=13.0, exit_us=10.0, notify_us=6.0, stage_us=3.0)
-    found = split(sample)
-    assert (found.control_us, found.schedule_us, found.copy_us, found.sync_us) == (10.0, 27.0, 13.0, 16.0)
-    assert (found.stage_us, found.total_us) == (3.0, 66.0)
-
-
 def sample_values(total: float, copy: float) -> tuple[float, ...]:
     return Sample(1.0, total, copy_us=copy).values()
 
@@ -95,7 +85,7 @@ def test_one_copy_has_the_phases_that_the_claims_of_the_dma_collectives_paper_ar
 
 @pytest.mark.parametrize("machine", [MI300X, H200], ids=lambda machine: machine.name)
 def test_predicted_phases_add_up_for_every_operation(machine) -> None:
-    variants = ("b2b", "pcpy", "bcst", "swap", "b2b+prelaunch", *TURNING)
+    variants = ("b2b", "pcpy", "bcst", "swap", "b2b+prelaunch")
     for operation in operations(OPERATIONS, variants, 64 * KB):
         found = predict(operation.program(machine.gpus, stamped=True), machine)
         assert math.isclose(sum(getattr(found, name) for name in PHASES), found.total_us, abs_tol=1e-9)
@@ -104,40 +94,6 @@ def test_predicted_phases_add_up_for_every_operation(machine) -> None:
         assert 0 <= found.exit_us <= found.sync_us
         if operation.name in ("copy", "copies") and not operation.prelaunched:
             assert found.entry_us == found.exit_us == 0
-        assert (found.stage_us > 0) is (operation.variant in TURNING) and found.stage_us < found.copy_us
-
-
-def test_one_handshake_is_seen_as_one() -> None:
-    def of(variant: str):
-        return predict(Operation("all_gather", variant, 4 * KB).program(4, stamped=True), H200)
-
-    both, one, opening = of("b2b"), of("alternating"), of("alternating+opening")
-    assert one.exit_us == 0 < both.exit_us
-    assert one.sync_us == pytest.approx(both.sync_us - both.exit_us)
-    assert one.entry_us == pytest.approx(both.entry_us, rel=0.2)
-    assert opening.entry_us == pytest.approx(2 * both.entry_us, rel=0.2), "it has an entry handshake as well"
-    assert one.copy_us - one.stage_us == pytest.approx(both.copy_us, rel=0.1)
-    assert one.total_us < both.total_us < opening.total_us
-
-
-def test_sizes_that_no_slot_holds_are_rows_without_times() -> None:
-    fits, not_any_more = (Operation("all_gather", "alternating", 4 * part) for part in (4 * MB, 4 * MB + 4 * KB))
-    assert predicted_row(H200, fits, 4).total_us
-    row = predicted_row(H200, not_any_more, 4)
-    assert row.total_us is None and row.note.endswith(f"(value={4 * MB + 4 * KB}, allowed=..{4 * MB})")
-    with pytest.raises(ValueError, match="bytes that a rank sends"):
-        not_any_more.program(4)
-
-
-def test_programs_that_take_turns_are_those_of_a_communicator() -> None:
-    for variant, opened in (("alternating", False), ("alternating+opening", True)):
-        operation = Operation("all_to_all", variant, 4 * KB)
-        made = alternation(operation.plan(4).collective, frozen=opened)
-        assert operation.plan(4) == made
-        assert operation.program(4) == (made.opening if opened else made.turns[0])
-        assert operation.plan(4, frozen=True).turns == alternation(made.collective, frozen=True).turns
-    launches = [Operation("all_gather", variant, KB).launches for variant in TURNING]
-    assert launches == [("eager", "graph"), ("graph",)]
 
 
 def test_prediction_sees_what_changes() -> None:
@@ -181,12 +137,6 @@ def test_variants_go_to_the_operations_that_have_them() -> None:
     ]
     with pytest.raises(ValueError, match="value=bcst, allowed=b2b, pcpy, striped, swap, each also with"):
         operations(("all_to_all",), ("b2b", "bcst"), 64)
-    found = [str(o) for o in operations(("copies", "all_gather"), ("alternating",), 64)]
-    assert found == ["all_gather alternating"], "a bare transfer has no handshake"
-    with pytest.raises(
-        ValueError, match=r"value=alternating\+prelaunch, allowed=.*; alternating, alternating.opening\)"
-    ):
-        operations(("all_gather",), ("alternating+prelaunch",), 64)
     with pytest.raises(ValueError, match=r"value=alternating, allowed=b2b, pcpy, striped, each also with .prelaunch\)"):
         operations(("copy", "copies"), ("alternating",), 64)
     with pytest.raises(ValueError, match="copy, copies"):

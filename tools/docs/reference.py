@@ -144,7 +144,7 @@ def files() -> str:
         if "command" in content:
             made += ["", f"{name}:", ""]
             made += [line for command in content["command"].split("; ") for line in _typed(command)]
-    lines += ["", "## Commands", "", *_filled("What to type to make each file again."), *made]
+    lines += ["", "## Commands", "", *_filled("What to type to make each file again, at its commit."), *made]
     return "\n".join(lines).rstrip() + "\n"
 
 

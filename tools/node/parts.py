@@ -243,16 +243,14 @@ def studies() -> Iterator[Part]:
         small=on_cpus("host --bytes 1K --variants b2b --calls 2 --batches 2"),
     )
     tiny_phases = "--operation copy --max-bytes 1K --calls 1 --warmup 1"
-    turns = "alternating,alternating+opening --max-bytes 4M"
-    for number, variants in enumerate(("b2b", turns), 1):
-        yield Part(
-            name=f"phases-{number}",
-            file="phases.json",
-            command=sidelane(f"phases --variants {variants}"),
-            seconds=40,
-            timeout_s=120,
-            small=on_cpus(f"phases {tiny_phases}") if number == 1 else (),
-        )
+    yield Part(
+        name="phases",
+        file="phases.json",
+        command=sidelane("phases --variants b2b"),
+        seconds=40,
+        timeout_s=120,
+        small=on_cpus(f"phases {tiny_phases}"),
+    )
     reductions = "--collective reduce_scatter --collective all_reduce --variants b2b,pcpy"
     for number, options in enumerate(("", reductions), 1):
         yield Part(

@@ -162,8 +162,7 @@ def collective(
     metavar="NAME,...",
     callback=names,
     default="b2b",
-    help="pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ..., alternating, and in graphs "
-    "alternating+opening, the first call of one.",
+    help="pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ...",
 )
 @what(
     "--launch",
@@ -270,12 +269,6 @@ def phases(
 )
 @how("--seconds", type=float, default=0.7, help="Seconds that each implementation runs in a round.")
 @how("--rounds", type=click.IntRange(min=1), default=2, help="Rounds over all implementations.")
-@output(
-    "--fill",
-    type=Written(exists=True),
-    metavar="FILE",
-    help="A collectives.json of this machine whose energies to fill in from this study.",
-)
 @machine_option
 @study_options
 def power(

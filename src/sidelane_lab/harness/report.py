@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import rich.console
 
-from sidelane.cli.table import Line, Table, grouped
+from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import Picture, R, Results, study_of
@@ -65,6 +65,49 @@ def lines_of(
             best = best[:1]
         lines += [Line(cells(row), any(row is one for one in best), row is shown[-1]) for row in shown]
     return tuple(lines)
+
+
+def tables_by(
+    rows: Iterable[R],
+    by: Callable[[R], Any],
+    title: Callable[[R], str],
+    columns: Mapping[str, Callable[[R], str]],
+    *,
+    keys: int,
+    groups: Callable[[R], Any],
+    least: Callable[[R], float | None] = lambda row: None,
+    ordered: bool = False,
+) -> list[Table]:
+    """Make a table of the rows that have ``by`` in common, without columns that are empty.
+
+    Args:
+        rows: the rows of a study.
+        by: key of a table, in whose order, or that of their first rows, tables come.
+        title: the heading of a table, from its first row.
+        columns: heading and cell, column by column (see ``Table``).
+        keys: columns, the first ones, that name a row.
+        groups: key of rows that stand together, a rule below them.
+        least: figure, of which the least of a group is set off.
+        ordered: tables by ``by``, lines as :func:`lines_of` orders them; else in the order of the rows.
+    """
+
+    def cells(row: R) -> tuple[str, ...]:
+        return tuple(cell(row) for cell in columns.values())
+
+    tables = []
+    for _, alike in grouped(rows, by, ordered=ordered):
+        lines = lines_of(alike, groups, least, cells, ordered=ordered)
+        notes = [(" ".join(filter(None, cells(row)[:keys])), getattr(row, "note", "")) for row in alike]
+        if len({note for _, note in notes}) == 1:
+            notes = [("all", notes[0][1])]
+        table = Table(title(alike[0]), tuple(columns), lines, notes_of(notes), keys=keys)
+        tables.append(without_empty_columns(table))
+    return tables
+
+
+def range_of(row: Any) -> str:
+    """Return the cell of a row's tenth and ninetieth percentile."""
+    return "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}"
 
 
 def tables_of(results: Results) -> list[Table]:

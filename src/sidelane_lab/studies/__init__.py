@@ -13,7 +13,6 @@ STUDIES = {
     "fused": "sidelane_lab.studies.fused.study",
     "gemms": "sidelane_lab.studies.gemms",
     "fsdp": "sidelane_lab.studies.fsdp.study",
-    "soak": "sidelane_lab.soak.study",
     "ordinary": "sidelane_lab.studies.ordinary.study",
     "process_group": "sidelane_lab.studies.process_group.study",
 }

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm
 from sidelane.cli.launch import Rank
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict
+from sidelane.cli.table import number, verdict
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
-from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
+from sidelane_lab.harness.report import tables_by
 from sidelane_lab.harness.rows import FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -155,13 +156,7 @@ class GemmRow(FlatRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        models: whose projections; empty takes all.
-        warmup: samples before the measured ones.
-        repeats: measured samples.
-    """
+    """The options of ``sidelane gemms``, whose help says what they are."""
 
     models: tuple[str, ...] = ()
     warmup: int = 2
@@ -229,7 +224,8 @@ def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) 
         job = Job(graph.replay, calls=len(layers), hide_launch_us=HIDDEN_LAUNCH_US)
     rounds = meter.rounds({"gemm": job}, warmup=options.warmup, repeats=options.repeats)["gemm"]
     correct = layers.correct() and correct
-    time_us = rounds.median_us if correct else None
+    columns = outcome(rounds, None if correct else Problem("the result differs from that in float64", wrong=True))
+    time_us = columns["time_us"]
     return GemmRow(
         model=projection.model,
         layer=projection.layer,
@@ -237,13 +233,9 @@ def _row(meter: Meter, projection: Projection, options: GemmOptions, seed: int) 
         n=gemm.n,
         k=gemm.k,
         dtype=gemm.dtype,
-        time_us=time_us,
-        p10_us=rounds.p10_us if correct else None,
-        p90_us=rounds.p90_us if correct else None,
         tflops=None if time_us is None else gemm.flops / time_us / 1e6,
         gbps=None if time_us is None else gemm.nbytes / time_us / 1e3,
-        correct=correct,
-        note="" if correct else "the result differs from that in float64",
+        **columns,
     )
 
 
@@ -288,25 +280,16 @@ class _Layers:
         return good
 
 
-GEMM_COLUMNS = ("<layer", "tokens", "outputs", "inputs", "us", "TFLOP/s", "GB/s", "<correct")
-
-
-def gemm_tables(rows: Sequence[GemmRow]) -> list[Table]:
-    """One table a model."""
-    tables = []
-    for model, alike in grouped(rows, lambda row: row.model, ordered=False):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.layer, ordered=False):
-            lines += [Line(_cells(row), rule=row is same[-1]) for row in same]
-        notes = notes_of([(f"{row.layer} {row.m}", row.note) for row in alike])
-        tables.append(Table(f"{model}, {alike[0].dtype}", GEMM_COLUMNS, tuple(lines), notes, keys=2))
-    return tables
-
-
-def _cells(row: GemmRow) -> tuple[str, ...]:
-    sizes = (str(row.m), str(row.n), str(row.k))
-    return (row.layer, *sizes, number(row.time_us), number(row.tflops), number(row.gbps), verdict(row.correct))
-
+COLUMNS: dict[str, Callable[[GemmRow], str]] = {
+    "<layer": lambda row: row.layer,
+    "tokens": lambda row: str(row.m),
+    "outputs": lambda row: str(row.n),
+    "inputs": lambda row: str(row.k),
+    "us": lambda row: number(row.time_us),
+    "TFLOP/s": lambda row: number(row.tflops),
+    "GB/s": lambda row: number(row.gbps),
+    "<correct": lambda row: verdict(row.correct),
+}
 
 STUDY = Study(
     name="gemms",
@@ -316,7 +299,14 @@ STUDY = Study(
         "own, more than the last-level cache holds. GB/s: the fewest bytes that it can move over its time."
     ),
     row=GemmRow,
-    tables=gemm_tables,
+    tables=lambda rows: tables_by(
+        rows,
+        lambda row: row.model,
+        lambda row: f"{row.model}, {row.dtype}",
+        COLUMNS,
+        keys=2,
+        groups=lambda row: row.layer,
+    ),
     measure=_measure,
     progress="GEMMs",
 )

@@ -1,4 +1,4 @@
-"""What a call takes the host: eager calls that repeat, and the triggers of prelaunched ones.
+"""The host time of a call: eager calls that repeat, and the triggers of prelaunched ones.
 
     device   spins ...............................| 40 collectives
     host     | call | call | call | ... 40 of them |
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from sidelane.cli.launch import Rank
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, number, verdict
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -42,6 +42,7 @@ from sidelane_lab.baselines.own import Dma, Kernels
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.report import range_of, tables_by
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -56,7 +57,7 @@ HOST_OPERATIONS = ("all_gather", "trigger", "trigger_from_host")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostRow(FlatRow):
-    """What a call takes the host: from its begin until it returns, while the device is busy with something else.
+    """The host time of a call, from its begin until it returns, while the device is busy with something else.
 
     Attributes:
         operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
@@ -88,15 +89,7 @@ class HostRow(FlatRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        sizes: gathered bytes.
-        variants: of Sidelane's collectives.
-        calls: in a batch. Of the copy engines' each takes up to ten calls to the driver, and a full queue would block.
-        warmup: batches before the measured ones.
-        repeats: measured batches.
-    """
+    """The options of ``sidelane host``, whose help says what they are."""
 
     sizes: tuple[int, ...] = (1 << 10, 64 << 10)
     variants: tuple[str, ...] = ("one_shot", "b2b", "alternating", "striped")
@@ -133,7 +126,7 @@ def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostR
 
 
 class _Study:
-    """What one rank needs to time calls, together with the other ranks."""
+    """The part of one rank, which times calls together with the other ranks."""
 
     def __init__(self, meter: Meter, rank: Rank, options: HostOptions) -> None:
         self._meter, self._rank, self._options = meter, rank, options
@@ -141,7 +134,7 @@ class _Study:
         self._on_cpu = rank.device.type == "cpu"
         self._clock_us = _clock_us()
 
-    def row(self, case: Case, way: Way) -> HostRow:
+    def row(self, case: Case, way: HostWay) -> HostRow:
         """Check, time and check again. Collective."""
         armed: list[Armed] = []
         problem = self._meter.run(str(way), lambda: armed.append(way.open()) if way.open is not None else None)
@@ -156,7 +149,7 @@ class _Study:
             one.close()
         return self._row(case, way, problem, samples, BLOCKS if blocks else "")
 
-    def _check(self, case: Case, way: Way, armed: Armed | None) -> Problem | None:
+    def _check(self, case: Case, way: HostWay, armed: Armed | None) -> Problem | None:
         """Run once on a fresh input and compare."""
         seed = next(self._seeds)
 
@@ -179,7 +172,7 @@ class _Study:
 
         return self._meter.check(str(way), run, compare)
 
-    def _samples(self, way: Way, armed: Armed | None) -> list[list[float]]:
+    def _samples(self, way: HostWay, armed: Armed | None) -> list[list[float]]:
         """Microseconds by rank and batch."""
         options = self._options
         repeats = options.repeats * (TRIGGERS_A_BATCH if armed is not None else 1)
@@ -193,7 +186,7 @@ class _Study:
         self._meter.finish(str(way))
         return self._meter.of_all_ranks(times)
 
-    def _batch(self, way: Way, longest: float) -> float:
+    def _batch(self, way: HostWay, longest: float) -> float:
         call, calls = way.call, range(self._options.calls)
         self._line_up(way)
         self._spin(200.0 + 2 * longest * len(calls))
@@ -202,7 +195,7 @@ class _Study:
             call()
         return (time.perf_counter_ns() - began) / len(calls) / 1e3
 
-    def _trigger(self, way: Way, armed: Armed) -> float:
+    def _trigger(self, way: HostWay, armed: Armed) -> float:
         self._line_up(way)
         armed.arm()
         trigger = armed.trigger
@@ -213,7 +206,7 @@ class _Study:
         armed.settle()
         return max(time_us, 0.0)
 
-    def _line_up(self, way: Way) -> None:
+    def _line_up(self, way: HostWay) -> None:
         """Begin with idle devices, all ranks at once: hosts disturb each other, in every batch alike."""
         self._meter.finish(str(way))
         self._meter.agree(None)
@@ -223,7 +216,7 @@ class _Study:
             torch.cuda._sleep(int(min(us, MOST_SPIN_US) * SPIN_CYCLES_PER_US))
 
     def _row(
-        self, case: Case, way: Way, problem: Problem | None, samples: list[list[float]] | None, note: str
+        self, case: Case, way: HostWay, problem: Problem | None, samples: list[list[float]] | None, note: str
     ) -> HostRow:
         variant, driver_calls = way.variant, None
         if problem is None and way.communicator is not None:
@@ -249,13 +242,13 @@ class _Study:
 
 
 def _clock_us() -> float:
-    """What it takes to read the clock."""
+    """Return the microseconds that it takes to read the clock."""
     pairs = ((time.perf_counter_ns(), time.perf_counter_ns()) for _ in range(1000))
     return statistics.median(after - before for before, after in pairs) / 1e3
 
 
 @dataclasses.dataclass(slots=True)
-class Way:
+class HostWay:
     """One way to have an all-gather done.
 
     Attributes:
@@ -298,7 +291,7 @@ class Armed:
         self._handle.close()
 
 
-def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[Way]:
+def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...], case: Case) -> Iterator[HostWay]:
     """Every way to do ``case``, an all-gather, out of place. Collective.
 
     Args:
@@ -320,12 +313,12 @@ def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...]
             yield from _triggers(implementation, case)
 
 
-def _triggers(own: Dma, case: Case) -> Iterator[Way]:
+def _triggers(own: Dma, case: Case) -> Iterator[HostWay]:
     for from_host in (False, True):
         for symmetric, tensors in _both(own, case):
             operation = "trigger_from_host" if from_host else "trigger"
             make = functools.partial(Armed, own.communicator, tensors, from_host=from_host)
-            yield Way(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
+            yield HostWay(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
 
 
 def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
@@ -337,68 +330,47 @@ def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
     yield False, views(case, False, *buffers)
 
 
-def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
+def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> HostWay:
     symmetric, tensors = where
     communicator = own.communicator
     assert tensors.output is not None
     call = functools.partial(communicator.all_gather, tensors.output, tensors.input, variant=candidate.variant)
-    return Way("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
+    return HostWay("all_gather", own.name, candidate.variant, symmetric, tensors, call, communicator)
 
 
-def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> Way:
+def _baseline(implementation: Implementation, candidate: Entrant, case: Case) -> HostWay:
     tensors = implementation.tensors(case, candidate)
     symmetric = candidate.variant == "window" or implementation.name in ("nccl_ce", "symm_mem")
     given = (case, tensors, candidate.variant)
     call: Callable[[], object] = functools.partial(implementation.start, *given)  # gives back what to wait for
     if isinstance(implementation, Binds):
         call = implementation.bind(*given)
-    return Way("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
+    return HostWay("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
 
 
-HOST_COLUMNS: tuple[str, ...] = (
-    "bytes",
-    "<implementation",
-    "<variant",
-    "<tensors",
-    "driver\ncalls",
-    "host\nus",
-    "p10-p90\nus",
-    "best\nus",
-    "<correct",
-)
+COLUMNS: dict[str, Callable[[HostRow], str]] = {
+    "bytes": lambda row: format_bytes(row.bytes),
+    "<implementation": lambda row: row.implementation,
+    "<variant": lambda row: row.variant,
+    "<tensors": lambda row: "symmetric" if row.symmetric else "ordinary",
+    "driver\ncalls": lambda row: "" if row.driver_calls is None else str(row.driver_calls),
+    "host\nus": lambda row: number(row.host_us),
+    "p10-p90\nus": range_of,
+    "best\nus": lambda row: number(row.best_us),
+    "<correct": lambda row: verdict(row.correct),
+}
 
 
 def host_tables(rows: Sequence[HostRow]) -> list[Table]:
-    """One table an operation, in the order of the rows; what takes the host least at each size is set off."""
-    tables = []
-    for operation, alike in grouped(rows, lambda row: row.operation, ordered=False):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.bytes):
-            best = min((row.host_us for row in same if row.host_us is not None), default=None)
-            lines += [
-                Line(_host_cells(row), best=best is not None and row.host_us == best, rule=row is same[-1])
-                for row in same
-            ]
-        of_all = {row.note for row in alike}
-        names = [" ".join(_host_cells(row)[:4]) if len(of_all) > 1 else "all" for row in alike]
-        notes = notes_of(list(dict.fromkeys(zip(names, (row.note for row in alike), strict=True))))
-        tables.append(
-            without_empty_columns(Table(f"{operation}: host time", HOST_COLUMNS, tuple(lines), notes, keys=4))
-        )
-    return tables
-
-
-def _host_cells(row: HostRow) -> tuple[str, ...]:
-    return (
-        format_bytes(row.bytes),
-        row.implementation,
-        row.variant,
-        "symmetric" if row.symmetric else "ordinary",
-        "" if row.driver_calls is None else str(row.driver_calls),
-        number(row.host_us),
-        "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}",
-        number(row.best_us),
-        verdict(row.correct),
+    """Make one table an operation, in the order of the rows; the least host time of each size is set off."""
+    return tables_by(
+        rows,
+        lambda row: row.operation,
+        lambda row: f"{row.operation}: host time",
+        COLUMNS,
+        keys=4,
+        groups=lambda row: row.bytes,
+        least=lambda row: row.host_us,
     )
 
 

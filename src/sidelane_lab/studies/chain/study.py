@@ -21,7 +21,7 @@ import torch
 
 from sidelane.choice.candidate import applicable
 from sidelane.cli.launch import Rank
-from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
+from sidelane.cli.table import MISSING, Line, Table, grouped, number, verdict
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import prelaunchable
 from sidelane.sizes import format_bytes
@@ -38,7 +38,7 @@ from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, make_roster
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.report import lines_of
+from sidelane_lab.harness.report import tables_by
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
@@ -83,15 +83,7 @@ class ChainRow(FlatRow):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        sizes: gathered bytes; multiples of a row of ``WIDTH`` elements on every rank.
-        variants: of Sidelane's collectives; empty takes all.
-        launches: ``eager``, ``graph``, ``prelaunched``; empty takes all that exist.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-    """
+    """The options of ``sidelane chain``, whose help says what they are."""
 
     sizes: tuple[int, ...] = tuple(1 << power for power in range(20, 29, 2))
     variants: tuple[str, ...] = ()
@@ -244,32 +236,37 @@ def _row(
     )
 
 
-CHAIN_COLUMNS: tuple[str, ...] = (
-    *("bytes", "<implementation", "<variant", "<place", "chain\nus", "GEMMs\nalone us", "between\nus", "<correct"),
-)
-CHAIN_BEST_COLUMNS: tuple[str, ...] = (
-    *(
-        "bytes",
-        "<launch",
-        "<fastest of\nSidelane",
-        "us",
-        "auto\nus",
-        "<fastest of\nthe library",
-        "us",
-        "ratio",
-    ),
+COLUMNS: dict[str, Callable[[ChainRow], str]] = {
+    "bytes": lambda row: format_bytes(row.bytes),
+    "<implementation": lambda row: row.implementation,
+    "<variant": lambda row: row.variant,
+    "<place": lambda row: "in" if row.in_place else "out",
+    "chain\nus": lambda row: number(row.time_us),
+    "GEMMs\nalone us": lambda row: number(row.gemms_us),
+    "between\nus": lambda row: number(None if row.time_us is None else row.time_us - row.gemms_us),
+    "<correct": lambda row: verdict(row.correct),
+}
+BEST_COLUMNS = (
+    *("bytes", "<launch", "<fastest of\nSidelane", "us", "auto\nus", "<fastest of\nthe library", "us", "ratio"),
 )
 OWN = ("dma", "sm", "auto")
 
 
 def chain_tables(rows: Sequence[ChainRow]) -> list[Table]:
-    """Sidelane's best against the library's, then one table for each way to launch; each size's fastest is set off."""
-    tables = [_chain_summary(rows)] if rows else []
-    for launch, alike in grouped(rows, lambda row: row.launch):
-        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.time_us, _chain_cells)
-        notes = notes_of([(" ".join(_chain_cells(row)[:4]).rstrip(), row.note) for row in alike])
-        tables.append(Table(f"GEMM, all_gather, GEMM, {alike[0].dtype}, {launch}", CHAIN_COLUMNS, lines, notes, keys=4))
-    return tables
+    """Make a table of Sidelane's best against the library's, then one for each way to launch."""
+    return [
+        *([_chain_summary(rows)] if rows else []),
+        *tables_by(
+            rows,
+            lambda row: row.launch,
+            lambda row: f"GEMM, all_gather, GEMM, {row.dtype}, {row.launch}",
+            COLUMNS,
+            keys=4,
+            groups=lambda row: row.bytes,
+            least=lambda row: row.time_us,
+            ordered=True,
+        ),
+    ]
 
 
 def _chain_summary(rows: Sequence[ChainRow]) -> Table:
@@ -285,24 +282,12 @@ def _chain_summary(rows: Sequence[ChainRow]) -> Table:
         theirs = fastest(nbytes, "eager" if launch == PRELAUNCHED else launch, OF_LIBRARY)
         us = [number(row.time_us if row else None) for row in (ours, auto, theirs)]
         # On our side without the implementation: the variant tells it.
-        names = [" ".join(filter(None, _chain_cells(row)[a:4])) if row else "" for row, a in ((ours, 2), (theirs, 1))]
+        named = [[cell(row) for cell in COLUMNS.values()] if row else [] for row in (ours, theirs)]
+        names = [" ".join(filter(None, each[first:4])) for each, first in zip(named, (2, 1), strict=True)]
         ratio = theirs.time_us / ours.time_us if theirs and theirs.time_us and ours and ours.time_us else None
         cells = (format_bytes(nbytes), launch, names[0], us[0], us[1], names[1], us[2])
         lines.append(Line((*cells, MISSING if ratio is None else f"{ratio:.3f}"), best=ratio is not None and ratio > 1))
-    return Table(f"GEMM, all_gather, GEMM, {rows[0].dtype}: the fastest", CHAIN_BEST_COLUMNS, tuple(lines), keys=2)
-
-
-def _chain_cells(row: ChainRow) -> tuple[str, ...]:
-    return (
-        format_bytes(row.bytes),
-        row.implementation,
-        row.variant,
-        "in" if row.in_place else "out",
-        number(row.time_us),
-        number(row.gemms_us),
-        number(None if row.time_us is None else row.time_us - row.gemms_us),
-        verdict(row.correct),
-    )
+    return Table(f"GEMM, all_gather, GEMM, {rows[0].dtype}: the fastest", BEST_COLUMNS, tuple(lines), keys=2)
 
 
 STUDY = Study(

@@ -49,7 +49,7 @@ class Chain:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def preparation(self) -> tuple[Callable[[], None], ...]:
-        """What must come before the first run, in steps each of which can fail."""
+        """Return what must come before the first run, in steps each of which can fail."""
         return ()
 
     def run(self) -> None:
@@ -157,7 +157,7 @@ class Gemms:
         self.consume(self.whole)
 
     def expected(self) -> torch.Tensor:
-        """What the consumer must have made, by way of the process group."""
+        """Return what the consumer must have made, by way of the process group."""
         self.produce(self.shard)
         parts = [torch.empty_like(self.shard) for _ in range(self._world_size)]
         dist.all_gather(parts, self.shard)

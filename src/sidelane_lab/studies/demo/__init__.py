@@ -1,1 +1,1 @@
-"""What ``sidelane demo`` shows on a machine without GPUs: a proof, real bytes between processes, and predictions."""
+"""The demo on a machine without GPUs: a proof, real bytes between processes, and predictions."""

@@ -1,9 +1,15 @@
-"""The pictures of the demo: how much communication disappears behind a GEMM, an all-gather by size, two timelines."""
+"""The pictures of the demo: how much communication disappears behind a GEMM, an all-gather by size, two timelines.
+
+The few measured figures beside predictions travel with the package in ``papers/data/measured.json``.
+``python tests/test_demo.py`` makes that file from ``results/``, and a test compares it with them.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.c3.workload import parse_workload
+from sidelane.c3.workload import Workload, parse_gemm, parse_workload
+from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     BLACK,
@@ -31,11 +38,10 @@ from sidelane_lab.machines.load import named
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import c3_study
 from sidelane_lab.papers.simulated.figures import draw_timeline
-from sidelane_lab.studies.demo.measured import Measured
 
 PREDICTED, MEASURED_LIKE = "mi300x8", "h200x4"
 PAPER = {"c3_base": 21.0, "c3_sp": 42.0, "conccl": 66.0, "conccl_rp": 72.0}
-"""Mean percent of ideal (library) in the ConCCL paper, sections IV-C, V-A, VI-D and VI-F, on eight MI300X."""
+"""Mean percents of ideal (library) in the ConCCL paper, sections IV-C, V-A, VI-D and VI-F, on eight MI300X."""
 
 NAMES = {
     "c3_base": "library's\nkernels",
@@ -49,26 +55,35 @@ LINES = {"nccl": "NCCL at its best", "symm_mem": "PyTorch symmetric memory", "au
 SHOWN_PAIR = "cb1_896M"
 
 
-def draw(data: Measured, folder: Path) -> list[Picture]:
+def measured() -> dict[str, Any]:
+    """Read ``overlaps`` and ``gathers``, and where each is from: ``overlap_source``, ``gather_source``."""
+    data = json.loads(files("sidelane_lab.papers.data").joinpath("measured.json").read_text(encoding="utf-8"))
+    assert isinstance(data, dict)
+    return data
+
+
+def draw(data: dict[str, Any], folder: Path) -> list[Picture]:
     """Draw all into a folder, which is made if need be."""
     with mpl.rc_context(RC):
         pictures = [_overlap(data, folder), _gathers(data, folder)]
     return [*pictures, *_timelines(folder)]
 
 
-def overlap_percents(data: Measured) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Mean percent of ideal (library) by strategy: predicted for MI300X, measured on H200, predicted for those."""
+def overlap_percents(data: dict[str, Any]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return mean percents of ideal (library) by strategy: predicted for MI300X, measured and predicted for H200."""
     study = c3_study(named(PREDICTED))
     predicted = {strategy: study.percent(strategy) for strategy in PAPER}
     found: dict[str, list[float]] = {}
     again: dict[str, list[float]] = {}
     machine = named(MEASURED_LIKE)
-    for row in data.overlaps:
-        found.setdefault(row.strategy, []).append(row.percent)
-        if row.strategy in ("c3_base", "conccl"):
-            percent = predict(machine, row.workload, row.strategy).percent_of_library
-            assert percent is not None, "the pairs that were measured have something to gain"
-            again.setdefault(row.strategy, []).append(percent)
+    for gemm, kind, nbytes, strategy, percent in data["overlaps"]:
+        found.setdefault(strategy, []).append(percent)
+        if strategy in ("c3_base", "conccl"):
+            predicted_too = predict(
+                machine, Workload(parse_gemm(gemm), Kind(kind), nbytes), strategy
+            ).percent_of_library
+            assert predicted_too is not None, "the pairs that were measured have something to gain"
+            again.setdefault(strategy, []).append(predicted_too)
     return (
         predicted,
         {strategy: statistics.fmean(values) for strategy, values in found.items()},
@@ -76,12 +91,12 @@ def overlap_percents(data: Measured) -> tuple[dict[str, float], dict[str, float]
     )
 
 
-def _overlap(data: Measured, folder: Path) -> Picture:
+def _overlap(data: dict[str, Any], folder: Path) -> Picture:
     predicted, measured, again = overlap_percents(data)
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, predicted, PAPER, "Predicted for 8 x MI300X", "measured in the paper")
-    _bars(right, measured, again, f"Measured on {data.overlap_source.machine}", "predicted by the model")
+    _bars(right, measured, again, f"Measured on {data['overlap_source']['machine']}", "predicted by the model")
     left.set_ylabel("percent of ideal (library)")
     title = "How much of a collective disappears behind a GEMM"
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
@@ -106,13 +121,14 @@ def _bars(axes: Axes, bars: dict[str, float], dots: dict[str, float], title: str
     axes.legend(fontsize=8, loc="upper left", frameon=False)
 
 
-def _gathers(data: Measured, folder: Path) -> Picture:
+def _gathers(data: dict[str, Any], folder: Path) -> Picture:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots()
     colours = {"nccl": VERMILLION, "symm_mem": PURPLE, "auto": BLACK}
     ends: list[tuple[float, float, str, str]] = []
     sizes: Sequence[int] = ()
-    for index, (name, times) in enumerate(data.gathers.items()):
+    for index, (name, by_size) in enumerate(data["gathers"].items()):
+        times = {int(nbytes): us for nbytes, us in by_size.items()}
         sizes = sorted(times)
         line, mark = STYLES[index]
         look: Any = {"linestyle": line, "marker": mark, "markersize": 4, "color": colours[name], "linewidth": 1.5}
@@ -122,7 +138,7 @@ def _gathers(data: Measured, folder: Path) -> Picture:
     size_axis(axes, sizes)
     axes.set_ylabel("us, in a CUDA graph")
     axes.yaxis.set_label_position("right")
-    title = f"all_gather by size, measured on {data.gather_source.machine}"
+    title = f"all_gather by size, measured on {data['gather_source']['machine']}"
     axes.set_title(title)
     label_ends(axes, ends, "left")
     text = "Time of an all-gather by gathered size: NCCL, PyTorch's symmetric memory and Sidelane."

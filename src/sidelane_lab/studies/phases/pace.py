@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
+from sidelane_lab.harness.measure import Meter
+from sidelane_lab.studies.phases.rig import TimedCall
 from sidelane_lab.studies.phases.split import FIELDS
-from sidelane_lab.studies.phases.turns import Call
 
 LATE_US = {"cpu": 500.0, "gpu": 5.0}
 """A call that begins this much too late on some rank does not count."""
@@ -30,16 +29,21 @@ class Pacer:
     """Runs calls one at a time, taking turns, on all ranks alike.
 
     Args:
-        device: of this rank.
-        group: carries what the ranks tell each other, on the CPU.
+        meter: carries what the ranks tell each other.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._kind = "cpu" if device.type == "cpu" else "gpu"
-        self._group = group
+    def __init__(self, meter: Meter) -> None:
+        self._kind = "cpu" if meter.device.type == "cpu" else "gpu"
+        self._meter = meter
 
     def run(
-        self, calls: Sequence[Call | None], next_epoch: Callable[[], int], *, warmup: int, repeats: int, gap_us: float
+        self,
+        calls: Sequence[TimedCall | None],
+        next_epoch: Callable[[], int],
+        *,
+        warmup: int,
+        repeats: int,
+        gap_us: float,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Time every call ``repeats`` times. Collective.
 
@@ -57,25 +61,17 @@ class Pacer:
         with _without_collections():
             first, _ = self._rounds(calls, next_epoch, warmup, [gap_us] * len(calls))
             totals = first[:, :, 1] if warmup else np.full((len(calls), 1), gap_us)
-            worst = torch.from_numpy(np.nan_to_num(np.median(totals, axis=1)))
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
+            worst = self._of_all_ranks(np.nan_to_num(np.median(totals, axis=1))).max(axis=0)
             gaps = [1.3 * float(us) + SPARE_US[self._kind] for us in worst]
             values, late = self._rounds(calls, next_epoch, repeats, gaps)
-        mine = torch.from_numpy(values)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, mine, group=self._group)
-        any_late = torch.from_numpy(late.astype(np.int32))
-        dist.all_reduce(any_late, op=dist.ReduceOp.MAX, group=self._group)
-        return torch.stack(everyone).numpy(), any_late.numpy() == 0
+        return self._of_all_ranks(values), self._of_all_ranks(late).max(axis=0) == 0
 
     def _rounds(
-        self, calls: Sequence[Call | None], next_epoch: Callable[[], int], count: int, gaps: Sequence[float]
+        self, calls: Sequence[TimedCall | None], next_epoch: Callable[[], int], count: int, gaps: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray]:
         values = np.full((len(calls), count, FIELDS), np.nan)
         late = np.zeros((len(calls), count), dtype=bool)
-        start = torch.tensor(time.perf_counter_ns() + _LEAD_NS)
-        dist.all_reduce(start, op=dist.ReduceOp.MAX, group=self._group)
-        at = int(start)
+        at = int(self._of_all_ranks(np.array([time.perf_counter_ns() + _LEAD_NS], dtype=np.float64)).max())
         for number in range(count):
             for index, call in enumerate(calls):
                 epoch = next_epoch()
@@ -91,6 +87,10 @@ class Pacer:
                     late[index, number] = begin - at > 1e3 * LATE_US[self._kind]
                 at += int(1e3 * gaps[index])
         return values, late
+
+    def _of_all_ranks(self, mine: np.ndarray) -> np.ndarray:
+        """Return every rank's array, by rank."""
+        return np.array(self._meter.of_all_ranks(mine.ravel().tolist())).reshape(-1, *mine.shape)
 
 
 def _wait_until(at_ns: int) -> None:

@@ -69,14 +69,12 @@ def main(options: PredictOptions) -> int:
 
 
 def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:
-    """Phases of an operation on a machine that is described; a row without times where it does not have this size.
+    """Return the phases of an operation on a machine that is described.
 
     Raises:
         ValueError: the machine has fewer GPUs than there are ranks or several nodes, or the variant does not exist.
     """
     machine.refuse_nodes("phases")
-    if problem := operation.problem(ranks):
-        return phase_row(operation, MODEL, PREDICTED, None, note=problem)
     phases = predict(operation.program(ranks, stamped=True), machine)
     return phase_row(operation, MODEL, PREDICTED, phases, note=note)
 

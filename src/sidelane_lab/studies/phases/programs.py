@@ -2,8 +2,7 @@
 
 Transfers are bare copies of rank 0, as the DMA collectives paper (section 3) measured one: its host starts the engine
 and waits, and nothing else orders the ranks. Collectives are what a communicator runs, handshakes and own chunk
-included. Those that take turns (``alternating``) are two programs, of which each call runs one; the first call of a
-graph is a third one.
+included.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
-from sidelane.program.builders import ALTERNATING, Alternation, Transport, alternation, build, variants
+from sidelane.program.builders import Transport, build, variants
 from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, all_to_all, scatter
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
@@ -22,10 +21,6 @@ from sidelane_lab.harness.rows import LAUNCHES
 from sidelane_lab.model.published import bare
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
-OPENING = f"{ALTERNATING}+opening"
-"""The first call of a graph whose calls take turns: the one that has an entry handshake as well."""
-
-TURNING = (ALTERNATING, OPENING)
 EAGER, GRAPH = LAUNCHES
 COPY, COPIES = "copy", "copies"
 TRANSFERS = (COPY, COPIES)
@@ -55,13 +50,12 @@ NO_PHASES: Mapping[str, str] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """What is run.
+    """One operation of one size, in one variant.
 
     Attributes:
         name: ``copy``: rank 0 copies ``nbytes`` to rank 1. ``copies``: to every peer, ``nbytes`` each. The collectives:
             out of place unless the name says otherwise.
-        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a
-            trigger; and ``OPENING``.
+        variant: as ``Communicator`` takes it: of ``program.builders``; with ``+prelaunch`` behind a trigger.
         nbytes: of each copy of a transfer; gathered bytes of an all_gather, the local buffer of an all_to_all.
     """
 
@@ -79,43 +73,22 @@ class Operation:
         return Variant.of(self.variant).prelaunched
 
     @property
-    def turns(self) -> int:
-        """Programs that take turns in its calls."""
-        return 2 if self.variant in TURNING and self.variant != OPENING else 1
-
-    @property
     def launches(self) -> tuple[str, ...]:
-        """How it is called. In a graph of the caller's, what is prelaunched is the same as what is not."""
-        if self.variant == OPENING:
-            return (GRAPH,)
+        """Ways to call it. In a graph of the caller's, what is prelaunched is the same as what is not."""
         return (EAGER,) if self.prelaunched else (EAGER, GRAPH)
 
     def __str__(self) -> str:
         return f"{self.name} {self.variant}"
 
-    def problem(self, ranks: int) -> str:
-        """Why there is no program of this size; empty if there is one."""
-        if self.variant in TURNING:
-            try:
-                alternation(self._collective(ranks), frozen=False)
-            except ValueError as refused:
-                return str(refused)
-        return ""
-
-    def program(self, ranks: int, *, stamped: bool = False, native: AbstractSet[type[Move]] = ALL_MOVES) -> Program:
-        """The program; of those that take turns the first one. Arguments and errors are those of :meth:`plan`."""
-        plan = self.plan(ranks, stamped=stamped, native=native)
-        return plan if isinstance(plan, Program) else plan.opening or plan.turns[0]
-
-    def plan(
+    def program(
         self,
         ranks: int,
         *,
         stamped: bool = False,
         native: AbstractSet[type[Move]] = ALL_MOVES,
         frozen: bool = False,
-    ) -> Program | Alternation:
-        """The program, or those that take turns. With an ``opening``, that is what every call runs.
+    ) -> Program:
+        """Build the program.
 
         Args:
             ranks: in the group.
@@ -128,11 +101,6 @@ class Operation:
         """
         if ranks < 2:
             raise ValueError(f"{self.name}: ranks (value={ranks}, allowed=2 and more)")
-        if self.variant in TURNING and self.name not in TRANSFERS:
-            made = alternation(self._collective(ranks), frozen=frozen or self.variant == OPENING)
-            if self.variant != OPENING:
-                made = dataclasses.replace(made, opening=None)
-            return _stamped(made) if stamped else made
         program = build(self._collective(ranks), base_of(self.variant), Transport.PUSH)
         if self.name in TRANSFERS:
             program = bare(program)
@@ -160,11 +128,6 @@ def _check_name(name: str) -> None:
     if name not in OPERATIONS:
         why = f": {NO_PHASES[name]}" if name in NO_PHASES else ""
         raise ValueError(f"Operation: name (value={name!r}, allowed={', '.join(OPERATIONS)}){why}")
-
-
-def _stamped(made: Alternation) -> Alternation:
-    even, odd = map(stamp, made.turns)
-    return Alternation((even, odd), None if made.opening is None else stamp(made.opening))
 
 
 def base_of(variant: str) -> str:
@@ -197,13 +160,11 @@ def operations(names: Sequence[str], wanted: Sequence[str], nbytes: int) -> list
     unknown = [variant for variant in wanted if variant not in used]
     if unknown:
         plain = sorted({variant for name in names for variant in variants(KIND_OF[name])})
-        turning = "" if set(names) <= set(TRANSFERS) else f"; {', '.join(TURNING)}"
-        allowed_names = f"{', '.join(plain)}, each also with {PRELAUNCH}{turning}"
+        allowed_names = f"{', '.join(plain)}, each also with {PRELAUNCH}"
         raise ValueError(f"variants: (value={', '.join(unknown)}, allowed={allowed_names})")
     return found
 
 
 def _variants(name: str) -> tuple[str, ...]:
     plain = variants(KIND_OF[name])
-    turning = () if name in TRANSFERS else TURNING
-    return (*plain, *turning, *(variant + PRELAUNCH for variant in plain))
+    return (*plain, *(variant + PRELAUNCH for variant in plain))

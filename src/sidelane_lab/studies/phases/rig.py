@@ -7,33 +7,29 @@ to do with a program.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 
 from sidelane import config as settings
 from sidelane.cli.launch import Rank
-from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
-from sidelane.collectives.alternate import SLOTS_BYTES
-from sidelane.collectives.staging import Staging
 from sidelane.config import BUILTIN
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
 from sidelane.memory.base import SymmetricBlock
-from sidelane.program.builders import Alternation
-from sidelane.program.collective import Buffer
+from sidelane.program.collective import Buffer, Collective
 from sidelane.program.ir import Program
 from sidelane.program.transform.stamp import slots_of
 from sidelane.session.session import Session
 from sidelane_lab.baselines.candidate import captured
+from sidelane_lab.baselines.reference import poison
 from sidelane_lab.studies.phases.split import Sample
-from sidelane_lab.studies.phases.turns import Call, InTurn, TurnCounter
 
 FLAGS = 4096
-"""Flags in each of two regions: programs with epochs, and frozen ones that reset their flags. Those that take turns
-have ``TURN_FLAGS`` more in each."""
+"""Flags in each of two regions: programs with epochs, and frozen ones that reset their flags."""
 
 
 class Rig:
@@ -55,12 +51,8 @@ class Rig:
         self._backend = self._session.lane().backend
         # Stamps are no part of what all executors have in common.
         self.executor = cast(Any, self._backend.executor)
-        self._flags = self._backend.memory.allocate(2 * (FLAGS + TURN_FLAGS) * 4)
+        self._flags = self._backend.memory.allocate(2 * FLAGS * 4)
         self._blocks: dict[str, SymmetricBlock] = {}
-        # One pair of slots and one count for all that take turns: a call ends here before the next one begins, in
-        # graphs as well.
-        self._slots = Staging(self._backend, spread=True)
-        self._turns = TurnCounter()
         self.notify_us, self.notice = 0.0, ""
         if rank.device.type != "cpu":
             self._measure_notify()
@@ -74,60 +66,58 @@ class Rig:
         except SidelaneError as problem:
             self.notice = f"what a stream needs to tell the host counts as schedule: {problem}"
 
-    def reserve(self, plans: Sequence[Program | Alternation]) -> None:
+    def reserve(self, programs: Sequence[Program]) -> None:
         """Allocate buffers that are large enough for all of them."""
-        programs = [plan if isinstance(plan, Program) else plan.turns[0] for plan in plans]
-        turning = [isinstance(plan, Alternation) for plan in plans]
         for buffer in Buffer:
-            sizes = [
-                program.buffer_bytes(rank, buffer)
-                for program, takes_turns in zip(programs, turning, strict=True)
-                for rank in range(program.world_size)
-                if not (takes_turns and buffer == Buffer.STAGING)
-            ]
+            sizes = [program.buffer_bytes(rank, buffer) for program in programs for rank in range(program.world_size)]
             if any(sizes):
                 self._blocks[buffer] = self._backend.memory.allocate(max(sizes))
-        if any(turning):
-            self._slots.reserve(SLOTS_BYTES, False)
 
     def tensor(self, buffer: str, nbytes: int) -> torch.Tensor:
         """The first bytes of this rank's buffer."""
         return self._blocks[buffer].tensor[:nbytes]
 
-    def prepare(self, plan: Program | Alternation, launch: str) -> Call | None:
-        """Load a program, or those that take turns, and capture each for ``graph``; None if this rank has no part."""
-        if isinstance(plan, Alternation):
-            programs = plan.turns if plan.opening is None else (plan.opening,)
-            calls = [self._call(self.load(program, launch, slots=True), launch) for program in programs]
-            return InTurn(self._turns, calls)
-        return self._call(self.load(plan, launch), launch) if plan.queues_of(self.rank.rank) else None
-
-    def _call(self, loaded: Any, launch: str) -> Call:
-        if self.rank.device.type == "cpu":
-            return CpuCall(loaded)
-        return GraphCall(self, loaded) if launch == "graph" else EagerCall(self, loaded)
-
-    def load(self, program: Program, launch: str, *, slots: bool = False) -> Any:
-        """The program bound to this rig's memory. ``slots``: it is one of those that take turns."""
+    def prepare(self, program: Program, launch: str) -> TimedCall | None:
+        """Load a program, and capture it for ``graph``; None if this rank has no part."""
+        if not program.queues_of(self.rank.rank):
+            return None
         frozen = launch == "graph"
         buffers = {
             (rank, buffer): address
             for buffer, block in self._blocks.items()
             for rank, address in enumerate(block.addresses)
         }
-        offset = FLAGS * frozen
-        if slots:
-            buffers.update({(rank, Buffer.STAGING): at for rank, at in enumerate(self._slots.addresses)})
-            offset = 2 * FLAGS + TURN_FLAGS * frozen
-        assert program.flag_count <= (TURN_FLAGS if slots else FLAGS)
-        flags = tuple(base + 4 * offset for base in self._flags.addresses)
-        addresses = Addresses(buffers, flags, spread=slots and self._slots.is_spread)
-        return self.executor.load(program, addresses, captured=frozen)
+        assert program.flag_count <= FLAGS
+        flags = tuple(base + 4 * FLAGS * frozen for base in self._flags.addresses)
+        loaded = self.executor.load(program, Addresses(buffers, flags), captured=frozen)
+        if self.rank.device.type == "cpu":
+            return CpuCall(loaded)
+        return GraphCall(self, loaded) if frozen else EagerCall(self, loaded)
 
     def close(self) -> None:
         """Release everything. Not after a failure."""
         self._session.close()
         self._blocks.clear()
+
+
+class TimedCall(Protocol):
+    """A program that this rank calls again and again. Its methods are called in this order, once a call."""
+
+    def arm(self, epoch: int) -> None:
+        """Prepare what may be prepared before the call."""
+        ...
+
+    def begin(self, epoch: int) -> None:
+        """The call. Returns when the host is done with it."""
+        ...
+
+    def finish(self) -> None:
+        """Return as soon as the host can know that everything has finished."""
+        ...
+
+    def sample(self, begin_ns: int, returned_ns: int, known_ns: int) -> Sample:
+        """Return what was seen, with stamps if the program has any."""
+        ...
 
 
 class CpuCall:
@@ -203,3 +193,52 @@ class GraphCall(EagerCall):
 
     def begin(self, epoch: int) -> None:
         self._graph.replay()
+
+
+Views = Callable[[str, int], torch.Tensor]
+"""The first bytes of a buffer of this rank."""
+
+
+def fill(collective: Collective, rank: int, views: Views, seed: int) -> None:
+    """Poison this rank's output, then write its input, which may lie in it."""
+    for buffer in (Buffer.OUTPUT, Buffer.INPUT):
+        nbytes = collective.buffer_bytes(rank, buffer)
+        if nbytes:
+            poison(views(buffer, nbytes))
+    span = collective.input_span(rank, 0, collective.input_bytes(rank))
+    if span.nbytes:
+        part = views(span.buffer, span.end)[span.offset :]
+        part.copy_(_input(collective, rank, seed, part.device))
+
+
+def error(collective: Collective, rank: int, views: Views, seed: int, *, own_chunk: bool) -> str | None:
+    """Return what is wrong with this rank's output, by ``Collective.chunks``; None if nothing is. Waits for the device.
+
+    Args:
+        collective: the one that was run.
+        rank: this process's.
+        views: its buffers.
+        seed: the seed of all inputs.
+        own_chunk: the rank's own part must be there too; bare transfers do not copy it.
+    """
+    source_of = functools.cache(
+        lambda source: _input(collective, source, seed, views(Buffer.OUTPUT, collective.output_bytes(rank)).device)
+    )
+    for chunk in collective.chunks():
+        if chunk.dst_rank != rank or (chunk.src_rank == rank and not own_chunk):
+            continue
+        span = collective.output_span(rank, chunk.dst_offset, chunk.nbytes)
+        found = views(span.buffer, span.end)[span.offset :]
+        expected = source_of(chunk.src_rank)[chunk.src_offset : chunk.src_offset + chunk.nbytes]
+        if not torch.equal(found, expected):
+            wrong = int((found != expected).sum())
+            return f"{wrong} of {chunk.nbytes} bytes from rank {chunk.src_rank} are wrong"
+    return None
+
+
+def _input(collective: Collective, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    nbytes = collective.input_bytes(rank)
+    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    generator = torch.Generator(device=device).manual_seed(64 * seed + rank)
+    (data.view(torch.int64) if nbytes % 8 == 0 else data).random_(generator=generator)
+    return data

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
+from sidelane_lab.harness.report import tables_by
 from sidelane_lab.harness.rows import LAUNCHES, MODEL, FlatRow
 from sidelane_lab.harness.study import Picture
 
@@ -35,7 +36,7 @@ class PhaseRow(FlatRow):
         entry_us, exit_us: the handshakes, parts of ``schedule_us`` and ``sync_us``.
         correct: outputs were compared with a reference in this run; None when nothing ran.
         note: why there is no time, or what to know about this one.
-        stage_us: of ``copy_us``: the copy into the rank's own slot (``alternating``); 0 where there is none.
+        stage_us: of ``copy_us``: the copy into the rank's own slot, in files that have ``alternating``; else null.
     """
 
     allowed = (("launch", (*LAUNCHES, MODEL)), ("source", SOURCES))
@@ -60,49 +61,33 @@ class PhaseRow(FlatRow):
     stage_us: float | None = None
 
 
-PHASE_COLUMNS: tuple[str, ...] = (
-    "bytes",
-    "<launch",
-    "control\nus",
-    "schedule\nus",
-    "copy\nus",
-    "slot\nus",
-    "sync\nus",
-    "total\nus",
-    "no stamps\nus",
-    "host\nus",
-    "<correct",
-)
+def _looked(cell: Callable[[PhaseRow], str]) -> Callable[[PhaseRow], str]:
+    return lambda row: "" if row.source == PREDICTED else cell(row)
+
+
+COLUMNS: dict[str, Callable[[PhaseRow], str]] = {
+    "bytes": lambda row: format_bytes(row.bytes),
+    "<launch": lambda row: PREDICTED if row.source == PREDICTED else row.launch,
+    "control\nus": lambda row: number(row.control_us),
+    "schedule\nus": lambda row: number(row.schedule_us),
+    "copy\nus": lambda row: number(row.copy_us),
+    "slot\nus": lambda row: number(row.stage_us) if row.stage_us else "",
+    "sync\nus": lambda row: number(row.sync_us),
+    "total\nus": lambda row: number(row.total_us),
+    "no stamps\nus": _looked(lambda row: number(row.total_unstamped_us)),
+    "host\nus": lambda row: number(row.host_us),
+    "<correct": _looked(lambda row: verdict(row.correct)),
+}
 
 
 def phase_tables(rows: Sequence[PhaseRow]) -> list[Table]:
-    """One table an operation and variant: what was measured, and what is predicted, size by size."""
-    tables = []
-    for title, alike in grouped(rows, phase_title, ordered=False):
-        sizes = grouped(alike, lambda row: row.bytes)
-        rule = any(len(same) > 1 for _, same in sizes)
-        lines = [Line(_phase_cells(row), rule=rule and row is same[-1]) for _, same in sizes for row in same]
-        predicted = [row for row in alike if row.source == PREDICTED and row.total_us is not None]
-        notes = notes_of(
-            [(f"{format_bytes(row.bytes)} {row.launch}", row.note) for row in alike if row not in predicted]
-        )
-        notes += tuple(dict.fromkeys(row.note for row in predicted if row.note))
-        tables.append(without_empty_columns(Table(title, PHASE_COLUMNS, tuple(lines), notes, keys=2)))
-    return tables
+    """Make one table an operation and variant: what was measured, and what is predicted, size by size."""
+    return tables_by(rows, phase_title, phase_title, COLUMNS, keys=2, groups=lambda row: row.bytes)
 
 
 def phase_title(row: PhaseRow) -> str:
-    """What rows of one table and one picture have in common."""
+    """Return what rows of one table and one picture have in common."""
     return f"{row.operation} {row.variant}"
-
-
-def _phase_cells(row: PhaseRow) -> tuple[str, ...]:
-    before, after = (row.control_us, row.schedule_us, row.copy_us), (row.sync_us, row.total_us)
-    times = (*map(number, before), number(row.stage_us) if row.stage_us else "", *map(number, after))
-    if row.source == PREDICTED:
-        return (format_bytes(row.bytes), PREDICTED, *times, "", number(row.host_us), "")
-    looked = (number(row.total_unstamped_us), number(row.host_us), verdict(row.correct))
-    return (format_bytes(row.bytes), row.launch, *times, *looked)
 
 
 PHASES = {"control": ORANGE, "schedule": VERMILLION, "copy": BLUE, "sync": GREEN}

@@ -20,10 +20,8 @@ class Sample:
     Attributes:
         host_us: host clock: from the call until it returned.
         total_us: host clock: from the call until the host knows that everything has finished.
-        entry_us, copy_us, exit_us: clock of the stamps: from ``BEGIN`` to ``FIRST``, to ``LAST``, to ``END``; from
-            ``STAGED`` to ``READY`` it is entry, and no copy.
+        entry_us, copy_us, exit_us: clock of the stamps: from ``BEGIN`` to ``FIRST``, to ``LAST``, to ``END``.
         notify_us: from ``END`` until the host knows.
-        stage_us: of ``copy_us``: from ``FIRST`` to ``STAGED``.
     """
 
     host_us: float
@@ -32,29 +30,23 @@ class Sample:
     copy_us: float = 0.0
     exit_us: float = 0.0
     notify_us: float = 0.0
-    stage_us: float = 0.0
 
     @staticmethod
     def stamped(
         host_us: float, total_us: float, stamps: Mapping[int, float], *, known_us: float | None, notify_us: float = 0.0
     ) -> Sample:
-        """A call with stamps.
+        """Make a call with stamps.
 
         Args:
-            host_us: as the attribute.
-            total_us: as the attribute.
+            host_us: the attribute.
+            total_us: the attribute.
             stamps: times by slot, on whatever clock.
             known_us: when the host knew, if the stamps are on the host's clock; ``notify_us`` follows from it.
             notify_us: measured elsewhere, if they are not.
         """
         marks = times_of(stamps)
-        spans = _Spans.of(marks)
-        return Sample(
-            host_us,
-            total_us,
-            **dataclasses.asdict(spans),
-            notify_us=notify_us if known_us is None else known_us - marks[StampMark.END],
-        )
+        notify_us = notify_us if known_us is None else known_us - marks[StampMark.END]
+        return Sample(host_us, total_us, *_spans(marks), notify_us=notify_us)
 
     def values(self) -> tuple[float, ...]:
         """The fields in their order, to be sent."""
@@ -71,10 +63,9 @@ class Phases:
     Attributes:
         control_us: the host submits, as far as that delays the first byte.
         schedule_us: from there until the first byte may move; ``entry_us`` of it is the entry handshake.
-        copy_us: from there until the last byte has arrived, own chunk included; a handshake in between is schedule.
+        copy_us: from there until the last byte has arrived, own chunk included.
         sync_us: until the host knows that all is done; ``exit_us`` of it is the exit handshake.
         host_us: of the whole call, whatever it delays.
-        stage_us: of ``copy_us``: into the own rank's slot, before the handshake.
     """
 
     control_us: float
@@ -85,7 +76,6 @@ class Phases:
     entry_us: float
     exit_us: float
     host_us: float
-    stage_us: float = 0.0
 
 
 def split(sample: Sample) -> Phases:
@@ -107,7 +97,6 @@ def split(sample: Sample) -> Phases:
         entry_us=sample.entry_us,
         exit_us=sample.exit_us,
         host_us=sample.host_us,
-        stage_us=sample.stage_us,
     )
 
 
@@ -156,33 +145,23 @@ def predict(program: Program, machine: Machine) -> Phases:
         for interval in run.timeline
         if interval.group == "host" and interval.lane == f"thread {thread}" and interval.label != "doorbell"
     ]
-    first, spans = marks[StampMark.FIRST], _Spans.of(marks)
+    first, (entry_us, copy_us, exit_us) = marks[StampMark.FIRST], _spans(marks)
     control = sum(min(end, first) - start for start, end in busy if start < first)
     return Phases(
         control_us=control,
-        schedule_us=marks[StampMark.LAST] - spans.copy_us - control,
+        schedule_us=marks[StampMark.LAST] - copy_us - control,
+        copy_us=copy_us,
         sync_us=run.time_us - marks[StampMark.LAST],
         total_us=run.time_us,
         host_us=sum(end - start for start, end in busy),
-        **dataclasses.asdict(spans),
+        entry_us=entry_us,
+        exit_us=exit_us,
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Spans:
-    """Times between the marks of a rank, as :class:`Sample` has them."""
-
-    entry_us: float
-    copy_us: float
-    exit_us: float
-    stage_us: float
-
-    @staticmethod
-    def of(marks: Mapping[StampMark, float]) -> _Spans:
-        between = marks[StampMark.READY] - marks[StampMark.STAGED]
-        return _Spans(
-            entry_us=marks[StampMark.FIRST] - marks[StampMark.BEGIN] + between,
-            copy_us=marks[StampMark.LAST] - marks[StampMark.FIRST] - between,
-            exit_us=marks[StampMark.END] - marks[StampMark.LAST],
-            stage_us=marks[StampMark.STAGED] - marks[StampMark.FIRST],
-        )
+def _spans(marks: Mapping[StampMark, float]) -> tuple[float, float, float]:
+    """Return the times between the marks of a rank: entry, copy and exit, as :class:`Sample` has them."""
+    begin, first, last, end = (
+        marks[mark] for mark in (StampMark.BEGIN, StampMark.FIRST, StampMark.LAST, StampMark.END)
+    )
+    return first - begin, last - first, end - last

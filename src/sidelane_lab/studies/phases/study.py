@@ -12,7 +12,6 @@ import torch.distributed as dist
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.machine.inventory import machine_name
 from sidelane.program.batch import Definition
-from sidelane.program.builders import Alternation
 from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
@@ -24,14 +23,12 @@ from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.phases import check as phases_check
 from sidelane_lab.studies.phases.pace import Pacer
 from sidelane_lab.studies.phases.predict import phase_row, predicted_row
-from sidelane_lab.studies.phases.programs import GRAPH, OPENING, OPERATIONS, TRANSFERS, Operation, operations
-from sidelane_lab.studies.phases.rig import Rig
+from sidelane_lab.studies.phases.programs import GRAPH, OPERATIONS, TRANSFERS, Operation, operations
+from sidelane_lab.studies.phases.rig import Rig, TimedCall, error, fill
 from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import slowest, split
-from sidelane_lab.studies.phases.turns import Call
 
 FALLBACK_MACHINE = "h200x4"
 """Predicted next to measurements on a machine that the catalogue does not have."""
@@ -43,18 +40,7 @@ MEASURED = "measured"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhasesOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        operations: names (``phases_programs.OPERATIONS``).
-        sizes: bytes (see ``Operation``); empty takes ``default_sizes``.
-        variants: of the programs (see ``Operation``); those with ``+prelaunch`` run eagerly only, and
-            ``phases_programs.OPENING`` in graphs only.
-        launches: ``eager``, ``graph``; empty takes both where both exist.
-        calls: measured calls of each; from 64 MiB up at most 9.
-        warmup: calls before them.
-        predict: machine that is predicted next to what is measured; empty takes this machine's description.
-    """
+    """The options of ``sidelane phases``, whose help says what they are."""
 
     operations: tuple[str, ...] = OPERATIONS
     sizes: tuple[int, ...] = ()
@@ -79,13 +65,10 @@ def main(options: PhasesOptions) -> Results | None:
     """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
 
     Raises:
-        ValueError: also for a launch that is not known here, and a variant that has none of those asked for.
+        ValueError: also for a launch that is not known here.
     """
     place = choose_target(options.ranks, options.device)
     check_asked(place.device_type, (), launches=options.launches)
-    if OPENING in options.variants and (place.on_cpu or GRAPH not in (options.launches or LAUNCHES)):
-        where = "CPU ranks have no graphs" if place.on_cpu else f"launch={', '.join(options.launches)}"
-        raise ValueError(f"variants: runs in graphs only (value={OPENING}, {where}, allowed=on GPUs, launch graph)")
     return run_study(STUDY, options)
 
 
@@ -123,14 +106,13 @@ def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[Pha
             jobs = [_Job(*way) for way in ways if way[1] in way[0].launches]
             rows = study.rows(nbytes, jobs)
             if machine.world_size >= rank.world_size:
-                there = [operation for operation in chosen if not operation.problem(rank.world_size)]
-                rows += [predicted_row(machine, operation, rank.world_size, note) for operation in there]
+                rows += [predicted_row(machine, operation, rank.world_size, note) for operation in chosen]
             yield from rows
         rig.close()
 
 
 def _described(rank: Rank, options: PhasesOptions) -> tuple[Machine, str]:
-    """What to predict next to the measurements, and a note where it is another machine than the one that is here."""
+    """Return what to predict next to the measurements, and a note where that is another machine than this one."""
     if not options.predict and rank.device.type != "cpu":
         here = machine_name(torch.cuda.get_device_name(rank.device), rank.world_size)
         if here in machine_names():
@@ -146,13 +128,13 @@ class _Job:
 
     operation: Operation
     launch: str
-    calls: tuple[Call | None, ...] = ()
+    calls: tuple[TimedCall | None, ...] = ()
     problem: str = ""
     wrong: bool = False
 
 
 class _Study:
-    """What one rank needs for all sizes."""
+    """The part of one rank in the study."""
 
     def __init__(self, rank: Rank, options: PhasesOptions) -> None:
         self._rank, self._options = rank, options
@@ -160,14 +142,14 @@ class _Study:
         assert isinstance(control, dist.ProcessGroup)
         # Its device barrier stays unused: ranks begin by the clock.
         self.meter = Meter(rank.device, device_barrier=lambda: None, timeout_s=options.step_s, group=control)
-        self._pacer = Pacer(rank.device, control)
+        self._pacer = Pacer(self.meter)
         self._epoch = 0
 
     def open(self, chosen: Sequence[Operation]) -> Rig:
         """Make the rig, with room for these. Collective."""
         self._rig, ranks = Rig(self._rank, self._options.step_s), self._rank.world_size
         self._native = self._rig.executor.capabilities.moves
-        self._rig.reserve([op.plan(ranks, native=self._native) for op in chosen if not op.problem(ranks)])
+        self._rig.reserve([operation.program(ranks, native=self._native) for operation in chosen])
         return self._rig
 
     def rows(self, nbytes: int, jobs: Sequence[_Job]) -> list[PhaseRow]:
@@ -202,36 +184,29 @@ class _Study:
     def _prepare(self, job: _Job) -> None:
         """Load both programs, run each once and check its bytes. Collective."""
         operation = job.operation
-        ranks = self._rank.world_size
-        job.problem = operation.problem(ranks)
-        if job.problem:
-            return
-        frozen = job.launch == GRAPH
-        plans = [operation.plan(ranks, stamped=s, native=self._native, frozen=frozen) for s in (True, False)]
-        calls: list[Call | None] = []
+        ranks, frozen = self._rank.world_size, job.launch == GRAPH
+        programs = [operation.program(ranks, stamped=s, native=self._native, frozen=frozen) for s in (True, False)]
+        calls: list[TimedCall | None] = []
 
         def load() -> None:
-            for plan in plans:
-                if isinstance(plan, Alternation):
-                    plan.verify()
-                elif operation.name not in TRANSFERS:  # those have no flags: the host orders them
-                    verify(plan)
-                calls.append(self._rig.prepare(plan, job.launch))
+            for program in programs:
+                if operation.name not in TRANSFERS:  # those have no flags: the host orders them
+                    verify(program)
+                calls.append(self._rig.prepare(program, job.launch))
 
         job.problem = self.meter.attempt(load) or ""
         for call in calls:
-            for _ in range(operation.turns):
-                if not job.problem:
-                    self._check(job, call, plans[0].collective)
+            if not job.problem:
+                self._check(job, call, programs[0].collective)
         job.calls = tuple(calls)
 
-    def _check(self, job: _Job, call: Call | None, collective: Definition) -> None:
+    def _check(self, job: _Job, call: TimedCall | None, collective: Definition) -> None:
         assert isinstance(collective, Collective), "programs of this study hold one collective"
         epoch, rank, views = self._next_epoch(), self._rank.rank, self._rig.tensor
         seed = self._options.seed + epoch
 
-        def fill() -> None:
-            phases_check.fill(collective, rank, views, seed)
+        def write() -> None:
+            fill(collective, rank, views, seed)
             self.meter.finish("filling the buffers")
 
         def run() -> None:
@@ -241,9 +216,9 @@ class _Study:
                 call.finish()
 
         own = job.operation.name not in TRANSFERS
-        job.problem = self.meter.attempt(fill) or self.meter.attempt(run) or ""
+        job.problem = self.meter.attempt(write) or self.meter.attempt(run) or ""
         if not job.problem:
-            wrong = self.meter.attempt(lambda: phases_check.error(collective, rank, views, seed, own_chunk=own))
+            wrong = self.meter.attempt(lambda: error(collective, rank, views, seed, own_chunk=own))
             job.problem, job.wrong = wrong or "", wrong is not None
 
     def _next_epoch(self) -> int:

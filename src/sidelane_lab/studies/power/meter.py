@@ -1,18 +1,23 @@
-"""Watts of one GPU while something runs: power readings and the energy counter, side by side, from a thread."""
+"""Watts of GPUs while something runs: power readings and the energy counter, side by side, from a thread."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sidelane.errors import SidelaneError
 from sidelane.machine.power_sensor import PowerSensor
 
 INTERVAL_S = 0.005
-"""Between looks at the counters. The energy counter moves every 20 to 100 ms: its steps are known to 5 ms."""
+"""Seconds between looks at the counters. The energy counter moves every 20 to 100 ms: its steps are known to 5 ms."""
+
+SPREAD_PERCENT = 10.0
+"""Percent by which rounds may differ without a note."""
 
 MIN_TICKS = 3
 """Steps of the energy counter, at least, from which a rate is taken."""
@@ -28,7 +33,7 @@ class Reading:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class MeanPower:
     """Mean power over a window.
 
     Attributes:
@@ -40,7 +45,7 @@ class Draw:
     sampled_w: float
 
 
-def draw_of(readings: Sequence[Reading], begin_s: float, end_s: float) -> Draw:
+def draw_of(readings: Sequence[Reading], begin_s: float, end_s: float) -> MeanPower:
     """Mean power between two moments.
 
     The energy counter moves in steps: taken at arbitrary moments, a difference over half a second can be wrong by a
@@ -61,7 +66,7 @@ def draw_of(readings: Sequence[Reading], begin_s: float, end_s: float) -> Draw:
     if len(steps) >= MIN_TICKS:
         (first_s, first_mj), (last_s, last_mj) = steps[0], steps[-1]
         counted = (last_mj - first_mj) / 1e3 / (last_s - first_s)
-    return Draw(counted, sum(reading.watts for reading in inside) / len(inside))
+    return MeanPower(counted, sum(reading.watts for reading in inside) / len(inside))
 
 
 class Recorder:
@@ -83,7 +88,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="sidelane-power", daemon=True)
         self._thread.start()
 
-    def draw(self, begin_s: float, end_s: float) -> Draw:
+    def draw(self, begin_s: float, end_s: float) -> MeanPower:
         """Mean power between two moments of the clock; what was read before is forgotten.
 
         Raises:
@@ -109,3 +114,56 @@ class Recorder:
                 self._error = problem
                 return
             self._readings.append(Reading(self._clock(), watts, energy))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PowerRound:
+    """One implementation in one round.
+
+    Attributes:
+        time_us: the slowest rank's time of a call.
+        counted_w: watts by each rank's energy counter; None where it has none.
+        sampled_w: watts by each rank's power readings.
+    """
+
+    time_us: float
+    counted_w: tuple[float | None, ...]
+    sampled_w: tuple[float, ...]
+
+    @property
+    def watts(self) -> tuple[float, ...]:
+        """Watts of each rank: those that were counted, or else those that were read."""
+        pairs = zip(self.counted_w, self.sampled_w, strict=True)
+        return tuple(sampled if counted is None else counted for counted, sampled in pairs)
+
+    @property
+    def energy_mj(self) -> float:
+        """Energy of all GPUs for one call: a GPU that waits for the slowest one draws power, too."""
+        return sum(self.watts) * self.time_us / 1e3
+
+
+def figures_of(points: Sequence[PowerRound], idle_w: Sequence[float]) -> dict[str, Any]:
+    """Return the columns of a row, means over rounds and ranks.
+
+    Args:
+        points: at least one; a round each.
+        idle_w: watts of each rank's idle GPU.
+    """
+    energies = [point.energy_mj for point in points]
+    idle_mj = [sum(idle_w) * point.time_us / 1e3 for point in points]
+    watts = statistics.fmean(statistics.fmean(point.watts) for point in points)
+    sampled = statistics.fmean(statistics.fmean(point.sampled_w) for point in points)
+    counted = all(watt is not None for point in points for watt in point.counted_w)
+    notes = [] if counted else ["not every GPU's energy counter moved: its power readings stand in"]
+    spread = 100.0 * (max(energies) / min(energies) - 1.0) if min(energies) > 0 else 0.0
+    if spread > SPREAD_PERCENT:
+        notes.append(f"energy differs by {spread:.0f}% between rounds")
+    return {
+        "time_us": statistics.fmean(point.time_us for point in points),
+        "watts": watts,
+        "watts_sampled": sampled,
+        "energy_mj": statistics.fmean(energies),
+        "energy_above_idle_mj": statistics.fmean(e - i for e, i in zip(energies, idle_mj, strict=True)),
+        "counters_agree_percent": 100.0 * sampled / watts if counted and watts > 0 else None,
+        "note": "; ".join(notes),
+    }

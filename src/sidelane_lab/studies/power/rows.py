@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Table, grouped, notes_of, number, place_of, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, number, place_of, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     COLOURS,
@@ -22,7 +22,7 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
-from sidelane_lab.harness.report import lines_of
+from sidelane_lab.harness.report import tables_by
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow
 from sidelane_lab.harness.study import Picture
 
@@ -31,7 +31,7 @@ LIBRARY = "library"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerRow(FlatRow):
-    """What a collective draws, run back to back (method: docs/lab/power.md).
+    """Power and energy of a collective that runs back to back (method: docs/lab/power.md).
 
     Attributes:
         bytes: as in :class:`CollectiveRow`.
@@ -68,48 +68,41 @@ class PowerRow(FlatRow):
     note: str = ""
 
 
-POWER_COLUMNS: tuple[str, ...] = (
-    "bytes",
-    "<implementation",
-    "<variant",
-    "time\nus",
-    "W",
-    "read/\ncount %",
-    "energy\nmJ",
-    "above\nidle mJ",
-    "<correct",
-)
+COLUMNS: dict[str, Callable[[PowerRow], str]] = {
+    "bytes": lambda row: format_bytes(row.bytes),
+    "<implementation": lambda row: row.implementation,
+    "<variant": lambda row: row.variant,
+    "time\nus": lambda row: number(row.time_us),
+    "W": lambda row: number(row.watts),
+    "read/\ncount %": lambda row: "" if row.counters_agree_percent is None else f"{row.counters_agree_percent:.0f}",
+    "energy\nmJ": lambda row: number(row.energy_mj),
+    "above\nidle mJ": lambda row: number(row.energy_above_idle_mj),
+    "<correct": lambda row: "" if row.launch == MODEL else verdict(row.correct),
+}
 
 
 def power_tables(rows: Sequence[PowerRow]) -> list[Table]:
-    """One table for each way to call a collective; the least energy of each size is set off."""
-    tables = []
-    for _, alike in grouped(rows, lambda row: (row.collective, row.in_place, row.launch)):
-        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.energy_mj, _power_cells)
-        idle = next((f", idle {row.idle_watts:.0f} W" for row in alike if row.idle_watts is not None), "")
-        notes = notes_of([(" ".join(_power_cells(row)[:3]).rstrip(), row.note) for row in alike])
-        title = f"{power_title(alike[0])}: W a GPU{idle}, energy of all GPUs for one call"
-        tables.append(without_empty_columns(Table(title, POWER_COLUMNS, lines, notes, keys=3)))
-    return tables
+    """Make one table for each way to call a collective; the least energy of each size is set off."""
+
+    def title(row: PowerRow) -> str:
+        idle = "" if row.idle_watts is None else f", idle {row.idle_watts:.0f} W"
+        return f"{power_title(row)}: W a GPU{idle}, energy of all GPUs for one call"
+
+    return tables_by(
+        rows,
+        lambda row: (row.collective, row.in_place, row.launch),
+        title,
+        COLUMNS,
+        keys=3,
+        groups=lambda row: row.bytes,
+        least=lambda row: row.energy_mj,
+        ordered=True,
+    )
 
 
 def power_title(row: PowerRow) -> str:
-    """What rows of one table and one picture have in common."""
+    """Return what rows of one table and one picture have in common."""
     return f"{row.collective}, {place_of(row.in_place)}" + (f", {row.launch}" if row.launch != MODEL else "")
-
-
-def _power_cells(row: PowerRow) -> tuple[str, ...]:
-    return (
-        format_bytes(row.bytes),
-        row.implementation,
-        row.variant,
-        number(row.time_us),
-        number(row.watts),
-        "" if row.counters_agree_percent is None else f"{row.counters_agree_percent:.0f}",
-        number(row.energy_mj),
-        number(row.energy_above_idle_mj),
-        "" if row.launch == MODEL else verdict(row.correct),
-    )
 
 
 Ends = tuple[tuple[float, float], tuple[float, float]]

@@ -8,11 +8,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from sidelane.choice.candidate import DMA
 from sidelane.cli.launch import Rank, choose_target
@@ -23,16 +21,13 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job, Problem
 from sidelane_lab.harness.rows import LAUNCHES, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
-from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
-from sidelane_lab.studies.power.inputs import ReducedInput
-from sidelane_lab.studies.power.meter import Draw, Recorder
+from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
 DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
@@ -43,19 +38,7 @@ SETTLE_S = 0.15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        collectives: kinds, in this order.
-        sizes: bytes, as in the study of collectives.
-        variants: of Sidelane's collectives on copy engines; all of its kernels take part.
-        launch: ``graph`` (several calls in one, so that no host limits anything) or ``eager``.
-        places: keep ``in`` place, ``out`` of place, or both (empty).
-        seconds: that each implementation runs, a round. The first ``SETTLE_S`` of them do not count.
-        rounds: of all implementations of a size, one after the other.
-        idle_s: at the beginning, with nothing running.
-        fill: a result file of collectives whose ``energy_mj`` is to be filled in from this study; None fills none.
-    """
+    """The options of ``sidelane power``, whose help says what they are."""
 
     collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
     sizes: tuple[int, ...] = DEFAULT_SIZES
@@ -65,7 +48,6 @@ class PowerOptions(StudyOptions):
     seconds: float = 0.7
     rounds: int = 2
     idle_s: float = 1.5
-    fill: Path | None = None
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
@@ -84,7 +66,7 @@ def main(options: PowerOptions) -> Results | None:
 
     Raises:
         UnavailableError: nothing here tells its power.
-        ValueError: ``options.fill`` is not a file of collectives of this machine, or a name is not known here.
+        ValueError: a name is not known here.
     """
     place = choose_target(options.ranks, options.device)
     problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
@@ -97,11 +79,7 @@ def main(options: PowerOptions) -> Results | None:
         variants=options.variants,
         chosen_from=(DMA,),
     )
-    collectives = None if options.fill is None else result_files.read(options.fill)
-    results = run_study(STUDY, options)
-    if results is not None and collectives is not None and options.fill is not None:
-        result_files.write(options.fill, with_energy(collectives, results))
-    return results
+    return run_study(STUDY, options)
 
 
 def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
@@ -120,7 +98,7 @@ def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[Powe
         for nbytes in sizes
     ]
     roster.reserve_for(cases, sender.note)
-    bench = PowerBench(roster, recorder, options, dist.new_group(backend="gloo"))
+    bench = PowerBench(roster, recorder, options)
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
     for case in cases:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
@@ -137,14 +115,10 @@ class PowerBench:
         roster: what takes part.
         recorder: of this rank's GPU.
         options: how long, how often.
-        group: carries what the ranks tell each other, on the CPU.
     """
 
-    def __init__(
-        self, roster: Roster, recorder: Recorder, options: PowerOptions, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, roster: Roster, recorder: Recorder, options: PowerOptions) -> None:
         self._roster, self._meter, self._recorder, self._options = roster, roster.meter, recorder, options
-        self._group = group
         self._seeds = itertools.count(options.seed + 1)
         self._meter.finish("setting up")
         self._meter.agree(None)
@@ -171,7 +145,7 @@ class PowerBench:
                 else:
                     problems[candidate] = found
             replays = self._replays(good)
-            points: dict[Entrant, list[Point]] = {candidate: [] for candidate in good}
+            points: dict[Entrant, list[PowerRound]] = {candidate: [] for candidate in good}
             names = list(good)
             for number in range(options.rounds):
                 shift = number % max(1, len(names))
@@ -221,7 +195,7 @@ class PowerBench:
             for candidate, measured in rounds.items()
         }
 
-    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> Point:
+    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> PowerRound:
         """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
         job, again = prepared.job(), lambda: None
         every = replays
@@ -254,16 +228,13 @@ class PowerBench:
         self._meter.finish(label)
         return float(start.elapsed_time(end)) * 1e3
 
-    def _point(self, time_us: float, draw: Draw) -> Point:
-        """What all ranks have seen. Collective."""
+    def _point(self, time_us: float, draw: MeanPower) -> PowerRound:
+        """Return what all ranks have seen. Collective."""
         counted = math.nan if draw.counted_w is None else draw.counted_w
-        mine = torch.tensor([time_us, counted, draw.sampled_w], dtype=torch.float64)
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, mine, group=self._group)
-        times, counts, samples = torch.stack(everyone).T.tolist()
-        return Point(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
+        times, counts, samples = zip(*self._meter.of_all_ranks([time_us, counted, draw.sampled_w]), strict=True)
+        return PowerRound(max(times), tuple(None if math.isnan(watt) else watt for watt in counts), tuple(samples))
 
-    def _row(self, case: Case, candidate: Entrant, points: Sequence[Point], problem: Problem | None) -> PowerRow:
+    def _row(self, case: Case, candidate: Entrant, points: Sequence[PowerRound], problem: Problem | None) -> PowerRow:
         row = PowerRow(
             collective=case.kind,
             bytes=case.nbytes,
@@ -283,7 +254,56 @@ class PowerBench:
         )
         if problem is not None:
             return dataclasses.replace(row, correct=False if problem.wrong else None)
-        return dataclasses.replace(row, correct=True, **dataclasses.asdict(figures_of(points, self._idle)))
+        return dataclasses.replace(row, correct=True, **figures_of(points, self._idle))
+
+
+SMALLEST = -100
+LARGEST = 100
+"""Powers of two between which values are kept; bfloat16 and float32 reach from -126 to 127."""
+
+
+def calls_between(world_size: int) -> int:
+    """Calls of an all_reduce in place after which its values come near to ``LARGEST``.
+
+    >>> calls_between(2), calls_between(4), calls_between(8)
+    (200, 100, 66)
+    """
+    return max(1, math.floor((LARGEST - SMALLEST) / math.log2(max(2, world_size))))
+
+
+class ReducedInput:
+    """This rank's input of one case: values that stay numbers however often they are added up.
+
+    Watts follow the bits that change. Run back to back, an all_reduce in place multiplies its input by the number of
+    ranks in every call: the small whole numbers of the checks would be infinite after some sixty calls on four ranks,
+    then no numbers at all, and the same bits would cross the links from there on. So inputs are random and tiny, and
+    calls that overwrite theirs get them anew long before they overflow.
+
+    Args:
+        case: a reduction.
+        seed: of its values.
+
+    Raises:
+        ValueError: no reduction, or a dtype whose exponents are too short for it.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        if case.kind not in REDUCING:
+            raise ValueError(f"ReducedInput: kind (value={case.kind}, allowed={', '.join(sorted(REDUCING))})")
+        if not case.dtype.is_floating_point or math.log2(torch.finfo(case.dtype).max) < LARGEST:
+            raise ValueError(f"ReducedInput: dtype (value={case.dtype}, allowed=bfloat16, float32, float64)")
+        generator = torch.Generator(device=case.device).manual_seed(64 * seed + case.rank)
+        self._values = torch.empty(case.input_bytes // case.dtype.itemsize, dtype=case.dtype, device=case.device)
+        self._values.uniform_(-1.0, 1.0, generator=generator).mul_(2.0**SMALLEST)
+        self._calls = calls_between(case.world_size)
+
+    def put(self, prepared: Prepared) -> None:
+        """Give a candidate these values, on the current stream."""
+        prepared.tensors.input.copy_(self._values)
+
+    def replays_between(self, prepared: Prepared, calls: int) -> int | None:
+        """Samples of ``calls`` after which a candidate needs them again; None if it leaves its input as it is."""
+        return None if prepared.repeatable else max(1, self._calls // calls)
 
 
 STUDY = Study(

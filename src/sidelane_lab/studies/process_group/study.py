@@ -14,11 +14,16 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sidelane.cli.launch import Rank, choose_target
+from sidelane.collectives.allocator import MemoryUse
+from sidelane.integrations import fsdp
+from sidelane.integrations.ledger import SIDELANE
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
@@ -26,27 +31,42 @@ from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job
 from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.studies.process_group.first import first_uses
-from sidelane_lab.studies.process_group.rows import ASYNC, EAGER, GRAPH, OPERATIONS, GroupRow, group_tables
-from sidelane_lab.studies.process_group.ways import KINDS, Buffers, Groups, Way, plain_call, wanted
+from sidelane_lab.studies.fsdp.cases import parse_case
+from sidelane_lab.studies.fsdp.step import Stepper
+from sidelane_lab.studies.process_group.rows import (
+    ASYNC,
+    EAGER,
+    FIRST,
+    FIRST_CALLS,
+    FIRST_STEP,
+    GRAPH,
+    OPERATIONS,
+    ORDINARY,
+    GroupRow,
+    group_tables,
+)
+from sidelane_lab.studies.process_group.ways import (
+    KINDS,
+    GroupTensors,
+    GroupWay,
+    StudyGroups,
+    library_of,
+    plain_call,
+    wanted,
+)
 
 DTYPE = torch.bfloat16
+STEP, STEP_LAYERS = "8b:1x1024", 2
+"""The model of the first step: few layers, since what is first comes once for each size."""
+
 HOST_BATCHES, CPU_CALLS = 7, 4
 CALL_US = 80.0
-"""What a call may take the host at most, for what has to be hidden."""
+"""Microseconds that a call may take the host at most, for what has to be hidden."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        operations: of ``torch.distributed``.
-        sizes: gathered bytes of an all-gather, the buffer of the others.
-        first: measure what first uses cost, too.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-    """
+    """The options of ``sidelane pg``, whose help says what they are."""
 
     operations: tuple[str, ...] = OPERATIONS
     sizes: tuple[int, ...] = ()
@@ -93,7 +113,7 @@ def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[Grou
         from sidelane_lab.baselines.baselines_cuda import device_barrier
 
         barrier = device_barrier(rank.device)
-    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), Groups(rank)
+    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), StudyGroups(rank)
     groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
     study = _Study(rank, meter, groups, options)
     if options.first:
@@ -117,9 +137,9 @@ class _Program:
         made_by: what made its calls, and Sidelane's variant.
     """
 
-    way: Way
+    way: GroupWay
     launch: str
-    buffers: Buffers
+    buffers: GroupTensors
     once: Callable[[], object]
     several: Callable[[], object]
     problem: Problem | None = None
@@ -128,9 +148,9 @@ class _Program:
 
 
 class _Study:
-    """What one rank needs to time programs, together with the other ranks."""
+    """The part of one rank, which times programs together with the other ranks."""
 
-    def __init__(self, rank: Rank, meter: Meter, groups: Groups, options: GroupOptions) -> None:
+    def __init__(self, rank: Rank, meter: Meter, groups: StudyGroups, options: GroupOptions) -> None:
         self._rank, self._meter, self._groups, self._options = rank, meter, groups, options
         self._seeds = itertools.count(options.seed + 1)
         self._on_cpu = rank.device.type == "cpu"
@@ -145,7 +165,7 @@ class _Study:
             way = self._way(names)
             if way is None:
                 for launch in launches:
-                    yield _refused_row(operation, case, names, launch, self._refused[names])
+                    yield _row(operation, case.nbytes, *names, launch, note=self._refused[names])
                 continue
             buffers = way.buffers(case)
             programs += [self._program(operation, case, way, launch, buffers, calls) for launch in launches]
@@ -155,17 +175,19 @@ class _Study:
             one.host_us = None if self._on_cpu or one.launch == GRAPH else self._host_us(one, calls)
             one.problem = self._check(operation, case, one)
         for one in programs:
-            times = rounds.get(f"{one.way.name}, {one.launch}")
-            yield _row(operation, case, one, times)
+            columns = outcome(rounds.get(f"{one.way.name}, {one.launch}"), one.problem)
+            columns |= {"host_us": one.host_us if one.problem is None else None}
+            columns |= {"made_by": one.made_by[0], "variant": one.made_by[1]}
+            yield _row(operation, case.nbytes, one.way.implementation, one.way.tensors, one.launch, **columns)
 
     def close(self) -> None:
         """Let go of the groups. Collective."""
         self._meter.finish("process groups")
         self._groups.close()
 
-    def _way(self, names: tuple[str, str]) -> Way | None:
+    def _way(self, names: tuple[str, str]) -> GroupWay | None:
         """None where there is none, as where there is no room for a pool. Collective."""
-        made: list[Way] = []
+        made: list[GroupWay] = []
         if names not in self._refused:
             refused = self._meter.attempt(lambda: made.append(self._groups.way(*names)))
             if refused is not None:
@@ -173,7 +195,9 @@ class _Study:
                 made.clear()
         return made[0] if made else None
 
-    def _program(self, operation: str, case: Case, way: Way, launch: str, buffers: Buffers, calls: int) -> _Program:
+    def _program(
+        self, operation: str, case: Case, way: GroupWay, launch: str, buffers: GroupTensors, calls: int
+    ) -> _Program:
         once = plain_call(operation, way.group, buffers, launch)
         made = _Program(way, launch, buffers, once, lambda: [once() for _ in range(calls)])
         if launch == GRAPH:
@@ -223,29 +247,83 @@ class _Study:
         return max(map(statistics.median, self._meter.of_all_ranks(times)))
 
 
-def _refused_row(operation: str, case: Case, names: tuple[str, str], launch: str, why: str) -> GroupRow:
-    dtype = str(case.dtype).removeprefix("torch.")
-    return GroupRow(operation, case.nbytes, dtype, *names, launch, *(None,) * 4, "", "", None, None, why)
+def _row(
+    operation: str, nbytes: int | None, implementation: str, tensors: str, launch: str, **columns: Any
+) -> GroupRow:
+    empty = dict.fromkeys(("time_us", "p10_us", "p90_us", "host_us", "held_mb", "correct"))
+    columns = {**empty, "made_by": "", "variant": "", **columns}
+    return GroupRow(operation, nbytes, str(DTYPE).removeprefix("torch."), implementation, tensors, launch, **columns)
 
 
-def _row(operation: str, case: Case, one: _Program, times: Rounds | None) -> GroupRow:
-    return GroupRow(
-        operation=operation,
-        bytes=case.nbytes,
-        dtype=str(case.dtype).removeprefix("torch."),
-        implementation=one.way.implementation,
-        tensors=one.way.tensors,
-        launch=one.launch,
-        host_us=one.host_us if one.problem is None else None,
-        made_by=one.made_by[0],
-        variant=one.made_by[1],
-        held_mb=None,
-        **outcome(times, one.problem),
+def first_uses(rank: Rank, meter: Meter, groups: StudyGroups, cases: Sequence[Case], seed: int) -> list[GroupRow]:
+    """Make rows of first uses, the library's first. Collective; before anything else of the study.
+
+    The library is warm: a group of its own, and a step of the same model, come ahead and are not counted.
+    """
+    library = library_of(rank.device.type)
+    rows = []
+    with meter.on_stream():
+        _first_calls(rank, meter, groups, library, cases)
+        for name in (library, SIDELANE):
+            rows.append(_first_calls(rank, meter, groups, name, cases))
+        _first_step(rank, meter, library, seed)
+        for name in (library, SIDELANE):
+            rows.append(_first_step(rank, meter, name, seed))
+    return rows
+
+
+def _first_calls(rank: Rank, meter: Meter, groups: StudyGroups, name: str, cases: Sequence[Case]) -> GroupRow:
+    made: list[dist.ProcessGroup] = []
+    tensors = [GroupTensors.of(case.output_bytes, case.input_bytes, case.device).cut_for(case) for case in cases]
+
+    def use() -> None:
+        made.append(groups.make(name))
+        for case, buffers in zip(cases, tensors, strict=True):
+            operation = next(one for one, kind in KINDS.items() if kind is case.kind)
+            plain_call(operation, made[0], buffers, EAGER)()
+
+    took_us = _slowest(rank, meter, f"first calls of {name}", use)
+    held = groups.communicator_of(made[0]).memory() if name == SIDELANE else None
+    dist.destroy_process_group(made[0])
+    return _row(FIRST_CALLS, None, name, ORDINARY, FIRST, made_by=name, time_us=took_us, held_mb=_mb(held))
+
+
+def _first_step(rank: Rank, meter: Meter, name: str, seed: int) -> GroupRow:
+    case = parse_case(STEP, STEP_LAYERS)
+    stepper = Stepper(
+        case.small() if rank.device.type == "cpu" else case, rank, meter, torch.bfloat16, optimizer=False, seed=seed
     )
+    enabled: list[fsdp.EnabledFsdp] = []
+
+    def use() -> None:
+        if name == SIDELANE:
+            enabled.append(fsdp.enable(stepper.model))
+        stepper.step()
+
+    took_us = _slowest(rank, meter, f"first step of {name}", use)
+    held = enabled[0].memory() if enabled else None
+    stepper.forget()
+    for one in enabled:
+        one.disable()
+    return _row(FIRST_STEP, None, name, ORDINARY, FIRST, made_by=name, time_us=took_us, held_mb=_mb(held))
+
+
+def _slowest(rank: Rank, meter: Meter, what: str, use: Callable[[], None]) -> float:
+    """Return the microseconds of the slowest rank, from idle devices to idle devices."""
+    meter.finish(what)
+    meter.agree(None)
+    began = time.perf_counter()
+    use()
+    meter.finish(what)
+    return max(one for (one,) in meter.of_all_ranks([(time.perf_counter() - began) * 1e6]))
+
+
+def _mb(held: MemoryUse | None) -> float | None:
+    return None if held is None else (held.reserved + held.own) / 1e6
 
 
 def calls_of(nbytes: int) -> int:
-    """Of a sample: short ones are many, and the driver's queue holds them all.
+    """Return the calls of a sample: short ones are many, and the driver's queue holds them all.
 
     >>> calls_of(64 << 10), calls_of(16 << 20), calls_of(256 << 20)
     (20, 10, 4)

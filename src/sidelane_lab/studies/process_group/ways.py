@@ -1,4 +1,4 @@
-"""Whose group a plain program has, and where its tensors lie; the program itself is the same for all."""
+"""Groups and memory of a plain program, which is the same for all."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCAT
 
 
 PIECE_BYTES = 20 << 20
-"""What torch takes at most beyond what a tensor in a pool wants."""
+"""Bytes that torch takes at most beyond what a tensor in a pool wants."""
 
 
 def library_of(device_type: str) -> str:
-    """What torch takes on such devices."""
+    """Return the backend that torch takes on such devices."""
     return "gloo" if device_type == "cpu" else "nccl"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Buffers:
+class GroupTensors:
     """Tensors of one program. An all-reduce has one, which is both."""
 
     output: torch.Tensor
     input: torch.Tensor
 
     @classmethod
-    def of(cls, output_bytes: int, input_bytes: int, device: torch.device) -> Buffers:
+    def of(cls, output_bytes: int, input_bytes: int, device: torch.device) -> GroupTensors:
         """New ones, of bytes."""
         return cls(*(torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (output_bytes, input_bytes)))
 
-    def cut_for(self, case: Case) -> Buffers:
-        """As much of them as a case has."""
+    def cut_for(self, case: Case) -> GroupTensors:
+        """Return as much of them as a case has."""
         output, input = self.output[: case.output_bytes].view(case.dtype), self.input[: case.input_bytes]
-        return Buffers(output, output if case.kind is Kind.ALL_REDUCE else input.view(case.dtype))
+        return GroupTensors(output, output if case.kind is Kind.ALL_REDUCE else input.view(case.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class GroupWay:
     """A group, and a kind of memory.
 
     Attributes:
@@ -65,19 +65,19 @@ class Way:
     implementation: str
     tensors: str
     group: dist.ProcessGroup
-    pooled: Buffers | None = None
+    pooled: GroupTensors | None = None
 
     @property
     def name(self) -> str:
         return f"{self.implementation}, {self.tensors} tensors"
 
-    def buffers(self, case: Case) -> Buffers:
+    def buffers(self, case: Case) -> GroupTensors:
         """Tensors for a case."""
-        made = self.pooled or Buffers.of(case.output_bytes, case.input_bytes, case.device)
+        made = self.pooled or GroupTensors.of(case.output_bytes, case.input_bytes, case.device)
         return made.cut_for(case)
 
     def made_by(self, operation: str) -> tuple[str, str]:
-        """What made the last call, and Sidelane's variant."""
+        """Return what made the last call, and Sidelane's variant."""
         last = report_of_groups().last
         if self.implementation != SIDELANE:
             return self.implementation, ""
@@ -86,7 +86,7 @@ class Way:
         return last.where, last.why.partition(":")[0] if last.where == SIDELANE else ""
 
 
-def plain_call(operation: str, group: dist.ProcessGroup, buffers: Buffers, launch: str) -> Callable[[], Any]:
+def plain_call(operation: str, group: dist.ProcessGroup, buffers: GroupTensors, launch: str) -> Callable[[], Any]:
     """One call of a program that knows nothing of Sidelane; an asynchronous one is waited for."""
     output, input = buffers.output, buffers.input
     arguments = (output,) if operation == "all_reduce" else (output, input)
@@ -96,7 +96,7 @@ def plain_call(operation: str, group: dist.ProcessGroup, buffers: Buffers, launc
     return lambda: function(*arguments, group=group, async_op=True).wait()
 
 
-class Groups:
+class StudyGroups:
     """The groups of a study, each made when it is wanted first. Collective.
 
     Args:
@@ -106,7 +106,7 @@ class Groups:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._made: dict[str, dist.ProcessGroup] = {}
-        self._room, self._pooled = (0, 0), list[Buffers]()
+        self._room, self._pooled = (0, 0), list[GroupTensors]()
         self._settings = {
             ORDINARY: settings.current(),
             LEARNED: dataclasses.replace(settings.current(), map_memory="learn"),
@@ -116,7 +116,7 @@ class Groups:
         """Say how large pooled tensors are at most: they are made once."""
         self._room = output_bytes, input_bytes
 
-    def way(self, implementation: str, tensors: str) -> Way:
+    def way(self, implementation: str, tensors: str) -> GroupWay:
         """A way that names these."""
         learns = tensors == LEARNED
         key = f"{implementation}, learning" if learns else implementation
@@ -125,7 +125,7 @@ class Groups:
             if implementation == SIDELANE:
                 with settings.override(self._settings[LEARNED if learns else ORDINARY]):
                     self.communicator_of(made)
-        return Way(implementation, tensors, self._made[key], self._in_pool() if tensors == POOLED else None)
+        return GroupWay(implementation, tensors, self._made[key], self._in_pool() if tensors == POOLED else None)
 
     def make(self, implementation: str) -> dist.ProcessGroup:
         """A new group of all ranks."""
@@ -139,7 +139,7 @@ class Groups:
         return made
 
     def communicator_of(self, group: dist.ProcessGroup) -> Communicator:
-        """What makes the calls of one of Sidelane's groups. Collective where it is new."""
+        """Return what makes the calls of one of Sidelane's groups. Collective where it is new."""
         assert isinstance(group, SidelaneGroup)
         return group.communicator(self._rank.device)
 
@@ -150,11 +150,11 @@ class Groups:
             dist.destroy_process_group(group)
         self._made.clear()
 
-    def _in_pool(self) -> Buffers:
+    def _in_pool(self) -> GroupTensors:
         if not self._pooled:
             room = sum(nbytes + PIECE_BYTES for nbytes in self._room)
             with pool(self.communicator_of(self._made[SIDELANE]), room):
-                self._pooled.append(Buffers.of(*self._room, self._rank.device))
+                self._pooled.append(GroupTensors.of(*self._room, self._rank.device))
         return self._pooled[0]
 
 

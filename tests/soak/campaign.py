@@ -1,0 +1,210 @@
+"""Campaigns and storms: episode after episode, added up, shown, and written down after each."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sidelane.cli import provenance
+from sidelane.cli.launch import LaunchTarget, choose_target, under_torchrun
+from sidelane.cli.output import write_text
+from soak.episode import CALLS, CPU, MODES, SIZES, Episode, Setting, Storm
+from soak.judge import Tally, shortened
+from soak.world import Verdict, run_episode
+
+MOST_FAILED = 20
+"""Failed episodes with which a campaign ends: there is enough to look at."""
+
+MOST_NOTES, MOST_NOTE, SHOWN_EVERY_S = 6, 4000, 30.0
+
+COLUMNS = ("episodes", "failed", "calls", "calls/s", "refusals", "wrong", "errors", "left")
+
+ABOUT = """\
+Random calls, with faults among them (make soak). A call counts once for all of its ranks, each of which compared every
+byte that it must get, those around it, and those that it must not touch. Refusals: wrong calls of one rank or all, and
+calls that differed between ranks. Endings but 'good' are faults, of which every other rank must hear in time, and which
+rank's they are. lists and batches count whole calls, replayed the calls in each replay of a graph.
+"""
+
+ABOUT_STORMS = """\
+Storms of ordinary tensors that come and go while peers reach them, with a call in each step (make soak, --storm): new
+memory, frees, emptied caches, pools, tensors of slots that are replaced, memory that peers cannot map; on GPUs also
+calls in graphs, replayed between steps. Every byte that a call wrote or read was compared, and bystanders: memory that
+no call touches, where other memory has been. One line for each part and rank. bytes_missing: of memory, against those
+behind the first of several seasons (communicators live for one); bytes_behind_season: against those behind the warm-up;
+bytes_held: at the end, by holder; mapped: allocations of other ranks; stale: bystanders that have changed.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a campaign, one episode of it, or a storm."""
+    parser = argparse.ArgumentParser(
+        prog="make soak SOAK=",
+        description="Random calls in processes of their own, every byte checked: some episodes end well, in others a "
+        "rank is killed, stopped, interrupted ..., of which the others must hear. Or a storm: one world whose ordinary "
+        "tensors come and go; no other program may use the GPUs meanwhile, as memory is counted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto", help="auto takes two GPUs or more")
+    parser.add_argument("--ranks", type=_positive, help="processes; 1 to 8 by chance on CPUs, or every GPU")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same calls")
+    parser.add_argument("--calls", type=_positive, help="end when so many have been made")
+    parser.add_argument("--minutes", type=float, help="end after so long; 1 without --calls and --episode")
+    parser.add_argument("--episode", type=int, help="run this episode of the campaign alone")
+    parser.add_argument("--episode-calls", type=_positive, help="of an episode of two ranks; part of what a seed means")
+    parser.add_argument("--storm", type=_positive, metavar="STEPS", help="a storm of so many steps instead")
+    parser.add_argument("--map-memory", choices=tuple(MODES), help="whether peers reach ordinary tensors")
+    parser.add_argument("--text", type=Path, help="write what was found to a file")
+    options = parser.parse_args(arguments)
+    if options.storm and (options.calls or options.minutes or options.episode is not None or options.episode_calls):
+        parser.error("--storm runs no episodes (allowed=without --calls, --minutes, --episode, --episode-calls)")
+    if under_torchrun():
+        parser.error("soak starts its own ranks, and ends them (allowed=without torchrun)")
+    try:
+        place = choose_target(options.ranks, options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    return storm(options, place) if options.storm else campaign(options, place)
+
+
+def campaign(options: argparse.Namespace, place: LaunchTarget) -> int:
+    """Run episode after episode until there is enough; 1 if anything was not as it must be, else 0."""
+    sizes = tuple(SIZES) if place.on_cpu and options.ranks is None else (place.world_size,)
+    calls = options.episode_calls or (CALLS if place.on_cpu else 2 * CALLS)
+    setting = Setting(CPU if place.on_cpu else place.device_type, sizes, calls, options.map_memory)
+    minutes = options.minutes or (None if options.calls else 1.0)
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    account = Account(options)
+    first = options.episode or 0
+    try:
+        for number in itertools.count(first):
+            episode = Episode.draw(options.seed, number, setting)
+            account.add(run_episode(episode, _shown(account, episode)))
+            if options.text is not None:
+                write_text(options.text, "\n".join([ABOUT, *_heading(), *account.lines(), ""]))
+            enough = options.calls is not None and account.tally.calls.total() >= options.calls
+            late = until is not None and time.monotonic() >= until
+            if enough or late or options.episode is not None or account.failed >= MOST_FAILED:
+                break
+    finally:  # at Ctrl-C, too
+        print("\n".join(account.lines()))
+    return 1 if account.failed else 0
+
+
+class Account:
+    """The counts of a campaign's episodes, by ending and by number of ranks, and what was not as it must be."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._sums: dict[tuple[int, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self._notes: list[str] = []
+        self.tally = Tally()
+
+    @property
+    def failed(self) -> int:
+        return self._sums[3, "all"]["failed"]
+
+    def add(self, verdict: Verdict) -> None:
+        """Count an episode."""
+        episode, tally = verdict.episode, verdict.tally
+        counts = {"episodes": 1, "failed": int(bool(verdict.failures)), "calls": tally.calls.total()}
+        counts |= {"refusals": tally.refusals, "wrong": tally.wrong, "errors": tally.errors}
+        counts |= {"left": verdict.leftovers, "seconds": verdict.seconds}  # type: ignore[dict-item]
+        for row in ((1, episode.ending), (2, f"{episode.world_size} ranks"), (3, "all")):
+            self._sums[row].update(counts)
+        self.tally.add(tally)
+        for rank, text in verdict.failures[: max(0, MOST_NOTES - len(self._notes))]:
+            where = "" if rank is None else f", rank {rank}"
+            again = f"again: make soak SOAK='{self._again(episode)}'"
+            self._notes.append(f"episode {episode.number}{where}:\n{shortened(text, MOST_NOTE)}\n{again}")
+
+    def lines(self) -> list[str]:
+        """Return a table, the calls by kind, and what was not as it must be."""
+        found = [f"{'':16}" + "".join(f"{column:>10}" for column in COLUMNS)]
+        for (_, name), sums in sorted(self._sums.items()):
+            sums = collections.Counter(sums)
+            sums["calls/s"] = round(sums["calls"] / max(sums["seconds"], 1e-9))
+            found.append(f"{name:16}" + "".join(f"{sums[column]:>10,}" for column in COLUMNS))
+        found += ["", ", ".join(f"{kind} {calls:,}" for kind, calls in sorted(self.tally.calls.items()))]
+        found += [f"{self.tally.compared_bytes / 1e9:.1f} GB compared, {self.tally.allocations:,} allocations"]
+        return [*found, *(f"\n{note}" for note in self._notes)]
+
+    def _again(self, episode: Episode) -> str:
+        given = {"seed": episode.seed, "episode": episode.number}
+        given |= {name: getattr(self._options, name) for name in ("ranks", "device", "map_memory", "episode_calls")}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None)
+
+
+def storm(options: argparse.Namespace, place: LaunchTarget) -> int:
+    """Run a storm part by part; 1 if anything was not as it must be, else 0."""
+    ranks = place.world_size if options.ranks is not None or not place.on_cpu else 2
+    modes = (options.map_memory,) if options.map_memory else ("learn", "always") if place.on_cpu else ("learn",)
+    setting = Setting(CPU if place.on_cpu else place.device_type, (ranks,))
+    lines: list[str] = []
+    failed, seconds = 0, 0.0
+    parts = parts_of(options.storm, modes, on_cpu=place.on_cpu)
+    for number, part in enumerate(parts):
+        verdict = run_episode(Episode.of_storm(part, options.seed, number, setting))
+        failed += bool(verdict.failures)
+        seconds += verdict.seconds
+        new = [f"{part}: {part.steps:,} steps in {verdict.seconds:.0f} s", *_by_rank(verdict)]
+        new += [f"{part}{'' if rank is None else f', rank {rank}'}: {text}" for rank, text in verdict.failures]
+        print("\n".join(new), flush=True)
+        lines += new
+        if options.text is not None:  # what there is, if a later part is broken off
+            result = f"{failed} parts failed" if failed else "every byte was right, nothing stale, nothing left"
+            result += f", {number + 1} of {len(parts)} parts in {seconds:.0f} s"
+            write_text(options.text, "\n".join([ABOUT_STORMS, *_heading(), f"result:   {result}", "", *lines, ""]))
+    return 1 if failed else 0
+
+
+def parts_of(steps: int, modes: tuple[str, ...], *, on_cpu: bool) -> list[Storm]:
+    """Split a storm of so many steps over modes, and over both kinds of segments of GPUs.
+
+    >>> [(part.steps, str(part)) for part in parts_of(5, ("learn", "always"), on_cpu=True)]
+    [(3, 'map_memory learn'), (2, 'map_memory always')]
+    """
+    kinds = list(itertools.product(modes, (False,) if on_cpu else (False, True)))
+    share, rest = divmod(steps, len(kinds))
+    return [Storm(share + (number < rest), mode, expandable) for number, (mode, expandable) in enumerate(kinds)]
+
+
+def _by_rank(verdict: Verdict) -> list[str]:
+    found = []
+    for rank, tally in sorted(verdict.by_rank.items()):
+        counts = {"rank": rank, "calls": verdict.tally.calls.total(), "wrong": tally.wrong - tally.noted["stale"]}
+        counts |= {"errors": tally.errors, "compared_bytes": tally.compared_bytes, **tally.noted}
+        found.append(json.dumps({name.replace(" ", "_").replace(",", ""): count for name, count in counts.items()}))
+    return found
+
+
+def _heading() -> list[str]:
+    given = provenance.command_line().partition(" ")[2]
+    return [*provenance.heading(), f"command:  make soak SOAK={shlex.quote(given)}"]
+
+
+def _shown(account: Account, episode: Episode) -> Callable[[int], None]:
+    """Return what shows, now and then, how far a campaign has come."""
+    next_at = [time.monotonic() + SHOWN_EVERY_S]
+
+    def show(calls: int) -> None:
+        if time.monotonic() >= next_at[0]:
+            next_at[0] += SHOWN_EVERY_S
+            done = account.tally.calls.total() + calls
+            print(f"{done:,} calls, episode {episode.number}: {episode.ending}", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 (value={value})")
+    return value
