@@ -69,7 +69,7 @@ class Batch:
         return Span(span.rank, span.buffer, span.offset + self.starts(span.rank, span.buffer)[part], span.nbytes)
 
     def holds(self, span: Span) -> bool:
-        """True if a span of ``input`` or ``output`` lies within one piece."""
+        """Return True if a span of ``input`` or ``output`` lies within one piece."""
         starts, ends = self._layout[span.rank, span.buffer]
         part = bisect_right(starts, span.offset) - 1
         return part >= 0 and span.offset + span.nbytes <= ends[part]
