@@ -6,17 +6,17 @@ variable                    meaning                                             
 ``SIDELANE_TIMEOUT_S``      seconds that a wait for a peer may take before it becomes an error          600
 ``SIDELANE_DEBUG``          1: compare the calls of all ranks before each one runs                      0
 ``SIDELANE_VERIFY``         0: do not verify programs before their first run                            1
-``SIDELANE_BESIDE``         what runs beside calls that do not say: ``nothing`` or ``compute``          nothing
+``SIDELANE_BESIDE``         hint for calls without ``beside``: ``nothing`` or ``compute``               nothing
 ``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
 ``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: 1, as on GPUs                (d)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
-``SIDELANE_COMMIT``         what result files name as the code that ran, where there is no checkout     (c)
+``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
 ==========================  ==========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
-(b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
+(b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
 (d) 1 on CPU ranks, 0 on GPUs, where 1 maps those whose addresses come again (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).

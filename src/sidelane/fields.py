@@ -100,9 +100,7 @@ def one_of(kind: type[StrEnum]) -> Rule:
 
 
 def an(*kinds: type) -> Rule:
-    """Make a rule for a value of exactly one of some classes; a subclass may mean something else than what is
-    proved.
-    """
+    """Make a rule for a value of exactly one of some classes; a subclass may have another meaning."""
 
     def rule(name: str, value: Any) -> Any:
         if type(value) not in kinds:

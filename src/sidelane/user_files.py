@@ -38,9 +38,7 @@ def json_of(text: str | bytes) -> Any:
 
 
 def text_in(content: Mapping[str, Any], name: str) -> str:
-    """Return a text of an object. Raises KeyError or ValueError if it is missing or has another type, as those below
-    do.
-    """
+    """Return an object's text. Raises KeyError or ValueError if it is missing or of another type, as those below do."""
     value = content[name]
     if not isinstance(value, str):
         raise ValueError(f"{name} (value={value!r:.100}, allowed=a text)")

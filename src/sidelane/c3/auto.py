@@ -1,6 +1,4 @@
-"""Choice of the strategy of ``overlap`` under ``auto``, with a reason: by this machine's file, which the ranks compare
-once.
-"""
+"""Choose the strategy of ``overlap`` under ``auto``, with a reason, by the machine's file, which ranks compare once."""
 
 from __future__ import annotations
 

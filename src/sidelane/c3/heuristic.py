@@ -146,7 +146,5 @@ def expected_gemm_us(flops: float, traffic_bytes: float, peak_tflops: float, mem
 
 
 def expected_comm_us(sent_bytes: float, peak_gbps: float) -> float:
-    """Return the roofline time of a collective in microseconds, from a GPU's sent bytes and the bandwidth of its
-    links.
-    """
+    """Return the roofline time of a collective in microseconds, from a GPU's sent bytes and its links' bandwidth."""
     return sent_bytes / (peak_gbps * EFFICIENCY * 1e3)

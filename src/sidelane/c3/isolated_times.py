@@ -277,9 +277,7 @@ class Isolated:
         return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
     def spare(self, gemm: Gemm) -> heuristic.Spared:
-        """Return the units to take from a GEMM next to copy engines (ConCCL paper, VI-G), by the memory-bound table
-        only.
-        """
+        """Return the units to take from a GEMM next to copy engines (ConCCL paper, VI-G): by the memory-bound table."""
         bound, why = self.bound(gemm)
         tables = [c for c in self.gemms if c.slowdown() and self.bound(c.gemm)[0] is Bound.MEMORY]
         nearest = min(tables, key=lambda one: _apart(one.gemm.flops, gemm.flops), default=None)

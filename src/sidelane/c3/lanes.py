@@ -61,9 +61,7 @@ class Partitions(Protocol):
         ...
 
     def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
-        """Return lanes of a pair whose GEMM does without ``units``. With ``confine``, the collective gets only
-        these.
-        """
+        """Return lanes for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these."""
         ...
 
 

@@ -32,8 +32,7 @@ _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
 KERNELS = tuple(one.name for one in strategies() if one.mover in BY_KERNELS)
-"""Names of strategies whose bytes kernels move, if a device has them: with all the units that it takes, or few
-blocks."""
+"""Names of strategies whose bytes kernels move, if a device has them: with all units that they take, or few blocks."""
 
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
 """Names of strategies for callers' calls, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""

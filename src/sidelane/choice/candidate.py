@@ -91,16 +91,12 @@ def find(kind: Kind, name: str) -> Candidate | None:
 
 
 def everything(kind: Kind, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
-    """Return every candidate that a machine has for a collective, legal or not, in order of preference between
-    equals.
-    """
+    """Return every candidate that a machine has for a collective, legal or not, the preferred ones first."""
     return tuple(filter(abilities.include, _by_name(kind).values()))
 
 
 def applicable(kind: Kind, world_size: int, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
-    """Return the candidates worth measuring: :func:`everything` but algorithms that object to any call of so many
-    ranks.
-    """
+    """Return the candidates worth measuring: :func:`everything` but algorithms that object to so many ranks."""
 
     def applies(candidate: Candidate) -> bool:
         algorithm = candidate.algorithm(kind)

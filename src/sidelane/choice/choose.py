@@ -156,9 +156,7 @@ def _most_listed_bytes(call: CallShape) -> float:
 
 
 def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
-    """Choose for a list by measurements of lists: a profile has times of single tensors, by which ``striped`` seems
-    good.
-    """
+    """Choose for a list by measurements of lists: by times of single tensors, ``striped`` seems better than it is."""
     # Among two ranks both shots move the same bytes, but the second takes a handshake through staging.
     twice = call.nbytes > MOST_PARCEL_BYTES and (call.symmetric or call.world_size > 2)
     shots = ("two_shot", "one_shot") if twice else ("one_shot",)
@@ -174,9 +172,7 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
 
 
 def _wide(candidate: Candidate) -> Candidate:
-    """Return the wide kernel whose times stand in for a narrow one: they are equal up to a MiB, some percent less
-    above.
-    """
+    """Return the wide kernel whose times stand in for a narrow one: equal up to a MiB, some percent less above."""
     return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
 
 

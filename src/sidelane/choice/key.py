@@ -33,9 +33,7 @@ class Key:
     software: tuple[tuple[str, str], ...] = ()
 
     def differences(self, here: Key) -> tuple[str, ...]:
-        """Return the differences on this machine, one phrase each. Properties that either side lacks are not
-        compared.
-        """
+        """Return the differences on this machine, one phrase each. Properties that a side lacks are not compared."""
         pairs = [
             ("device type", self.device_type, here.device_type),
             ("device", self.device, here.device),

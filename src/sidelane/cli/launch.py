@@ -149,9 +149,7 @@ def run_ranks(
 
 
 def store_on_loopback() -> dist.TCPStore:
-    """Return a store for ranks of this machine: torch's own socket would listen on all interfaces, whatever the
-    host.
-    """
+    """Return a store for ranks of this machine: torch's own socket would listen on all interfaces."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((HOST, 0))
     listener.listen(socket.SOMAXCONN)

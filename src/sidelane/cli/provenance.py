@@ -20,9 +20,7 @@ from sidelane.version import VERSION
 
 
 def commit() -> str:
-    """Return ``SIDELANE_COMMIT`` if it is set (for copies of a checkout), else the checkout's commit, else
-    ``unknown``.
-    """
+    """Return ``SIDELANE_COMMIT`` if set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:

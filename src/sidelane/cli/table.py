@@ -128,9 +128,7 @@ def _column(name: str, cells: Sequence[str]) -> _Column:
 
 
 def _blocks(columns: Sequence[_Column], keys: int, width: int) -> list[list[tuple[_Column, int]]]:
-    """Return blocks of columns with their widths, below each other; none if there would be too many, or it is
-    impossible.
-    """
+    """Return blocks of columns with their widths, below each other; none if too many or impossible."""
     if whole := _widths(columns, width):
         return [whole]
     first, left = list(columns[:keys]), list(columns[keys:])

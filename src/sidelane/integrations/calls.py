@@ -322,7 +322,7 @@ def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -
         with receiving([output]) as (part,):
             communicator.scatter(part, whole, root=root)
 
-    call = make("scatter", (), (output,), other, job, opts)  # the others do not know what the root gives
+    call = make("scatter", (), (output,), other, job, opts)  # the others do not know the root's inputs
     call.tensors, call.flat = (output, *inputs), "scatter: all of it leaves by the root's network"
     return call
 

@@ -79,9 +79,7 @@ class EnabledDdp:
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """Return the memory of the symmetric buffers: as much as all gradients, since DDP has all buckets until the
-        end.
-        """
+        """Return the memory of the symmetric buffers: that of all gradients, since DDP keeps all buckets to the end."""
         return self._comm.memory() if self._comm is not None else MemoryUse(0, 0, None)
 
     def disable(self) -> None:
@@ -105,9 +103,7 @@ class EnabledDdp:
         self._comm = Communicator(self._session.lane("ddp"))
 
     def _refuse_join(self) -> None:
-        """Raise within a ``Join`` that divides by fewer ranks: torch does that only without a hook. Alike on all
-        ranks.
-        """
+        """Raise within a ``Join`` that divides by fewer ranks, which torch does only without a hook; on all ranks."""
         model = self._model()
         if model is None or not model._join_config.enable or getattr(model, "_divide_by_initial_world_size", True):
             return

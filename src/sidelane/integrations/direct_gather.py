@@ -194,7 +194,7 @@ class Straight:
         if self._params._all_gather_result is not None:
             try:
                 self._params.wait_for_unshard()
-            except SidelaneError:  # the gather has failed, and has said so
+            except SidelaneError:  # the gather has failed, and its error was raised
                 self._params._all_gather_result = None
         for param in self._params.fsdp_params:
             copy = param.all_gather_outputs[0].clone() if param in self._lent else None

@@ -183,7 +183,7 @@ class Dispatcher:
         Args:
             name: name of the operation, one of ``repeat.METHODS``.
             detail: its reduction or root; None where it has neither.
-            tensors: of one dtype and device if the call is like another; the output first.
+            tensors: tensors of the call, the output first; of one dtype and device if it is like another.
             opts: options of torch.
             make: function that puts the call together.
         """

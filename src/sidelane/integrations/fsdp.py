@@ -102,9 +102,7 @@ class EnabledFsdp:
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and memory of calls
-        (``own``).
-        """
+        """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""
         return MemoryUse.of_all(link.memory() for link in self._links.values())
 
     def disable(self) -> None:
@@ -194,9 +192,7 @@ class Gather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """Reduce-scatter of gradients for FSDP2. The input is symmetric; the output becomes the gradient, and is
-    ordinary.
-    """
+    """Reduce-scatter of FSDP2's gradients: its input is symmetric, its output ordinary, as it becomes the gradient."""
 
     def __init__(self, enabled: EnabledFsdp, link: Link, own: ReduceScatter) -> None:
         self._enabled, self._link, self._own = enabled, link, own

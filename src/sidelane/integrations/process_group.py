@@ -73,8 +73,7 @@ class SidelaneGroup(dist.ProcessGroup):
         nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
         self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout)
         ask_for_memory(self._other, self._dispatcher.memory)
-        # In a forked copy, the end of a connection would close the parent's, and threads would be waited for without
-        # end.
+        # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         forks.keeping(self)
         forks.keeping(self._other)
 
@@ -91,8 +90,7 @@ class SidelaneGroup(dist.ProcessGroup):
 
         return cls(*arguments, ranks or range(size), other)
 
-    # --- interface of a group for torch
-    # ---------------------------------------------------------------------------------
+    # --- interface of a group for torch -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         """Return the name of the backend in torch."""

@@ -17,8 +17,7 @@ from sidelane.modes import keep_compilers_out
 from sidelane.session.session import group_for
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Counters by group, not by name: a process that has wrapped an earlier group of that name agrees with one that has
-not."""
+"""Counters by group, not by name, so that processes agree that have wrapped different groups of one name before."""
 
 
 @keep_compilers_out

@@ -98,9 +98,7 @@ COPY_ENGINE_NCCL = (2, 28)
 
 
 def device_count() -> int:
-    """Return the number of GPUs that torch sees; 0 with a torch for other vendors (ROCm also calls its devices
-    cuda).
-    """
+    """Return the number of GPUs that torch sees; 0 with a torch for ROCm, which also calls its devices cuda."""
     return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
 
 

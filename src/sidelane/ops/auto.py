@@ -101,7 +101,7 @@ def method_of(
         key: key that distinguishes the shapes of calls on all ranks.
         sizes: sizes of this rank.
         element_bytes: size of an element in bytes, by which times are looked up; alike on all ranks.
-        make: by method, a function that makes all its resources before a capture; it gets the pieces of a split method.
+        make: function of each method that makes its resources before a capture; it gets the pieces of a split one.
         without: methods that these arguments rule out; ``key`` contains that.
         experts: number of experts of a rank; ``key`` contains it.
     """
@@ -150,9 +150,7 @@ def asked_of(words: tuple[object, ...], *tensors: object) -> Hashable:
 
 
 def recalled(comm: Communicator, asked: Hashable) -> MethodChoice | None:
-    """Return the choice for a known call, which was checked then; None if it is new. Each call looks here, and no
-    further.
-    """
+    """Return the choice for a known call, which was checked then; None if it is new. Each call begins here."""
     answers: dict[Hashable, tuple[MethodChoice, MethodChoice]] | None = comm.kept.get(recalled)
     if answers is None or asked is None:
         return None

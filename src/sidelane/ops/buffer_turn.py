@@ -73,9 +73,7 @@ class BufferTurn:
 
 
 class _Use:
-    """The last use of a capture, or of all eager calls. ``ended``: event of its end, None until another use needs
-    it.
-    """
+    """The last use of a capture, or of all eager calls. ``ended``: event of its end, None until it is needed."""
 
     __slots__ = ("ended", "place", "stream")
 
@@ -85,9 +83,7 @@ class _Use:
 
 
 def in_turn(comm: Communicator) -> BufferTurn:
-    """Return the turns for buffers of an operator. On CPU ranks calls have ended when they return, and there is one
-    place.
-    """
+    """Return the turns of an operator's buffers. On CPU ranks calls end before they return, and share one place."""
     backend, device = comm.lane.backend, comm.device
     if device.type == "cpu":
         return BufferTurn(backend.place, backend.capture_of, lambda: None)

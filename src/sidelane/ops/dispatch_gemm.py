@@ -122,9 +122,7 @@ class AllToAllGemm(KernelHandle):
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`all_to_all_gemm`, with counts on the
-        device.
-        """
+        """Run the operator as :func:`all_to_all_gemm` does, with counts on the device."""
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
             experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
@@ -267,9 +265,7 @@ def _put_rows(gathered_of, peer, x, row, place, row_mask, depth, x_stride, DEPTH
 
 @triton.jit
 def _pair(counts, sender, receiver, ranks, experts, most_rows, EP: tl.constexpr):
-    """Return for the rows from one rank to another: the first one in ``x``, its place there, and the number that
-    fits.
-    """
+    """Return for rows from one rank to another: the first one in ``x``, its place there, the number that fits."""
     lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
     known = (lane < ranks) & (kind < experts)
     leave = tl.maximum(tl.load(counts + (sender * ranks + lane) * experts + kind, mask=known, other=0), 0)

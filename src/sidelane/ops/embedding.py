@@ -214,9 +214,7 @@ class EmbeddingAllToAll(KernelHandle):
         return output
 
     def _ordered(self, indices: torch.Tensor, offsets: torch.Tensor) -> str:
-        """Return the order for ``auto``. All ranks agree in the first call outside of a capture, whatever their
-        ``order``.
-        """
+        """Return the order for ``auto``. All ranks agree in the first call outside of a capture, whatever they pass."""
         comm, tables = self.comm, self.tables
         found = order_of(comm, NAME, _sizes_of(tables.tables, tables.batch, indices, offsets), tables.dtype.itemsize)
         if not is_captured(comm):

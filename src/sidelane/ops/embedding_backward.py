@@ -173,11 +173,11 @@ def embedding_all_to_all_backward(
     Args:
         comm: communicator of the ranks.
         grad: gradient of the output, [b, A * D], of the tables' dtype.
-        tables: as in the forward.
-        indices: as in the forward.
-        offsets: as in the forward.
-        mode: as in the forward.
-        per_sample_weights: as in the forward.
+        tables: argument of the forward.
+        indices: argument of the forward.
+        offsets: argument of the forward.
+        mode: argument of the forward.
+        per_sample_weights: argument of the forward.
         sparse: return gradients of rows: a COO tensor a table, not coalesced. Waits for the device.
 
     Returns:

@@ -69,7 +69,7 @@ class ExpertGroups:
         are_sent: groups are those of the rows that a rank sends; otherwise of those that arrive.
 
     Attributes:
-        are_sent: as given.
+        are_sent: the argument.
         moved: begin of each group by expert, int32[N, N, E], in the order of ``counts``.
     """
 

@@ -267,9 +267,7 @@ class Fusion(CustomGraphPass):
         replaced: tuple[Node, ...],
         joined: tuple[list[int], int] | None = None,
     ) -> str:
-        """Put the fused operator into the graph; ``joined``: shape of a rank's part, and the dimension that joins
-        ranks.
-        """
+        """Put the fused operator in; ``joined``: shape of a rank's part, and the dimension that joins ranks."""
         overload = getattr(torch.ops.sidelane, fused).default
         with graph.inserting_before(last):
             rows = call(graph, _aten.permute.default, weight, [1, 0])

@@ -100,9 +100,7 @@ class TileSizes:
         return cls(columns=128, depth=32) if dtype == torch.float32 else cls()
 
     def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Return a kernel's compile-time constants for products ``depth`` deep, and rows of ``sent`` elements for
-        peers.
-        """
+        """Return a kernel's compile-time constants for products ``depth`` deep, and sent rows of ``sent`` elements."""
         return {
             "ROWS": self.rows,
             "COLS": self.columns,

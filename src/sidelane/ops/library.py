@@ -56,9 +56,7 @@ def communicator(number: int) -> Communicator:
 
 @torch.library.custom_op("sidelane::row_parallel_linear", mutates_args=())
 def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``all_reduce(x @ weight.T)`` of [T, K] and [M, K]: a GEMV for up to 16 tokens, a GEMM for more, by
-    ``auto``.
-    """
+    """Return ``all_reduce(x @ weight.T)`` of [T, K] and [M, K] by ``auto``: a GEMV up to 16 tokens, else a GEMM."""
     ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
     if 1 <= tokens <= gemv.MOST_TOKENS:
         return gemv.gemv_all_reduce(ranks, weight, x.contiguous())

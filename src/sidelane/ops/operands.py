@@ -27,8 +27,7 @@ MOST_KEPT = 512
 before a capture."""
 
 Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
-"""Type of counts: rows from rank i to rank j in row i, column j; with several experts a rank, one number for each
-there."""
+"""Type of counts: rows from rank i to rank j in row i, column j; with several experts a rank, one for each there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -82,9 +82,7 @@ def embedding_all_to_all(
 def gemm_all_to_all(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Run ``x @ weight.T`` and an all-to-all with split sizes, which the host must know. See
-    :mod:`sidelane.ops.gemm`.
-    """
+    """Run ``x @ weight.T`` and an all-to-all with split sizes that the host knows; see :mod:`sidelane.ops.gemm`."""
     sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
     output = x.new_empty(sum(came), weight.shape[0])
     comm.all_to_all(output, x[: sum(sent)] @ weight.T, output_split_sizes=came, input_split_sizes=sent)

@@ -89,7 +89,7 @@ class Batch:
         return f"{self.name}({self.world_size} ranks, {tensors}, {nbytes} bytes)"
 
     def __str__(self) -> str:
-        return self._words  # which every call tells the peers
+        return self._words  # cached, as every call sends it to the peers
 
 
 Definition = Collective | Batch | Contract

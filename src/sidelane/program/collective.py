@@ -143,7 +143,7 @@ class Collective:
     """One collective of one size in one group. The functions below make it from sizes of shards.
 
     Attributes:
-        kind: which collective.
+        kind: kind of the collective.
         world_size: ranks in the group.
         counts: ``counts[i][j]`` bytes of rank i's input belong into rank j's output.
         in_place: input and output share memory, as torch.distributed defines it for each kind (see ``input_span``).
@@ -319,7 +319,7 @@ def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False, copie
     """Describe an all_to_all: rank i sends ``counts[i][j]`` bytes to rank j. In place needs ``counts[i][j] ==
     counts[j][i]``.
 
-    ``copies_own``: see :class:`Collective`; in place nobody copies them anyway, so that it says nothing there.
+    ``copies_own``: see :class:`Collective`; in place they are never copied, so that it has no effect there.
 
     >>> [(c.src_rank, c.dst_rank, c.dst_offset) for c in all_to_all(((4, 4), (4, 4)), copies_own=False).chunks()]
     [(0, 1, 0), (1, 0, 4)]
@@ -349,9 +349,7 @@ def reduce_scatter(shard_bytes: Sequence[int], reduction: Reduction, *, in_place
 
 
 def all_reduce(shard_bytes: Sequence[int], reduction: Reduction, *, in_place: bool = False) -> Collective:
-    """Describe an all_reduce: every rank receives the reduction of all inputs. Rank j reduces ``shard_bytes[j]`` of
-    it.
-    """
+    """Describe an all_reduce: every rank receives the reduction of all inputs; rank j reduces ``shard_bytes[j]``."""
     return _reducing(Kind.ALL_REDUCE, shard_bytes, reduction, in_place)
 
 

@@ -238,9 +238,7 @@ def is_two_shot(variant: str) -> bool:
 
 
 def most_cell_bytes(world_size: int) -> int:
-    """Return the largest part in bytes that is sent as cells, which need one fence less than parcels but twice the
-    bytes.
-    """
+    """Return the largest part in bytes that is sent as cells: one fence less than parcels, but twice the bytes."""
     return min(MOST_CELL_BYTES, _CELL_BYTES_OF_A_RANK // max(1, world_size - 1))
 
 

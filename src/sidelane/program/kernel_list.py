@@ -1,6 +1,6 @@
 """Lists of tensors that one kernel runs, as data: the counterpart of ``kernel`` for a :class:`Batch`.
 
-All tensors of a call lie behind each other among what a rank sends to another one, each from a multiple of 16 bytes on;
+In the bytes that a rank sends to another one, the tensors of a call lie behind each other, at multiples of 16 bytes;
 with three parts of 100, 0 and 300 bytes from rank to rank::
 
     place    | part 0 | . | part 2                  |

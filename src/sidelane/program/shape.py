@@ -87,7 +87,7 @@ class CallShape:
         symmetric: peers can write into the output (it lies at one place in symmetric memory); of a reduce_scatter read
             the input, of an all_reduce both.
         captured: the call is captured into a graph of the caller's.
-        beside: what runs next to it: ``nothing`` or ``compute``.
+        beside: kind of work next to it: ``nothing`` or ``compute``.
         copies_own: bytes that stay on their rank are copied into its output; of a list, those of every tensor.
         even: every two ranks exchange the same number of bytes, the root and each of the others if there is one (the
             shards of an all_reduce may differ).

@@ -175,9 +175,7 @@ class NodesCommunicator:
         self._each(Kind.BROADCAST, tensor, tensor, root=root)
 
     def late(self) -> tuple[str, Sequence[int]]:
-        """Describe the ranks of this node that have not come to the current call; return their ranks in the group,
-        too.
-        """
+        """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
         control, own = self.lane.control, self.nodes.members[self._node]
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
         text = "".join(f"; {control.describe(rank)}" for rank in ranks)
@@ -193,9 +191,7 @@ class NodesCommunicator:
         self.lane.calls.fail(error)
 
     def close(self) -> None:
-        """Release everything; calls under way fail, here and on the other ranks. Idempotent. No effect in a forked
-        copy.
-        """
+        """Release everything; calls under way fail, here and elsewhere. Idempotent. No effect in a forked copy."""
         if self.owner.is_copied:
             return
         if self._failure is None:
@@ -280,7 +276,7 @@ class NodesCommunicator:
             if is_first:
                 self._failure = self._unsaid = error
         if is_first:
-            self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
+            self.lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
             backend: Any = self.lane.backend
             backend.executor.watch.fail(error)
@@ -301,7 +297,7 @@ class NodesCommunicator:
 
     def _fail(self, error: Exception) -> Exception:
         """End everything; agree with the other ranks on the ranks at fault."""
-        if (unsaid := self._take_unsaid()) is not None:  # the thread has, and this call was the first to notice
+        if (unsaid := self._take_unsaid()) is not None:  # the thread has failed, and this call is the first to notice
             return unsaid
         if isinstance(error, _NearError):
             own = self.nodes.members[self._node]
@@ -467,7 +463,7 @@ class _Call:
         looks = not self._whose._on_streams
         self.far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
-    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> Any:  # torch types what groups return so
+    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> Any:  # as torch types the results of groups
         if step.kind is Kind.ALL_GATHER:
             return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))
         if step.kind is Kind.ALL_TO_ALL:

@@ -126,9 +126,7 @@ def unpacking(part: int, cuts: Cuts, given: ElementSpan, begin: int = 0, end: in
 
 
 def gathered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Plan an all-gather: rail ``l`` carries the parts of the ranks ``l, l + L, ...`` of each node, one of each a
-    round.
-    """
+    """Plan an all-gather: rail ``l`` carries the parts of ranks ``l, l + L, ...`` of each node, one of each a round."""
     nodes, size = seat.nodes, size_of(cuts)
     own = NodeBroadcast(
         tuple((place, span) for place, rank in enumerate(seat.own) for _, span in run(OUTPUT, rank, cuts))
@@ -163,9 +161,7 @@ def gathered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
 
 
 def reduced(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Plan an all-reduce: rail ``l`` adds slice ``l`` of the nodes' sums; ranks beyond the rails reduce unused
-    elements.
-    """
+    """Plan an all-reduce: rail ``l`` adds slice ``l`` of the nodes' sums; further ranks reduce unused elements."""
     nodes, size = seat.nodes, size_of(cuts)
     each = -(-size // nodes.rails)
     packed = scratch.take(PACKED, len(seat.own) * each)
@@ -316,8 +312,7 @@ _CUT_AT = 256
 """Alignment of large pieces in elements of a tensor: copies of whole vectors are fastest."""
 
 _MOST_LOPSIDED = 2
-"""Largest factor by which a reduce-scatter and an all-to-all may move more within the largest node than they would
-flat."""
+"""Largest ratio of two nodes' ranks for a reduce-scatter or an all-to-all: the larger one moves so much more bytes."""
 
 
 def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces: int, root: int = 0) -> NodePlan:

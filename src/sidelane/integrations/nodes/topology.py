@@ -45,9 +45,7 @@ class Nodes:
 
     @cached_property
     def rails(self) -> int:
-        """Number of ranks that every node has: rank ``i`` of each node talks to ranks ``i`` of the others, for ``i``
-        below it.
-        """
+        """Number of ranks that every node has: below it, ranks ``i`` of all nodes talk to each other."""
         return min(map(len, self.members))
 
     @property

@@ -60,8 +60,8 @@ def verify_plans(
         kind: all_gather, reduce_scatter, all_reduce (in place), all_to_all or broadcast (in place).
         nodes: nodes of the group.
         counts: elements of each tensor, as for :func:`make_plan`.
-        pieces: as for :func:`make_plan`.
-        root: as for :func:`make_plan`.
+        pieces: largest number of pieces, as for :func:`make_plan`.
+        root: root of a broadcast.
         make: function that makes the plans.
 
     Returns:
@@ -331,7 +331,7 @@ def _meet(ranks: Sequence[_Rank]) -> int:
         for root, span in first.parts:
             told = ranks[root].read(span)
             for rank in ranks:
-                if rank is not ranks[root]:  # which only reads
+                if rank is not ranks[root]:  # the root only reads
                     rank.write(span, told)
     else:
         nears = [step for step in steps if isinstance(step, Near)]

@@ -65,9 +65,7 @@ class Lookout:
         self._thread: threading.Thread | None = None
 
     def begin(self, begun: Callable[[], bool], ended: Callable[[], bool]) -> None:
-        """Register a call that is about to be made; all ranks make the same calls. The thread calls the two
-        functions.
-        """
+        """Register a call that is about to be made, the same on all ranks. The thread calls the two functions."""
         self.calls += 1
         self._marks.append(CallUnderWay(self.calls, begun, ended))
         if self._thread is None:
@@ -80,7 +78,7 @@ class Lookout:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LOOK_S + 5)
-        self._attach, self._end = lambda: None, lambda error: None  # they refer to who refers to this
+        self._attach, self._end = lambda: None, lambda error: None  # these refer to an object that refers to this one
 
     def end(self, until: float) -> None:
         """End the thread at exit, as :meth:`close` does."""

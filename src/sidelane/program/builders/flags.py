@@ -6,9 +6,9 @@ A transfer moves bytes between two ranks; the *mover* is the rank whose engine e
 - exit: the mover tells the partner that it has finished.
 
 Each flag has one writer in a program. Programs differ in their phases, so a flag of a later phase may be a local one of
-another program, which its own rank writes while it is still in that call. Only what a rank signals after it has heard
-from the other one, in the same call, may have a later phase; what it signals first has phase 0, whose flags are nothing
-else in any program.
+another program, which its own rank writes while it is still in that call. Only signals that a rank gives after it
+has heard from the other one, in the same call, may have a later phase; its first signal has phase 0, whose flags have
+one meaning in all programs.
 
 With 4 ranks, the exit of phase 1 that rank 2 writes has index 1*8 + 4 + 2 = 14 on every rank.
 """

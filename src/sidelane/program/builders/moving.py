@@ -46,16 +46,12 @@ def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Progr
 
 
 def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Build a program with one engine a rank, in rotated order: rank r serves r+1 first (DMA collectives paper,
-    4.2.4).
-    """
+    """Build a program with one engine a rank: rank r serves r+1 first (DMA collectives paper, 4.2.4)."""
     return _Moving(collective, transport, "b2b").program(lambda peers: [list(peers)] if peers else [])
 
 
 def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Build broadcast commands with two destinations, and a copy for a peer left over (DMA collectives paper,
-    4.2.2).
-    """
+    """Build broadcasts to two destinations, and a copy for a peer left over (DMA collectives paper, 4.2.2)."""
     if collective.kind not in (Kind.ALL_GATHER, Kind.BROADCAST):
         raise ValueError(f"bcst: collective (value={collective.kind}, allowed=all_gather, broadcast)")
     if transport is not Transport.PUSH:

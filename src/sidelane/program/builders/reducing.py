@@ -176,7 +176,7 @@ class _Reducing:
             commands.append(Reduce(self._result_span(rank, piece), srcs, collective.reduction))
             commands += [flags.signal_entry(partner=rank, mover=peer, phase=phase) for peer in peers]
             own.append(output)
-        # Reducing once more takes what a copy out of staging would, and leaves the engines to the peers' pulls.
+        # Reducing once more takes as long as a copy out of staging, and leaves the engines to the peers' pulls.
         return [*commands, *own]
 
     def _push_results(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
@@ -219,9 +219,7 @@ class _Reducing:
         return self.flags.local(rank, phase * self.collective.world_size + number)
 
     def _reduced(self, rank: int, number: int, phase: int) -> Flag:
-        """Return the flag that says that the result of the piece of ``phase`` is ready for engine ``number`` to
-        send.
-        """
+        """Return the flag that says that the result of ``phase``'s piece is ready for engine ``number`` to send."""
         return self.flags.local(rank, (self.announced + phase) * self.collective.world_size + number)
 
     def _slot(self, rank: int, index: int) -> int:
@@ -229,9 +227,7 @@ class _Reducing:
         return index * -(-self.shards[rank] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def _slot_span(self, rank: int, src_rank: int, piece: _Piece) -> Span:
-        """Return the slot for ``src_rank``'s bytes: slots are in the order of ranks, without the reducing rank
-        itself.
-        """
+        """Return the slot for ``src_rank``'s bytes: slots are in the order of ranks without the reducing one."""
         index = src_rank - (src_rank > rank)
         return Span(rank, Buffer.STAGING, self._slot(rank, index) + piece.offset, piece.nbytes)
 

@@ -72,7 +72,7 @@ def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
         if queue.engine.kind is not EngineKind.CALLER:
             continue
         waits = _waited(queue)
-        resets = {wait.flag for wait in waits}  # by a frozen program
+        resets = {wait.flag for wait in waits}  # in a frozen program
         if waits and any(isinstance(command, Signal) and command.flag not in resets for command in queue.commands):
             raise ValueError(
                 f"rank {queue.rank} {queue.engine} waits and signals (allowed=a trigger computes and signals, an "

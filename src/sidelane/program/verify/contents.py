@@ -104,9 +104,7 @@ class Contents:
         ]
 
     def whole(self, start: int, end: int) -> Content | None:
-        """Return the content of bytes ``[start, end)`` if they are one piece, which is the usual case; otherwise
-        None.
-        """
+        """Return the content of bytes ``[start, end)`` if they are one piece, as they usually are; else None."""
         first = bisect_right(self._starts, start) - 1
         behind = first + 1
         if behind < len(self._starts) and self._starts[behind] < end:

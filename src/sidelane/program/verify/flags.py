@@ -3,7 +3,7 @@
 This module treats flags that are *set*, by epochs or with resets; ``counters`` treats those that are added to. For a
 set flag it is required, and checked as ``order`` goes through the events, that
 
-- its writes are in one order in every run (else one can erase the other before anybody has seen it);
+- its writes are in one order in every run (else one can erase the other before a wait has seen it);
 - once a wait has the value that it waits for, the flag keeps one that it accepts until the wait has seen it;
 - each wait needs a signal of its own invocation, and each signal is needed by a wait.
 """

@@ -13,7 +13,7 @@ queues.
 A *chain* is a sequence of events with one order in every run: the commands of an engine of a rank, invocation after
 invocation, and on one of its chains the user events of the rank. A *step* of a queue is a signal, a wait, or a *run*:
 commands that follow each other without a signal or wait between them. Nothing outside of a run can come between two of
-its commands, so that one step stands for all of them: the order of a program costs what its signals and waits do,
+its commands, so that one step stands for all of them: the cost of a program's order is that of its signals and waits,
 however many bytes and tensors it moves.
 """
 
@@ -56,8 +56,7 @@ class QueuePlan:
 
 
 Occurrence = tuple[int, QueuePlan | None, int]
-"""A step in one invocation: the invocation, its queue, its number among the steps. A user event: invocation, None, its
-rank."""
+"""A step in one invocation: the invocation, its queue, its number there; a user event: invocation, None, its rank."""
 
 
 class FlagUse:

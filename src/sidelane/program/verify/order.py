@@ -90,7 +90,7 @@ class HappensBefore:
         assert plan is not None
         if plan.chain in self.blocked:
             return self.blocked[plan.chain]
-        rank = plan.queue.rank  # whose caller waits for another queue
+        rank = plan.queue.rank  # its caller waits for another queue
         return next(
             blocked for _, blocked in sorted(self.blocked.items()) if blocked[1] and blocked[1].queue.rank == rank
         )
@@ -127,7 +127,7 @@ class HappensBefore:
         rank, chain = plan.queue.rank, plan.chain
         if chain != self.layout.users[rank]:
             self._ticks[chain] = clock[chain] = self._ticks[chain] + 1
-            # What is not held may go on before the caller has joined it.
+            # Queues that are not held may go on before the caller has joined them.
             self._joining.setdefault((rank, invocation), []).append(clock if plan.held else clock.copy())
         self._left[rank][invocation] -= 1
         if not self._left[rank][invocation] and self._over[rank] == invocation - 1:

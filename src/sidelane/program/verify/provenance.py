@@ -249,7 +249,7 @@ def _of_invocation(content: Content, invocation: int) -> Content:
     return Content(Mixture(value.reduction, _terms_of(value.terms, invocation)), content.shift)
 
 
-@functools.lru_cache(maxsize=4096)  # of all ranks of an all_reduce, the same; and of all pieces of a shard
+@functools.lru_cache(maxsize=4096)  # equal for all ranks of an all_reduce, and for all pieces of a shard
 def _terms_of(terms: tuple[Content, ...], invocation: int) -> tuple[Content, ...]:
     return tuple(_of_invocation(term, invocation) for term in terms)
 

@@ -4,7 +4,7 @@ The accesses of a program are the same in every invocation. So bytes are examine
 all invocations): bytes that the same sites touch in the same way are one *pattern*, and patterns are watched while
 ``order`` goes through the events. A program that does the same with a hundred tensors costs little more than with one.
 
-Watching a pattern is what race detectors do with a variable (FastTrack, Flanagan and Freund, PLDI 2009, section 3):
+Patterns are watched as race detectors watch a variable (FastTrack, Flanagan and Freund, PLDI 2009, section 3):
 each access must come after the last write, and a write after all reads since. "After" is must-order here, not the
 order of one run, so that findings hold for all runs.
 """
@@ -103,7 +103,7 @@ class Accesses:
     def _write(self, all_watched: list[Watched], stamp: Stamp, clock: Clock) -> None:
         chain = stamp[0]
         for watched in all_watched:
-            if watched.readers:  # which come after the last write: behind them, it is left behind, too
+            if watched.readers:  # these come after the last write, so an access behind them is behind it, too
                 self.pairs += len(watched.readers)
                 for reader, tick, place in watched.readers:
                     if reader != chain and clock[reader] <= tick:

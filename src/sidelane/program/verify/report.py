@@ -56,7 +56,7 @@ def name_chain(events: Sequence[Event], flag_edges: Sequence[bool]) -> str:
         flag_edges: ``flag_edges[k]`` says that event k signals what event k+1 waits for (else a queue or a rank orders
             them).
 
-    Only the ends of flag edges are named: what lies between them follows from the order inside a rank.
+    Only the ends of flag edges are named: the events between them follow from the order inside a rank.
     """
     text = name_event(events[-1])
     for k in range(len(events) - 2, -1, -1):

@@ -28,8 +28,7 @@ from sidelane.program.verify.layout import ADD, SIGNAL, WAIT, FlagUse, Layout, Q
 from sidelane.program.verify.report import name_command
 
 MAX_FLAG_VALUE = 2**31 - 1
-"""Largest value of a flag: flags are 32-bit words, and hardware compares them by the sign of their difference
-(cuStreamWaitValue32, GEQ)."""
+"""Largest value of a flag of 32 bits: hardware compares by the sign of the difference (cuStreamWaitValue32, GEQ)."""
 
 MAX_SLOPE = 2**30 // RENEWAL_CALLS
 
