@@ -1,4 +1,4 @@
-"""``python -m sidelane`` is the command ``sidelane``."""
+"""Entry point of ``python -m sidelane``, which is the command ``sidelane``."""
 
 from sidelane.cli import main
 

@@ -6,17 +6,17 @@ variable                    meaning                                             
 ``SIDELANE_TIMEOUT_S``      seconds that a wait for a peer may take before it becomes an error          600
 ``SIDELANE_DEBUG``          1: compare the calls of all ranks before each one runs                      0
 ``SIDELANE_VERIFY``         0: do not verify programs before their first run                            1
-``SIDELANE_BESIDE``         what runs beside calls that do not say: ``nothing`` or ``compute``          nothing
+``SIDELANE_BESIDE``         hint for calls without ``beside``: ``nothing`` or ``compute``               nothing
 ``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
 ``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: 1, as on GPUs                (d)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
-``SIDELANE_COMMIT``         what result files name as the code that ran, where there is no checkout     (c)
+``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
 ==========================  ==========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
-(b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
+(b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
 (d) 1 on CPU ranks, 0 on GPUs, where 1 maps those whose addresses come again (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
@@ -50,10 +50,10 @@ DEFAULT_TIMEOUT_S = 600.0
 
 NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
-"""What runs next to a call, as its caller says."""
+"""Values of the hint ``beside``: the computation that runs next to a call."""
 
 LEARN = "learn"
-"""Value of ``Config.map_memory``: peers reach ordinary tensors whose addresses come again, and no host waits for it."""
+"""Value of ``Config.map_memory``: peers map ordinary tensors whose addresses come again, without a wait of the host."""
 
 BUILTIN = "builtin"
 """Value of ``Config.profile``: choose by the tables of this package."""
@@ -66,19 +66,21 @@ class Config:
     Attributes:
         timeout_s: seconds that a wait for a peer may take, > 0.
         debug: compare the calls of all ranks before each one runs (a host round trip a call). Warn of memory that was
-            freed though a graph was captured with it, where peers have mapped it, and fail where a replay is seen.
+            freed although a captured graph uses it through a peer's mapping, and fail if such a graph is seen to
+            replay.
         verify: verify a program before its first run.
-        beside: what runs next to collectives whose calls do not say (``nothing`` or ``compute``).
+        beside: computation next to collectives whose calls do not say (``nothing`` or ``compute``).
         profile: file of measured times to choose by; ``builtin`` for the tables of this package; None for the user's
-            file of this machine where there is one. Rank 0's counts.
-        native: repeat calls on GPUs in compiled code, where there is a C compiler.
-        memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
-            what the device has.
-        map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
-            True on GPUs, and ``learn``: large calls that move bytes, once their addresses have come again; no host
-            waits while that is found out. True on CPU ranks: every call, for which ranks meet anyway. None: True on CPU
-            ranks, False on GPUs.
-        virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
+            file of this machine, if there is one. Rank 0's value counts.
+        native: repeat calls on GPUs in compiled code, if there is a C compiler.
+        memory_bytes: largest number of bytes of symmetric memory that ``empty`` of a communicator may reserve on a
+            rank; None for the size of the device's memory.
+        map_memory: let peers reach ordinary tensors without staging if that is possible (docs/internals/reach.md). True
+            on GPUs, and ``learn``: for large calls that move bytes, once their addresses have come again; no host waits
+            for that. True on CPU ranks: for every call, as ranks meet for it anyway. None: True on CPU ranks, False on
+            GPUs.
+        virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
+            share one.
     """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -92,7 +94,7 @@ class Config:
     virtual_nodes: tuple[int, ...] | None = None
 
     def __new__(cls, *_: object, **given: object) -> Self:
-        """Refuse names that are none before anything is made of the others."""
+        """Refuse unknown names before the others are checked."""
         unknown = [name for name in given if name not in cls.__slots__]
         if unknown:
             allowed, name = ", ".join(cls.__slots__), unknown[0]
@@ -120,7 +122,7 @@ class Config:
 
 
 def _file(name: str, value: Any) -> str:
-    """Keep the name of a file."""
+    """Check the name of a file."""
     return text(name, os.fspath(value))
 
 
@@ -132,14 +134,14 @@ _RULES: tuple[tuple[str, Rule, str], ...] = (
     ("memory_bytes", optional(whole), "a whole number of bytes, None"),
     ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),
 )
-"""What settings are, where a wrong kind would not be noticed, or far away."""
+"""Rules of settings whose wrong type would cause no error, or a late one."""
 
 
 def from_environment(environment: Mapping[str, str]) -> Config:
     """Read a :class:`Config` from variables.
 
     Raises:
-        ValueError: a variable holds something else than what the table above allows.
+        ValueError: a variable holds a value that the table above does not allow.
     """
     for name in environment:
         if name.startswith("SIDELANE_") and name not in VARIABLES:
@@ -167,20 +169,20 @@ def from_environment(environment: Mapping[str, str]) -> Config:
 
 
 def profile_folder() -> Path | None:
-    """Where ``sidelane tune`` keeps a user's profiles, as the XDG base directory specification has it.
+    """Return the folder of a user's profiles from ``sidelane tune``, by the XDG base directory specification.
 
-    None where this user has no home, as in containers whose user is a number only.
+    None if this user has no home, as in containers whose user is a number only.
     """
     return _user_folder("XDG_CONFIG_HOME", ".config", "sidelane/profiles")
 
 
 def cache_folder() -> Path | None:
-    """Where compiled code is kept for the next process of this user; None where there is no home."""
+    """Return the folder in which compiled code is kept for later processes of this user; None if there is no home."""
     return _user_folder("XDG_CACHE_HOME", ".cache", "sidelane")
 
 
 def current() -> Config:
-    """The settings in force: the innermost :func:`override`, else the environment as it was at the first call."""
+    """Return the settings in force: of the innermost :func:`override`, else the environment at the first call."""
     if not _stack:
         _stack.append(from_environment(os.environ))
     return _stack[-1]
@@ -201,7 +203,7 @@ _stack: list[Config] = []
 
 
 def _user_folder(variable: str, default: str, name: str) -> Path | None:
-    home = os.path.expanduser("~")  # which stays as it is for a user without one
+    home = os.path.expanduser("~")  # unchanged for a user without a home
     for base in (os.environ.get(variable, ""), os.path.join(home, default)):
         if os.path.isabs(base):
             return Path(base) / name
@@ -245,5 +247,5 @@ def _map_memory(environment: Mapping[str, str]) -> bool | Literal["learn"] | Non
 
 
 def _refused(text: str) -> ValueError:
-    """The error of a setting, which says where all of them are described."""
+    """Return the error of a setting, with the page that describes all of them."""
     return see(ValueError(text), Page.SETTINGS)

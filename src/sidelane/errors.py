@@ -1,7 +1,7 @@
-"""Errors beyond ``ValueError`` and ``TypeError``, which mean that the caller passed something wrong.
+"""Errors beyond ``ValueError`` and ``TypeError``, which mean that the caller passed a wrong argument.
 
-Each names the page of the documentation to read on, as a note: tracebacks and the command ``sidelane`` show it at their
-end, and ``str`` of an error, which other ranks repeat, does not hold it.
+Each names the page of the documentation to read, as a note: tracebacks and the command ``sidelane`` show it at their
+end, and ``str`` of an error, which other ranks repeat, does not contain it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SEE = "See "
 PACKAGES: Mapping[str, str] = MappingProxyType(
     {"cuda.bindings": "cuda-bindings>=13", "pynvml": "nvidia-ml-py", "triton": "triton>=3.6"}
 )
-"""Modules that nothing needs but GPUs, and what pip calls them: the extra ``cuda`` has them all."""
+"""Packages on PyPI of modules that only GPUs need: the extra ``cuda`` has them all."""
 
 
 class Page(enum.StrEnum):
-    """Where errors send their readers, from the root of the repository."""
+    """Page of the documentation that an error names, from the root of the repository."""
 
     COMMANDS = "docs/guide/commands.md"
     ERRORS = "docs/guide/errors.md"
@@ -40,19 +40,19 @@ class Page(enum.StrEnum):
 
 
 def see(error: E, page: Page) -> E:
-    """Have ``error`` say at its end where to read on, and return it."""
+    """Add a note with the page to read to ``error``, and return it."""
     error.add_note(f"{SEE}{page}")
     return error
 
 
 def page_of(error: BaseException) -> Page | None:
-    """Where an error sends its readers."""
+    """Return the page that an error names; None if it names none."""
     named = [note.removeprefix(SEE) for note in getattr(error, "__notes__", ()) if note.startswith(SEE)]
     return Page(named[-1]) if named else None
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """A question at the end of an error: the name that was meant; empty where none is like it.
+    """Return a question for the end of an error, with the most similar name; empty if none is similar.
 
     >>> nearest("besides", ("beside", "debug"))
     " (did you mean 'beside'?)"
@@ -64,11 +64,11 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
 
 
 def made_inside(name: str, outer: str) -> RuntimeError:
-    """The error of a call that a thread makes while it is inside of another one, before it takes a place in any order.
+    """Return the error of a call that a thread makes inside of another one, before the call takes a place in any order.
 
     Args:
-        name: of the call.
-        outer: that is under way.
+        name: name of the call.
+        outer: name of the call under way.
     """
     return RuntimeError(
         f"{name}: this thread is already inside of {outer}, and a signal handler or a finaliser makes another call "
@@ -78,7 +78,7 @@ def made_inside(name: str, outer: str) -> RuntimeError:
 
 
 def unfit(problem: TypeError, function: Callable[..., object]) -> TypeError:
-    """The error of a call that does not fit a signature: what Python says of it, and what is allowed.
+    """Return the error of a call that does not fit a signature: Python's text, and the allowed parameters.
 
     >>> def add(left, right, *, scale=1): ...
     >>> str(unfit(TypeError("add() got an unexpected keyword argument 'scales'"), add))
@@ -94,7 +94,7 @@ def unfit(problem: TypeError, function: Callable[..., object]) -> TypeError:
 
 
 def explained(page: Page) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate what users call: calls that do not fit its signature say what is allowed, and where to read on."""
+    """Decorate a function for users: errors of calls that do not fit its signature list the parameters, and a page."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -113,17 +113,17 @@ def explained(page: Page) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def last_line(text: str) -> str:
-    """What a traceback ends with, less where to read on."""
+    """Return the last line of a traceback, without the note about the page to read."""
     lines = [line for line in text.rstrip().split("\n") if not line.startswith(f"{SEE}docs/")]
     return lines[-1] if lines else ""
 
 
 class SidelaneError(RuntimeError):
-    """Base of every error that is not the caller's argument.
+    """Base of all errors except those of the caller's arguments.
 
     Args:
-        *arguments: the text, first of all.
-        page: where to read on; None: the page of the class.
+        *arguments: arguments of the exception, the text first.
+        page: page to read; None: the page of the class.
     """
 
     page: ClassVar[Page] = Page.ERRORS
@@ -134,14 +134,14 @@ class SidelaneError(RuntimeError):
 
 
 def anew(error: BaseException) -> BaseException:
-    """Copy an error that is kept, to raise it here: tracebacks grow on what is raised, and keep all that has led here.
+    """Copy a kept error to raise it here: tracebacks grow on a raised error, and keep all frames that led here alive.
 
-    Whoever keeps an error that it has raised is kept by it, with memory, threads and connections, until garbage is
-    collected.
+    An object that keeps an error it has raised is kept alive by it, with memory, threads and connections, until garbage
+    is collected.
     """
     try:
         made = copy.copy(error)
-    except Exception:  # one of somebody else's, which cannot be copied
+    except Exception:  # an error of another library that cannot be copied
         return error
     made.__cause__, made.__context__ = error.__cause__, error.__context__
     made.__suppress_context__ = error.__suppress_context__
@@ -149,7 +149,7 @@ def anew(error: BaseException) -> BaseException:
 
 
 class ProgramError(SidelaneError):
-    """``verify`` refused a program.
+    """Refusal of a program by ``verify``.
 
     ``violations`` lists every finding as one line each; a line names the ranks, the commands and the bytes.
     """
@@ -167,11 +167,11 @@ class ProgramError(SidelaneError):
 
 
 class UnavailableError(SidelaneError):
-    """This machine or this installation lacks something that was asked for; the text says what and how to get it."""
+    """This machine or this installation lacks a requested feature; the text says which and how to get it."""
 
 
 def missing(what: str, module: str, problem: BaseException) -> UnavailableError:
-    """The error where ``what`` needs a module of ``PACKAGES`` that is not there.
+    """Return the error of ``what``, which needs a module of ``PACKAGES`` that is not installed.
 
     >>> str(missing("power needs NVML", "pynvml", ImportError("No module named 'pynvml'")))
     "power needs NVML (No module named 'pynvml'): pip install nvidia-ml-py"
@@ -180,7 +180,7 @@ def missing(what: str, module: str, problem: BaseException) -> UnavailableError:
 
 
 def how_to_get(module: str) -> str:
-    """What to type for a module of ``PACKAGES``."""
+    """Return the command that installs a module of ``PACKAGES``."""
     package = PACKAGES[module]
     return f"pip install '{package}'" if ">" in package else f"pip install {package}"
 

@@ -1,9 +1,9 @@
-"""Rules for the fields of frozen values: what may stand there, in one plain form.
+"""Rules for the fields of frozen values: the allowed values, in one plain form.
 
-A rule is a function of a field's name and of what was given for it. It returns what is kept, or raises TypeError for
+A rule is a function of a field's name and of the given value. It returns the value to keep, or raises TypeError for
 another kind of value and ValueError for a wrong one of the right kind; the text names the field. ``settle`` applies
-rules to a value that is being made. Values that are made by the million look at the exact types first, and need no rule
-then.
+rules to a value that is being made. Classes with millions of values check the exact types first, and then need no
+rule.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 Rule = Callable[[str, Any], Any]
 
 put = object.__setattr__
-"""Gives a frozen value a field. Classes of which there are millions have an ``__init__`` of their own by this: it costs
-what that of ``dataclasses`` does without a check."""
+"""Function that sets a field of a frozen value. Classes with millions of values have an ``__init__`` of their own with
+it: it costs as much as that of ``dataclasses`` without a check."""
 
 
 def settle(made: object, **rules: Rule) -> None:
-    """Replace fields of a frozen value by what their rules keep of them. For its ``__post_init__``.
+    """Replace fields of a frozen value by the results of their rules. For its ``__post_init__``.
 
     Raises:
-        TypeError, ValueError: a rule refused what was given.
+        TypeError, ValueError: a rule refused the given value.
     """
     for field, rule in rules.items():
         given = getattr(made, field)
@@ -38,7 +38,7 @@ def settle(made: object, **rules: Rule) -> None:
 
 
 def whole(name: str, value: Any) -> int:
-    """Keep a whole number of Python's; numpy's and others become one. Truth values are none."""
+    """Return a whole number as Python's ``int``; numpy's and others are converted. Truth values are refused."""
     if type(value) is int:
         return value
     if not (isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))):
@@ -50,14 +50,14 @@ def whole(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """Keep a number, as one of Python's with a fraction."""
+    """Return a number as Python's ``float``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} (value={value!r}, allowed=numbers)")
     return float(value)
 
 
 def at_least(least: int) -> Rule:
-    """Make a rule: a whole number that is not too small."""
+    """Make a rule for a whole number that is not too small."""
 
     def rule(name: str, value: Any) -> int:
         kept = whole(name, value)
@@ -69,21 +69,21 @@ def at_least(least: int) -> Rule:
 
 
 def text(name: str, value: Any) -> str:
-    """Keep a text; what is more than that, as a member of an enumeration, becomes one."""
+    """Return a plain text; a subclass, such as a member of an enumeration, is converted."""
     if not isinstance(value, str):
         raise TypeError(f"{name} (value={value!r}, allowed=text)")
     return value if type(value) is str else str.__str__(value)
 
 
 def switch(name: str, value: Any) -> bool:
-    """Keep True or False."""
+    """Return True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} (value={value!r}, allowed=True, False)")
     return value
 
 
 def one_of(kind: type[StrEnum]) -> Rule:
-    """Make a rule: a member of an enumeration, also by its text."""
+    """Make a rule for a member of an enumeration, also given by its text."""
     members = {member.value: member for member in kind}
 
     def rule(name: str, value: Any) -> StrEnum:
@@ -100,7 +100,7 @@ def one_of(kind: type[StrEnum]) -> Rule:
 
 
 def an(*kinds: type) -> Rule:
-    """Make a rule: a value of exactly one of some classes; a subclass may mean something else than what is proved."""
+    """Make a rule for a value of exactly one of some classes; a subclass may have another meaning."""
 
     def rule(name: str, value: Any) -> Any:
         if type(value) not in kinds:
@@ -111,7 +111,7 @@ def an(*kinds: type) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """Make a rule: None, or what another rule keeps."""
+    """Make a rule for None, or a value of another rule."""
 
     def of_some(name: str, value: Any) -> Any:
         return None if value is None else rule(name, value)
@@ -120,11 +120,11 @@ def optional(rule: Rule) -> Rule:
 
 
 def several(rule: Rule, *plain: type) -> Rule:
-    """Make a rule: any number of values in an order, each by a rule, as a tuple.
+    """Make a rule for an ordered collection of values, each by a rule, kept as a tuple.
 
     Args:
-        rule: of each.
-        plain: classes whose values it keeps as they are.
+        rule: rule of each value.
+        plain: classes whose values the rule keeps unchanged.
     """
     kept_as_they_are = frozenset(plain)
 

@@ -1,9 +1,9 @@
-"""What a forked copy of this process must not share with it, in one place.
+"""Resources of this process that a forked copy must not share, handled in one place.
 
 A copy that ``os.fork`` makes has all memory of its parent, all of its descriptors, and one of its threads. So locks may
-be held there that nobody will give back, sockets are open in two processes, and objects wait to be finalised that are
-still in use. Whoever has such things says so here when it makes them, and one hook sees to them in each copy: locks are
-free, sockets are closed, what must not be finalised is kept for ever, and objects are told that they are copies.
+be held there that no thread will release, sockets are open in two processes, and objects wait to be finalised that are
+still in use. Owners of such resources register them here when they make them, and one hook handles them in each copy:
+locks are freed, sockets are closed, resources that must not be finalised are kept for ever, and objects are disowned.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ T = TypeVar("T")
 
 
 class Closable(Protocol):
-    """Has a descriptor."""
+    """An object with a descriptor."""
 
     def close(self) -> object: ...
 
 
 class Disownable(Protocol):
-    """Belongs to the process that made it."""
+    """An object that belongs to the process that made it."""
 
     def disown(self) -> object:
-        """This process is a copy of that one."""
+        """Mark the object as a copy: this process has been forked from its owner."""
         ...
 
 
 def lock() -> threading.Lock:
-    """A lock that is free in a copy, whoever held it."""
+    """Return a lock that is free in a copy, whichever thread held it."""
     made = threading.Lock()
     _locks.add(made)
     return made
 
 
 def rlock() -> Any:
-    """As :func:`lock`, for a thread that may take it again."""
+    """Return a lock like :func:`lock` that its owner may take again."""
     made = threading.RLock()
     _locks.add(made)
     return made
 
 
 class Turn:
-    """One at a time: threads wait for each other, and a thread that is interrupted inside of its own is refused.
+    """Mutual exclusion: threads wait for each other, and a thread that is interrupted inside of its own turn is
+    refused.
 
-    A signal handler, or a finaliser that the garbage collector runs, may come back here on the thread that is inside.
+    A signal handler, or a finaliser that the garbage collector runs, may enter again on the thread that is inside.
 
     Args:
-        names: of what is refused, and of what is under way, for people.
+        names: function that returns the names of the refused call and of the one under way.
     """
 
     def __init__(self, names: Callable[[], tuple[str, str]]) -> None:
@@ -66,14 +67,14 @@ class Turn:
         telling(self)
 
     def disown(self) -> None:
-        """In a copy: of the threads that had their turn there is none."""
+        """Free the turn in a copy, which has none of the threads that could hold it."""
         self._is_taken = False
 
     def run(self, function: Callable[[], T]) -> T:
         """Call a function when it is this thread's turn.
 
         Raises:
-            RuntimeError: it is already, further out.
+            RuntimeError: the thread holds the turn already, further out.
         """
         with self._lock:
             if self._is_taken:
@@ -89,23 +90,23 @@ class Turn:
         return bool(self._is_taken and self._lock._is_owned())
 
     def require_other(self) -> None:
-        """Raise as :meth:`run`, before something that waits for other threads to have their turn."""
+        """Raise as :meth:`run` does, before a wait for other threads to have their turn."""
         if self.is_mine():
             raise made_inside(*self._names())
 
 
 def closing(what: Closable) -> None:
-    """Close ``what`` in copies. It must do no more than to close descriptors."""
+    """Close ``what`` in copies. Its ``close`` must only close descriptors."""
     _closing.add(what)
 
 
 def keeping(what: object) -> None:
-    """Never finalise ``what`` in a copy: its end would reach what the parent uses, or wait for the parent's threads."""
+    """Never finalise ``what`` in a copy: that would reach resources of the parent, or wait for the parent's threads."""
     _kept.add(what)
 
 
 def keep_for_ever(what: object) -> None:
-    """Never finalise ``what``, not at the end of the interpreter either: in a copy, what its parent uses."""
+    """Never finalise ``what``, not at exit either: in a copy, a resource that its parent uses."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
@@ -115,22 +116,22 @@ def telling(what: Disownable) -> None:
 
 
 def in_copies(function: C) -> C:
-    """Call a function in copies. Locks are free then; objects have not been told yet."""
+    """Register a function to call in copies, when locks are free and before objects are disowned."""
     _functions.append(function)
     return function
 
 
 def finalize(what: object, function: Callable[..., object], *arguments: Any) -> None:
-    """Call ``function`` when ``what`` has gone, in this process alone, and not at its end."""
+    """Call ``function`` when ``what`` has gone, in this process alone, and not at exit."""
     weakref.finalize(what, _unless_copied, os.getpid(), function, arguments).atexit = False
 
 
 def refusal(what: str, maker: int) -> CommunicatorClosedError:
-    """What a copy raises where it uses something of its parent's.
+    """Return the error of a copy that uses an object of its parent.
 
     Args:
-        what: was used, for people.
-        maker: the process that made it.
+        what: name of the object.
+        maker: number of the process that made it.
     """
     return CommunicatorClosedError(
         f"{what}: it was made in another process (pid {maker}), of which this one (pid {os.getpid()}) is a forked copy "
@@ -140,10 +141,10 @@ def refusal(what: str, maker: int) -> CommunicatorClosedError:
 
 
 class Owner:
-    """The process that made something, which is the only one that may use it.
+    """Owner of an object: the process that made it, which is the only one that may use it.
 
     Args:
-        what: it is, for people.
+        what: name of the object in texts.
 
     Attributes:
         is_copied: this process is a forked copy of that one.
@@ -155,25 +156,25 @@ class Owner:
         telling(self)
 
     def disown(self) -> None:
-        """This process is a copy."""
+        """Mark this process as a copy."""
         self.is_copied = True
 
     def require(self) -> None:
         """Raise in a copy.
 
         Raises:
-            CommunicatorClosedError: this process is one.
+            CommunicatorClosedError: this process is a copy.
         """
         if self.is_copied:
             raise refusal(self.what, self._maker)
 
 
 class OwnFolder:
-    """A folder that goes with this object, or with the process that made it; a copy's end leaves it alone.
+    """A folder that is removed with this object, or at the end of its process; the end of a copy leaves it.
 
     Args:
-        prefix: of its name.
-        parent: where; None for the system's temporary files.
+        prefix: prefix of its name.
+        parent: folder that contains it; None for the system's temporary files.
     """
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:

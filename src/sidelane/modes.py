@@ -1,8 +1,8 @@
-"""The modes of PyTorch that a caller is in. What Sidelane does with PyTorch for itself is done outside of them.
+"""Modes of PyTorch that a caller is in. Sidelane's own work with PyTorch is done outside of them.
 
 A mode sees the operations of its thread, and may put others in their place: ``FakeTensorMode`` and
 ``torch.device("meta")`` make tensors without memory, ``torch.func.functionalize`` makes copies, a mode of the caller's
-own may refuse. Staging that was made so would hold no bytes, on one rank alone and for all calls to come.
+own may refuse. Staging made in such a mode would hold no bytes, on one rank alone and for all calls to come.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ K = TypeVar("K")
 
 
 def untraced(kind: type[K]) -> type[K]:
-    """Have ``torch.compile`` run the methods of a class as they are, as it runs methods that are written in C++.
+    """Make ``torch.compile`` run the methods of a class untraced, as it runs methods that are written in C++.
 
-    They break its graph, and nothing that they call is traced. That costs a call nothing.
+    They break its graph, and their callees are not traced either. That costs a call nothing.
     """
     for member in vars(kind).values():
         accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
         for each in accessors:
-            function = getattr(each, "__func__", each)  # of a class method, or a static one
+            function = getattr(each, "__func__", each)  # for class methods and static ones
             if isinstance(function, types.FunctionType):
                 keep_compilers_out(function)
     return kind
 
 
 def keep_compilers_out(function: F) -> F:
-    """Make ``torch.compile`` break its graph here, and leave alone whatever runs behind; without importing Dynamo."""
+    """Make ``torch.compile`` break its graph at a function, and run it untraced; without importing Dynamo."""
     made: Any = function
     made._torchdynamo_disable = True
     made._torchdynamo_disable_msg = "a call of Sidelane runs as it is"
@@ -65,7 +65,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def is_in_modes() -> bool:
-    """Say whether this thread is in a mode that :func:`outside_of_modes` leaves. It takes 0.1 us."""
+    """Return True if this thread is in a mode that :func:`outside_of_modes` leaves. It takes 0.1 us."""
     return bool(_dispatch_modes()) or _has_function_mode() or _transform() is not None
 
 
@@ -86,7 +86,7 @@ def outside_of_modes() -> Iterator[None]:
 
 
 def leaving_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Do what ``function`` does outside of the modes of this thread."""
+    """Decorate ``function`` to run outside of the modes of this thread."""
 
     @functools.wraps(function)
     def outside(*args: P.args, **kwargs: P.kwargs) -> R:

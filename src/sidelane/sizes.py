@@ -1,11 +1,11 @@
-"""Sizes as people write them: ``64K``, ``896M``, ``1.2G``."""
+"""Sizes in readable form: ``64K``, ``896M``, ``1.2G``."""
 
 from __future__ import annotations
 
 import re
 
 ROUNDED_TO = 16
-"""Bytes: a whole number of elements of any dtype."""
+"""Multiple in bytes to which sizes are rounded: whole elements of any dtype."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -13,31 +13,31 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def parse_bytes(text: str) -> int:
     """Read a size: ``1024``, ``64K``, ``896M``, ``3.25G``, also with ``B`` or ``iB`` behind. Units are binary.
 
-    What is no whole number of bytes, as ``1.2G``, is rounded to a multiple of 16, whole elements of any dtype; see
-    :func:`rounding`.
+    A size that is no whole number of bytes, such as ``1.2G``, is rounded to a multiple of 16, whole elements of any
+    dtype; see :func:`rounding`.
 
     Raises:
-        ValueError: not a size, or a part of a byte.
+        ValueError: the text is no size, or a part of a byte.
     """
     nbytes = _exact(text)
     return int(nbytes) if nbytes == int(nbytes) else max(ROUNDED_TO, round(nbytes / ROUNDED_TO) * ROUNDED_TO)
 
 
 def rounding(text: str) -> str:
-    """What to tell whoever wrote a size that is not taken as it is written; empty where it is.
+    """Return a note about a size that is rounded; empty if it is taken as it is written.
 
     >>> rounding("1.2G"), rounding("1.5G")
     ('1.2G is taken as 1288490192 bytes, whole elements of any dtype', '')
 
     Raises:
-        ValueError: as :func:`parse_bytes` has it.
+        ValueError: as for :func:`parse_bytes`.
     """
     nbytes = parse_bytes(text)
     return "" if nbytes == _exact(text) else f"{text} is taken as {nbytes} bytes, whole elements of any dtype"
 
 
 def format_bytes(nbytes: int) -> str:
-    """The shortest text that ``parse_bytes`` reads back: ``896M``, ``3.25G``, ``1000``."""
+    """Return the shortest text that ``parse_bytes`` reads back: ``896M``, ``3.25G``, ``1000``."""
     for unit in ("G", "M", "K"):
         amount = f"{nbytes / _UNITS[unit]:.2f}".rstrip("0").rstrip(".")
         if nbytes >= _UNITS[unit] and float(amount) * _UNITS[unit] == nbytes:

@@ -1,4 +1,4 @@
-"""Files that users give: read and parsed so that whatever is wrong with one is a ``ValueError`` that says what."""
+"""Files of users: read and parsed so that any error in one is a ``ValueError`` that describes it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 MOST_RANKS = 1 << 20
-"""That a file may speak of."""
+"""Largest number of ranks in a file."""
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        ValueError: there is none, it is a folder, or it cannot be read as UTF-8; the text names the file.
+        ValueError: there is no such file, it is a folder, or it cannot be read as UTF-8; the text names the file.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -26,10 +26,10 @@ def text_of(path: str | os.PathLike[str]) -> str:
 
 
 def json_of(text: str | bytes) -> Any:
-    """What JSON says.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or holds numbers that are not finite.
+        ValueError: it is no JSON, is nested too deeply, or contains numbers that are not finite.
     """
     try:
         return json.loads(text, parse_constant=_no_number)
@@ -38,7 +38,7 @@ def json_of(text: str | bytes) -> Any:
 
 
 def text_in(content: Mapping[str, Any], name: str) -> str:
-    """A text of an object. Raises KeyError or ValueError where it has another value or none, as those below do."""
+    """Return an object's text. Raises KeyError or ValueError if it is missing or of another type, as those below do."""
     value = content[name]
     if not isinstance(value, str):
         raise ValueError(f"{name} (value={value!r:.100}, allowed=a text)")
@@ -46,7 +46,7 @@ def text_in(content: Mapping[str, Any], name: str) -> str:
 
 
 def flag_in(content: Mapping[str, Any], name: str) -> bool:
-    """A truth value of an object."""
+    """Return a truth value of an object."""
     value = content[name]
     if not isinstance(value, bool):
         raise ValueError(f"{name} (value={value!r:.100}, allowed=true, false)")
@@ -54,7 +54,7 @@ def flag_in(content: Mapping[str, Any], name: str) -> bool:
 
 
 def whole_in(content: Mapping[str, Any], name: str, most: int = 2**63 - 1) -> int:
-    """A whole number of an object, from 1 on."""
+    """Return a whole number of an object, from 1 on."""
     value = content[name]
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"{name} (value={value!r:.100}, allowed=a whole number from 1 to {most})")
@@ -62,7 +62,7 @@ def whole_in(content: Mapping[str, Any], name: str, most: int = 2**63 - 1) -> in
 
 
 def number_in(content: Mapping[str, Any], name: str) -> float:
-    """A finite number of an object."""
+    """Return a finite number of an object."""
     value = content[name]
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} (value={value!r:.100}, allowed=a finite number)")

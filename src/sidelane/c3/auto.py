@@ -1,4 +1,4 @@
-"""Which strategy ``overlap`` takes under ``auto``, and why: by this machine's file, which the ranks compare once."""
+"""Choose the strategy of ``overlap`` under ``auto``, with a reason, by the machine's file, which ranks compare once."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
 
 Moves = tuple[str, int] | Sequence[tuple[str, int]]
-"""A collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an all_gather,
-the local buffer of the others."""
+"""Type of a collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an
+all_gather, the local buffer of the others."""
 
 _KNOWN, _CHOSEN = "overlap: isolated times", "overlap: chosen"
 
 
 def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> StrategyChoice:
-    """Which strategy ``overlap(..., strategy="auto")`` takes; its ``reason`` says why.
+    """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
-    By the file of ``sidelane tune --study c3`` where this machine has one, else by shares that are constants and by the
-    times of ``sidelane tune``; with ``Config(profile="builtin")`` always by these. What is expected to be slower than
-    one after the other is never taken. Collective, the first time for a communicator.
+    It goes by the file of ``sidelane tune --study c3`` if this machine has one, else by shares that are constants and
+    by the times of ``sidelane tune``; with ``Config(profile="builtin")`` always by these. A strategy that is expected
+    to be slower than serial is never taken. Collective, the first time for a communicator.
 
     Args:
-        comm: that makes the collectives.
-        beside: what runs next to them, from ``Communicator.beside``. Units are taken from GEMMs of known shape only.
-        moves: what they are.
+        comm: communicator that makes the collectives.
+        beside: computation next to them, from ``Communicator.beside``. Units are taken from GEMMs of known shape only.
+        moves: collectives with their bytes.
 
     Raises:
-        ValueError: no collectives, or none of that name or size; the ranks have different files, or one that is none.
+        ValueError: there are no collectives, or a name or size is unknown; the ranks have different files, or an
+            invalid one.
         UnavailableError: the file was not read yet, and a graph is being captured.
     """
     asked = _asked(beside, moves)
@@ -73,7 +74,7 @@ def _choose(comm: Communicator, asked: PairRequest, able: Sequence[Strategy], kn
 
 
 def _profiled_us(comm: Communicator, move: Workload, hint: str) -> float:
-    """What ``auto`` expects of a call alone, where ``hint`` says what may run it; infinite where it does not know."""
+    """Return the expected time of a call alone for ``auto``, with ``hint`` as ``beside``; infinite if it is unknown."""
     call = CallShape(move.collective, comm.world_size, move.nbytes, move.gemm.dtype, in_place=True, beside=hint)
     time_us = choose(comm.profile.profile, call, comm.abilities).table[0][1]
     return math.inf if time_us is None else time_us
@@ -97,7 +98,7 @@ def _asked(beside: Computation, moves: Moves) -> PairRequest:
 
 
 def _known(comm: Communicator) -> Isolated | None:
-    """What this machine's file says, if there is one; the ranks read it once each and compare."""
+    """Return the contents of this machine's file, if there is one; the ranks read it once each and compare."""
     if _KNOWN not in comm.kept:
         if comm.lane.backend.place()[1]:
             raise UnavailableError("overlap: auto while a graph is captured (allowed=after choose_overlap was called)")
@@ -116,7 +117,7 @@ def _known(comm: Communicator) -> Isolated | None:
 
 
 def _compare(comm: Communicator, text: str, problem: Exception | None) -> None:
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest())  # what a float32 holds
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest())  # exact in a float32
     mine = torch.tensor([digest, -digest, problem is not None], dtype=torch.float32, device=comm.device)
     comm.all_reduce(mine, op="max")
     most, least, wrong = mine.tolist()

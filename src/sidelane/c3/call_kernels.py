@@ -1,7 +1,8 @@
-"""Which of Sidelane's kernels makes a call of one's own, where a strategy wants the bytes moved by kernels.
+"""Choice of a kernel of Sidelane for a caller's call under strategies that move the bytes by kernels.
 
-``sm_base`` and its kin take the kernel that is expected to be fastest alone. ``cta_base`` and its kin take one of few
-thread blocks (``NARROW_BLOCKS``), which there are of collectives that reduce: no call is told another number.
+``sm_base`` and the other ``sm_`` strategies take the kernel that is expected to be fastest alone. ``cta_base`` and the
+other ``cta_`` ones take one of few thread blocks (``NARROW_BLOCKS``), which reductions have: no other number is
+offered.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from sidelane.program.variant import Variant
 from sidelane.session import Communicator
 
 BY_KERNELS = (Mover.SM, Mover.LIBRARY_CTAS)
-"""Movers that calls of one's own are told by a variant."""
+"""Movers that callers' calls select by a variant."""
 
 
 def objection(device: torch.device) -> str:
-    """Why no call on a device is made by kernels; empty if some are."""
+    """Return the reason why no call on a device is made by kernels; empty if some are."""
     return "CPU ranks have no kernels for collectives" if device.type == "cpu" else ""
 
 
 def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, dtype: str) -> str:
-    """The variant of a call, alike on all ranks.
+    """Return the variant of a call, alike on all ranks.
 
     Args:
-        comm: that makes it.
-        strategy: whose mover is one of ``BY_KERNELS``.
-        kind: of the collective.
-        nbytes: of its largest tensor; of all, where it has lists.
-        dtype: of its elements.
+        comm: communicator that makes it.
+        strategy: strategy whose mover is one of ``BY_KERNELS``.
+        kind: kind of the collective.
+        nbytes: bytes of its largest tensor; of all, for lists.
+        dtype: dtype of its elements.
 
     Raises:
         ValueError: no kernel of that kind runs the collective here.
@@ -45,17 +46,17 @@ def variant_of(comm: Communicator, strategy: Strategy, kind: Kind, nbytes: int, 
         what = f"kernel of few thread blocks for {kind}" if narrow else f"kernel for {kind}"
         allowed = "reduce_scatter, all_reduce" if narrow else "what kernels run on this machine, see sidelane info"
         raise ValueError(f"overlap: {strategy.name}: there is no {what} here (value={kind}, allowed={allowed})")
-    # As if in ordinary memory: what a tensor is must not make ranks choose differently.
+    # As if in ordinary memory: the kind of memory must not make ranks choose differently.
     call = CallShape(kind, comm.world_size, nbytes, dtype, symmetric=False)
     if comm.world_size > 1 and not narrow:
         table = choose(comm.profile.profile, call, comm.abilities).table
         ranked = [candidate.variant for candidate, _ in table if candidate.variant in found]
         return (ranked or found)[0]
-    return found[-1]  # of an all_reduce that in two shots
+    return found[-1]  # of an all_reduce the one in two shots
 
 
 def described(tensors: tuple[object, ...]) -> tuple[int, str]:
-    """Bytes of the largest argument of a call, a tensor or a list of them, and the dtype of the elements."""
+    """Return the bytes of the largest argument of a call, a tensor or a list of them, and the dtype of the elements."""
     sizes, dtypes = [0], ["bfloat16"]
     for given in tensors:
         listed = [

@@ -1,4 +1,4 @@
-"""Which strategy suits a pair: a pure function of isolated times and of what is available, with a reason to print."""
+"""Choice of a strategy for a pair: a pure function of isolated times and of the available strategies, with a reason."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sidelane.choice.hidden import DEFAULT_MACHINE, HIDDEN
 from sidelane.program.collective import Kind
 
 OWN_CHUNK_HIDDEN = 0.03
-"""What remains of that share for ``nccl_ce`` when it copies the caller's own chunk inside the GPU, a copy that waits
-for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
+"""Share of the shorter operation that ``nccl_ce`` hides if it copies the caller's own chunk inside the GPU, a copy that
+waits for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,12 +19,12 @@ class StrategyCandidate:
     """A strategy that can run here.
 
     Attributes:
-        strategy: what would run.
-        comm_us: isolated time of the collective as this strategy runs it.
-        in_place: whether that was an in-place call.
-        units: that it takes from the GEMM.
-        gemm_us: time of the GEMM alone without these; None: it has all.
-        hidden: share of the shorter of the two that disappears; None: by name, of a table.
+        strategy: strategy of the candidate.
+        comm_us: isolated time of the collective as this strategy runs it, in microseconds.
+        in_place: the isolated time is of an in-place call.
+        units: number of compute units that it takes from the GEMM.
+        gemm_us: time of the GEMM alone without these units, in microseconds; None if it has all.
+        hidden: share of the shorter of the two that disappears; None takes the table's entry by name.
     """
 
     strategy: Strategy
@@ -40,7 +40,7 @@ class StrategyCandidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """The pick, what was predicted for every candidate (fastest first), why, and units taken from the GEMM."""
+    """Chosen strategy, predictions for every candidate (fastest first), the reason, and units taken from the GEMM."""
 
     strategy: str
     predicted_us: tuple[tuple[str, float], ...]
@@ -57,9 +57,9 @@ def choose(
     and of the collective *as that strategy runs it*; a serial one takes the sum. Ties go to the earlier candidate.
 
     Args:
-        gemm_us: isolated time of the GEMM.
-        collective: what is communicated.
-        candidates: the legal ones: available and correct.
+        gemm_us: isolated time of the GEMM in microseconds.
+        collective: kind of the collective.
+        candidates: legal candidates: available and correct.
         hidden: share of the shorter operation that each strategy hides, 0 to 1; None takes the table's default machine.
 
     Raises:

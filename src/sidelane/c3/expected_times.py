@@ -1,11 +1,11 @@
-"""What each strategy is expected to take for a pair: from what was measured of the machine, or by constants.
+"""Expected time of each strategy for a pair: from measurements of the machine, or by constants.
 
 Every estimate is ``longer + (1 - hidden) x shorter`` (``c3.choose``): of times with the units that the strategy leaves
 to either, and of the share that it hides. Shares are those of the pairs that ``sidelane tune --study c3`` has measured;
-where it has not, a strategy whose parts have units of their own hides everything, as the ConCCL paper's heuristic takes
-it (V-C), and others nothing. Where no pair was measured at all, constants say what is hidden (``choice.hidden``), and
-nothing that gives a collective units of its own is taken: on two H200s that hid half of what the heuristic takes for
-granted. Equals are decided for serial, and then by preference.
+without such a pair, a strategy whose parts have units of their own hides everything, as the ConCCL paper's heuristic
+assumes (V-C), and others nothing. If no pair was measured at all, constants give the hidden shares (``choice.hidden``),
+and no strategy that gives a collective units of its own is taken: on two H200s such strategies hid half of the
+heuristic's assumption. Equals are decided for serial, and then by preference.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sidelane.c3.workload import Bound, Gemm, Workload
 from sidelane.program.collective import REDUCING
 
 MOST_SPREAD = 0.25
-"""By how much shares of one way may differ, to be shares of one kind. On two H200s the library's kernels hid 5 to 87%
-of the shorter operation where they were launched first (docs/lab/measured.md)."""
+"""Largest spread of shares of one way that count as shares of one kind. On two H200s the library's kernels hid 5 to 87%
+of the shorter operation if they were launched first (docs/lab/measured.md)."""
 
 Movers = Mapping[Mover, tuple[str, ...]]
-"""Implementations that are each mover, as the file of isolated times names them."""
+"""Type of the implementations of each mover, as the file of isolated times names them."""
 
 OF_STUDIES: Movers = {mover: mover.implementations for mover in Mover}
 OF_CALLS: Movers = {Mover.LIBRARY: (Mover.SM, Mover.DMA), Mover.DMA: (Mover.DMA,)}
-"""In calls of a communicator Sidelane is the library, which takes what is fastest alone."""
+"""Implementations of movers in calls of a communicator: Sidelane is the library, which takes the fastest one alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class PairRequest:
     """A computation and collectives, none of which depends on another.
 
     Attributes:
-        gemm_us: of the computation alone.
-        gemm: that it is; None: unknown, and then no strategy that takes units from it is a candidate.
-        moves: the collectives, one after another, with ``bytes`` as in :class:`Workload`; one at least.
-        in_place: they are calls in place.
+        gemm_us: time of the computation alone in microseconds.
+        gemm: shape of the computation; None: unknown, and then no strategy that takes units from it is a candidate.
+        moves: collectives, one after another, with ``bytes`` as in :class:`Workload`; at least one.
+        in_place: the collectives are calls in place.
     """
 
     gemm_us: float
@@ -58,15 +58,16 @@ def decide(
     comm_us: Mapping[str, float],
     movers: Movers = OF_STUDIES,
 ) -> StrategyChoice:
-    """The strategy with the least expected time; serial is always among them, so none that is expected to be slower.
+    """Return the strategy with the least expected time; serial is always among them, so none is expected to be slower.
 
     Args:
-        asked: what is to run.
-        strategies: that can run here, ``serial`` among them.
-        known: what was measured of this machine.
-        constants: shares where it was not (``choose.hidden_shares``).
-        comm_us: of all collectives alone by name of a mover, where the caller knows; others come from ``known``.
-        movers: who is what.
+        asked: computation and collectives to run.
+        strategies: strategies that can run here, ``serial`` among them.
+        known: measurements of this machine.
+        constants: shares of strategies without measurements (``choice.hidden.hidden_shares``).
+        comm_us: time of all collectives alone in microseconds, by name of a mover, as far as the caller knows; others
+            come from ``known``.
+        movers: implementations of each mover.
 
     Raises:
         ValueError: there is no candidate.
@@ -92,13 +93,13 @@ def decide(
 
 
 def _implementation(known: Isolated | None, asked: PairRequest, among: tuple[str, ...]) -> str:
-    """Of several the one that is fastest alone; empty where none was measured."""
+    """Return the implementation that is fastest alone, of several; empty if none was measured."""
     times = {name: us for name in among if (us := _alone(known, asked, name)) is not None}
     return min(times, key=times.__getitem__) if times else next(iter(among), "")
 
 
 def _alone(known: Isolated | None, asked: PairRequest, implementation: str) -> float | None:
-    """Time of all collectives alone; None where they were not measured."""
+    """Return the time of all collectives alone; None if they were not measured."""
     try:
         return None if known is None else sum(known.comm_us(move, (implementation,)) for move in asked.moves)
     except ValueError:
@@ -108,7 +109,7 @@ def _alone(known: Isolated | None, asked: PairRequest, implementation: str) -> f
 def _partitioned(
     strategy: Strategy, asked: PairRequest, known: Isolated, comm_us: float, implementation: str
 ) -> list[StrategyCandidate]:
-    """A candidate for each number of units that both tables have."""
+    """Return a candidate for each number of units that both tables have."""
     assert strategy.partition is not None
     assert asked.gemm is not None
     bound_by_memory = known.bound(asked.gemm, asked.gemm_us)[0] is Bound.MEMORY
@@ -137,7 +138,7 @@ def _share(
     constants: Mapping[str, float],
     implementation: str,
 ) -> float:
-    """What a strategy hides of the shorter of the two."""
+    """Return the share of the shorter of the two that a strategy hides."""
     measured = None if known is None else _measured(strategy, units, asked, known, implementation)
     if measured is not None:
         return measured
@@ -145,14 +146,14 @@ def _share(
         return 0.0 if known is not None and _telling(known) else constants.get(strategy.name, 0.0)
     if strategy.mover.takes_units:
         return 1.0
-    # Nobody touches its collective: that share is the one of the same without a partition.
+    # Its collective runs undisturbed: the share is that of the same strategy without a partition.
     plain = dataclasses.replace(strategy, partition=None)
     twin = next((one for one in all_strategies() if _way(one) == _way(plain) and one.mover is strategy.mover), plain)
     return _share(twin, 0, asked, known, constants, implementation)
 
 
 def _is_left_to_device(strategy: Strategy) -> bool:
-    """True where blocks of the computation and of the collective may stand in line for the same units."""
+    """Return True if blocks of the computation and of the collective may queue for the same units."""
     return strategy.concurrent and strategy.mover.takes_units and _means(strategy) not in (Means.SPLIT, Means.THREADS)
 
 
@@ -161,7 +162,7 @@ def _means(strategy: Strategy) -> Means | None:
 
 
 def _way(strategy: Strategy) -> tuple[object, ...]:
-    """What a strategy is but for who moves the bytes."""
+    """Return the properties of a strategy except its mover."""
     return strategy.order, strategy.priority, strategy.partition
 
 
@@ -178,7 +179,7 @@ def _nearest(pairs: list[PairTimes], asked: PairRequest, known: Isolated) -> lis
 
 
 def _telling(known: Isolated) -> list[PairTimes]:
-    """Pairs of which so much can be hidden that it is more than what times differ by from run to run."""
+    """Return the pairs in which the shorter operation is longer than the noise from run to run."""
     return [
         pair
         for pair in known.pairs
@@ -188,9 +189,9 @@ def _telling(known: Isolated) -> list[PairTimes]:
 
 
 def _measured(strategy: Strategy, units: int, asked: PairRequest, known: Isolated, implementation: str) -> float | None:
-    """The median over measured pairs: of the same collective (or one that adds, too), the same bound, the same units,
-    if there are such. Where it is left to the device who gets units, the least of all pairs, if they differ: which it
-    will be is not known.
+    """Return the median over measured pairs: of the same collective (or one that adds, too), the same bound, the same
+    units, if there are such. If the device decides who gets units, return the least share of all pairs, if they differ:
+    the outcome is not known.
     """
     names = {one.name for one in all_strategies() if _way(one) == _way(strategy)}
     pairs = [pair for pair in _telling(known) if pair.implementation == implementation]
@@ -205,12 +206,12 @@ def _measured(strategy: Strategy, units: int, asked: PairRequest, known: Isolate
 
 
 def _with_units(units: int, found: Sequence[tuple[int, float]]) -> list[float]:
-    """Shares with these units, or all."""
+    """Return the shares with these units, or all if there are none."""
     return [share for taken, share in found if taken == units] or [share for _, share in found]
 
 
 def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: Isolated) -> list[tuple[int, float]]:
-    """Units, and what a strategy, by any of these names, has hidden of a pair with them."""
+    """Return the units and hidden share of a strategy, by any of these names, for a pair."""
     gemm_us = pair.serial_us - pair.comm_us
     found = []
     for (name, units), time_us in pair.times_us.items():
@@ -223,6 +224,6 @@ def _shares(names: Collection[str], strategy: Strategy, pair: PairTimes, known: 
             comm = known.comm_table(Workload(pair.gemm, pair.collective, pair.nbytes), (pair.implementation,))
             if strategy.mover.takes_units and comm is not None:
                 theirs *= comm.slowdown().get(units, 1.0)
-        # Nothing hides more than itself: what seems to is one of two times that differ from round to round.
+        # No operation hides more than itself: a greater share comes from times that differ from round to round.
         found.append((units, min(1.0, (ours + theirs - time_us) / min(ours, theirs))))
     return found

@@ -1,6 +1,6 @@
-"""What a runtime can decide from little (ConCCL paper, V-C and VI-G): who is launched first, and who gets which units.
+"""Heuristics for a runtime that knows little (ConCCL paper, V-C and VI-G): the order of launches, and units for each.
 
-Pure functions of numbers; each says why. ``model/heuristic.py`` feeds them the tables of a described machine.
+Pure functions of numbers with reasons. ``model/heuristic.py`` feeds them the tables of a described machine.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 EFFICIENCY = 0.7
-"""Of peak compute, memory and network bandwidth (ConCCL paper, V-C)."""
+"""Share of peak compute, memory and network bandwidth that is reached (ConCCL paper, V-C)."""
 TIE = 1.001
-"""Allocations whose times differ by less are one and the same."""
+"""Ratio of times below which two allocations count as equal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelDemand:
-    """What a runtime is about to launch.
+    """A kernel that a runtime is about to launch.
 
     Attributes:
-        name: for people.
-        workgroups: of its grid, which stand for the units that it wants; 0 on copy engines.
-        priority: of its stream; the greater comes first, whatever the workgroups.
+        name: name of the kernel in texts.
+        workgroups: number of workgroups of its grid, a proxy for the units that it wants; 0 on copy engines.
+        priority: priority of its stream; the greater comes first, whatever the workgroups.
     """
 
     name: str
@@ -31,7 +31,7 @@ class KernelDemand:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchOrder:
-    """Kernels in the order of their launches, and why."""
+    """Kernels in the order of their launches, with the reason."""
 
     kernels: tuple[KernelDemand, ...]
     reason: str
@@ -65,10 +65,10 @@ class UnitAllocation:
     """Units for a collective.
 
     Attributes:
-        units: the choice: the fewest of ``equal``.
+        units: chosen number of units: the fewest of ``equal``.
         equal: allocations that are expected to be best, and equally good.
-        expected_us: of both together, by allocation.
-        reason: why.
+        expected_us: expected time of both together in microseconds, by allocation.
+        reason: reason of the choice, in words.
     """
 
     units: int
@@ -84,9 +84,9 @@ def allocate(
 
     Args:
         gemm_us: expected time of the GEMM with all units (:func:`expected_gemm_us`).
-        comm_us: of the collective with the units that it takes alone (:func:`expected_comm_us`).
-        gemm_slowdown: of a profiled GEMM of the same bound that lost so many units; the look-up table.
-        comm_slowdown: of the profiled collective of the nearer size that has so many units.
+        comm_us: expected time of the collective with the units that it takes alone (:func:`expected_comm_us`).
+        gemm_slowdown: slowdown of a profiled GEMM of the same bound, by the units that it lost; the look-up table.
+        comm_slowdown: slowdown of the profiled collective of the nearer size, by the units that it has.
 
     Raises:
         ValueError: the two tables are empty, or not of the same units.
@@ -114,19 +114,19 @@ def allocate(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Spared:
-    """Units that a GEMM next to copy engines does without, and why."""
+    """Units that a GEMM next to copy engines does without, with the reason."""
 
     units: int
     reason: str
 
 
 def spare(memory_bound: bool, slowdown: Mapping[int, float]) -> Spared:
-    """Units to take from a GEMM whose collective needs none (ConCCL paper, VI-G).
+    """Return the units to take from a GEMM whose collective needs none (ConCCL paper, VI-G).
 
     Args:
         memory_bound: the GEMM is limited by its bytes; one that is limited by its operations keeps all.
-        slowdown: of a profiled memory-bound GEMM that lost so many units, below 1 where it is faster. No other table
-            is needed.
+        slowdown: slowdown of a profiled memory-bound GEMM by the units that it lost, below 1 if it is faster. No other
+            table is needed.
 
     >>> spare(True, {8: 0.95, 16: 0.97, 32: 1.0}).reason
     '8 units fewer: a memory-bound GEMM takes 0.95 of its time'
@@ -141,10 +141,10 @@ def spare(memory_bound: bool, slowdown: Mapping[int, float]) -> Spared:
 
 
 def expected_gemm_us(flops: float, traffic_bytes: float, peak_tflops: float, memory_gbps: float) -> float:
-    """Roofline time of a GEMM at ``EFFICIENCY`` of the peaks."""
+    """Return the roofline time of a GEMM in microseconds at ``EFFICIENCY`` of the peaks."""
     return max(flops / (peak_tflops * EFFICIENCY * 1e6), traffic_bytes / (memory_gbps * EFFICIENCY * 1e3))
 
 
 def expected_comm_us(sent_bytes: float, peak_gbps: float) -> float:
-    """Roofline time of a collective, from the bytes that a GPU sends and what its links carry."""
+    """Return the roofline time of a collective in microseconds, from a GPU's sent bytes and its links' bandwidth."""
     return sent_bytes / (peak_gbps * EFFICIENCY * 1e3)

@@ -1,7 +1,7 @@
-"""What was measured of GEMMs and collectives alone, and what follows: classes, and the partition heuristic's choices.
+"""Measured times of GEMMs and collectives alone, their classes, and the partition heuristic's choices.
 
-Pure: numbers in, choices with reasons out. ``sidelane tune --study c3`` measures, with a
-few pairs among it, from which ``c3.expected`` has what strategies hide.
+The module is pure: numbers in, choices with reasons out. ``sidelane tune --study c3`` measures, and adds a few pairs,
+from which ``c3.expected_times`` gets the hidden shares of strategies.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
 SENSITIVE = 0.5
-"""A GEMM that loses less than this share of what its lost units would cost in proportion is limited by its bytes."""
+"""Share of the proportional loss below which a GEMM counts as limited by its bytes."""
 
 LATENCY_FACTOR = 2.0
-"""A collective that takes less than so many times what the smallest one takes is limited by its latency."""
+"""Factor over the time of the smallest size below which a collective counts as limited by its latency."""
 
 
 class Limit(StrEnum):
-    """What a collective's time consists of, mostly."""
+    """Main part of a collective's time."""
 
     LATENCY = "latency"
     BANDWIDTH = "bandwidth"
@@ -34,13 +34,13 @@ class Limit(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GemmTimes:
-    """A GEMM by the units that it does without.
+    """Times of a GEMM by the units that it does without.
 
     Attributes:
-        gemm: its shape.
-        means: how they were taken (``strategy.Means``, or ``grid``).
-        units: of the device, or threads of a CPU rank.
-        times_us: by units taken; 0 is the whole device.
+        gemm: shape of the GEMM.
+        means: way in which units were taken (``strategy.Means``, or ``grid``).
+        units: number of units of the device, or threads of a CPU rank.
+        times_us: times in microseconds by units taken; 0 is the whole device.
     """
 
     gemm: Gemm
@@ -49,11 +49,11 @@ class GemmTimes:
     times_us: Mapping[int, float]
 
     def slowdown(self) -> dict[int, float]:
-        """Times over that with all units, by units taken."""
+        """Return the ratio to the time with all units, by units taken."""
         return {taken: us / self.times_us[0] for taken, us in sorted(self.times_us.items()) if taken}
 
     def sensitivity(self) -> float | None:
-        """How much of the slowdown in proportion to the units lost it has, at the most that were taken; None: unknown.
+        """Return the share of the proportional slowdown that it has, at the most units taken; None if it is unknown.
 
         >>> GemmTimes(Gemm(8, 8, 8), "split", 100, {0: 10.0, 50: 15.0}).sensitivity()
         0.5
@@ -67,13 +67,13 @@ class GemmTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CollectiveTimes:
-    """A collective of one size by the units that it is given.
+    """Times of a collective of one size by the units that it is given.
 
     Attributes:
-        collective: which.
-        nbytes: as in :class:`Workload`.
-        implementation: who ran it, in the variant that was fastest.
-        times_us: by units given; 0: as many as it likes.
+        collective: kind of the collective.
+        nbytes: bytes as in :class:`Workload`.
+        implementation: implementation that ran it, in its fastest variant.
+        times_us: times in microseconds by units given; 0: as many as it likes.
     """
 
     collective: Kind
@@ -82,20 +82,20 @@ class CollectiveTimes:
     times_us: Mapping[int, float]
 
     def slowdown(self) -> dict[int, float]:
-        """Times over that with as many units as it likes, by units given."""
+        """Return the ratio to the time with as many units as it likes, by units given."""
         return {given: us / self.times_us[0] for given, us in sorted(self.times_us.items()) if given}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairTimes:
-    """A GEMM and a collective under several strategies, measured in turns.
+    """Times of a GEMM and a collective under several strategies, measured in turns.
 
     Attributes:
         gemm, collective, nbytes: the pair.
-        implementation: who ran the collective.
-        comm_us: of the collective alone.
-        serial_us: of one after the other.
-        times_us: by name of a strategy and units taken from the GEMM.
+        implementation: implementation of the collective.
+        comm_us: time of the collective alone in microseconds.
+        serial_us: time of one after the other in microseconds.
+        times_us: times in microseconds by name of a strategy and units taken from the GEMM.
     """
 
     gemm: Gemm
@@ -109,14 +109,14 @@ class PairTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Isolated:
-    """Everything measured of a machine.
+    """Measurements of a machine.
 
     Attributes:
-        tflops: of the fastest GEMM.
-        memory_gbps: that a kernel reads and writes.
-        gemms: the curves; several of one shape by several means.
-        collectives: the curves.
-        pairs: both at once.
+        tflops: rate of the fastest GEMM in TFLOP/s.
+        memory_gbps: bandwidth of a kernel that reads and writes memory, in GB/s.
+        gemms: curves of GEMMs; several of one shape by several means.
+        collectives: curves of collectives.
+        pairs: times of both at once.
     """
 
     tflops: float
@@ -127,18 +127,19 @@ class Isolated:
 
     @property
     def flops_per_byte(self) -> float:
-        """Operations that the machine does while a byte moves: above it a GEMM is compute-bound."""
+        """Operations that the machine does in the time of a byte: above it a GEMM is compute-bound."""
         return self.tflops * 1e3 / self.memory_gbps
 
     def bound(self, gemm: Gemm, us: float | None = None) -> tuple[Bound, str]:
-        """What limits a GEMM, and why: how it took the loss of units if that was measured, else its operations a byte.
+        """Return the limit of a GEMM with the reason: by its measured loss with fewer units, else its operations a
+        byte.
 
         The least possible bytes call some memory-bound GEMMs compute-bound; the loss of units does not.
 
         Args:
-            gemm: which.
-            us: that it takes alone, if that is known: then one that was not measured with fewer units is limited by its
-                bytes also where it is much slower than the fastest.
+            gemm: GEMM to classify.
+            us: its time alone, if known: then a GEMM without measured losses counts as limited by its bytes also if it
+                is much slower than the fastest.
         """
         known = [curve.sensitivity() for curve in self._curves(gemm)]
         found = next((one for one in known if one is not None), None)
@@ -152,10 +153,10 @@ class Isolated:
         return bound, f"{gemm.flops / gemm.nbytes:.0f} operations a byte, the machine {self.flops_per_byte:.0f}"
 
     def gemm_us(self, gemm: Gemm) -> float:
-        """Time of a GEMM alone: measured, else at the rate of the one whose table it takes.
+        """Return the time of a GEMM alone: measured, or at the rate of the GEMM whose table it takes.
 
-        Where there is no table, by the roofline of the ConCCL paper (V-C), 70% of the fastest rate: which on two H200s
-        was 40% too long for GEMMs that were not measured, and hid collectives that were not hidden.
+        Without a table it is the roofline of the ConCCL paper (V-C), 70% of the fastest rate: on two H200s that
+        was 40% too long for GEMMs that were not measured, and predicted hidden collectives that were not hidden.
         """
         for curve in self._curves(gemm):
             return curve.times_us[0]
@@ -165,10 +166,10 @@ class Isolated:
         return heuristic.expected_gemm_us(gemm.flops, gemm.nbytes, self.tflops, self.memory_gbps)
 
     def comm_us(self, workload: Workload, among: Collection[str] | None = None) -> float:
-        """Time of a collective alone: of the nearest size that was measured, in proportion to its bytes.
+        """Return the time of a collective alone: of the nearest measured size, in proportion to its bytes.
 
         Args:
-            workload: the pair.
+            workload: pair with the collective.
             among: implementations; None: all. The fastest counts.
 
         Raises:
@@ -180,11 +181,12 @@ class Isolated:
         return curve.times_us[0] * workload.nbytes / curve.nbytes
 
     def gemm_table(self, gemm: Gemm, means: str | None = None, us: float | None = None) -> GemmTimes | None:
-        """The profiled GEMM whose slowdowns hold for another: of its bound if there is one, then of the nearest size.
+        """Return the profiled GEMM whose slowdowns hold for another: of its bound if there is one, then of the nearest
+        size.
 
         Args:
-            gemm: any.
-            means: by which it lost units; None: any.
+            gemm: any GEMM.
+            means: way in which it lost units; None: any.
             us: see :meth:`bound`.
         """
         able = [curve for curve in self.gemms if curve.slowdown() and means in (None, curve.means)]
@@ -193,10 +195,10 @@ class Isolated:
         return min(alike or able, key=lambda one: _apart(one.gemm.flops, gemm.flops), default=None)
 
     def comm_table(self, workload: Workload, among: Collection[str] | None = None) -> CollectiveTimes | None:
-        """The profiled collective whose slowdowns hold for one: of the nearest size, and then the fastest.
+        """Return the profiled collective whose slowdowns hold for another: of the nearest size, and then the fastest.
 
         Args:
-            workload: the pair.
+            workload: pair with the collective.
             among: implementations; None: all.
         """
         able = [c for c in self.collectives if c.collective is workload.collective and c.slowdown()]
@@ -204,11 +206,11 @@ class Isolated:
         return min(self._nearest(workload, able), key=lambda one: one.times_us[0]) if able else None
 
     def kind(self, workload: Workload) -> C3Class:
-        """G-long, C-long or GC-equal."""
+        """Return the class of a pair: G-long, C-long or GC-equal."""
         return classify(self.gemm_us(workload.gemm), self.comm_us(workload))
 
     def limit(self, collective: Kind, nbytes: int) -> Limit:
-        """Whether a size of a collective is limited by latency or by bandwidth.
+        """Return the limit of a collective of some size: latency or bandwidth.
 
         Raises:
             ValueError: no size of it was measured.
@@ -222,11 +224,11 @@ class Isolated:
         return Limit.LATENCY if within else Limit.BANDWIDTH
 
     def allocate(self, workload: Workload, implementation: str | None = None) -> heuristic.UnitAllocation:
-        """Units for a collective next to a GEMM, by the look-up tables that were measured (ConCCL paper, V-C).
+        """Return the units for a collective next to a GEMM, by the measured look-up tables (ConCCL paper, V-C).
 
         Args:
-            workload: the pair.
-            implementation: whose collective; None: the fastest that has a table.
+            workload: pair to run.
+            implementation: implementation of the collective; None: the fastest that has a table.
 
         Raises:
             ValueError: no GEMM of its bound, or no size of the collective, was measured with fewer units.
@@ -251,10 +253,10 @@ class Isolated:
         return dataclasses.replace(found, reason=reason)
 
     def slowed_beside(self, collective: Kind, implementation: str) -> float:
-        """By how much a GEMM slows a collective that has units of its own: memory and links are shared.
+        """Return the factor by which a GEMM slows a collective with units of its own: memory and links are shared.
 
-        The median over pairs that were measured, of times in which the collective was the longer part by far; of the
-        same collective, if there are such. 1 where there are none: the ConCCL paper's heuristic takes it so.
+        It is the median over measured pairs in which the collective was the longer part by far; of the same collective,
+        if there are such. It is 1 without such pairs, as the ConCCL paper's heuristic assumes.
         """
         found: dict[Kind, list[float]] = {}
         for pair in self.pairs:
@@ -275,7 +277,7 @@ class Isolated:
         return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
     def spare(self, gemm: Gemm) -> heuristic.Spared:
-        """Units to take from a GEMM next to copy engines (ConCCL paper, VI-G): needs the memory-bound table only."""
+        """Return the units to take from a GEMM next to copy engines (ConCCL paper, VI-G): by the memory-bound table."""
         bound, why = self.bound(gemm)
         tables = [c for c in self.gemms if c.slowdown() and self.bound(c.gemm)[0] is Bound.MEMORY]
         nearest = min(tables, key=lambda one: _apart(one.gemm.flops, gemm.flops), default=None)
@@ -283,7 +285,7 @@ class Isolated:
         return dataclasses.replace(found, reason=f"{found.reason} ({why})")
 
     def _curves(self, gemm: Gemm) -> list[GemmTimes]:
-        """Of this shape, those with the most points first."""
+        """Return the curves of this shape, those with the most points first."""
         same = [c for c in self.gemms if (c.gemm.m, c.gemm.n, c.gemm.k, c.gemm.dtype) == _shape(gemm)]
         return sorted(same, key=lambda one: (one.means == "grid", -len(one.times_us)))
 
@@ -302,5 +304,5 @@ def _shape(gemm: Gemm) -> tuple[int, int, int, str]:
 
 
 def _apart(one: float, other: float) -> float:
-    """How many times the greater of two is the smaller."""
+    """Return the ratio of the greater of two numbers to the smaller."""
     return max(one, other) / min(one, other)

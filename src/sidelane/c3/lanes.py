@@ -1,4 +1,4 @@
-"""Where a pair runs on an accelerator: streams, and what keeps a GEMM off some compute units."""
+"""Streams of a pair on an accelerator, and partitions that keep a GEMM off some compute units."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from sidelane.execute.cuda.partition import UnitSplit
 
 SMALLEST_SHARE = 8
-"""Where a sweep of partitions begins (ConCCL paper, V-B); it is also what Hopper's SMs come in."""
+"""Smallest number of units in a sweep of partitions (ConCCL paper, V-B); Hopper partitions SMs in this granularity."""
 
 
 LIMITS = (Means.TARGET, Means.CARVE_OUT)
-"""What a library is asked for."""
+"""Means that are requests to a library."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lanes:
-    """The streams of pairs; make them once a process, since torch hands out a limited number in turn.
+    """Streams of pairs; make them once a process, since torch hands out a limited number in turn.
 
     Attributes:
-        gemm: of the GEMM.
-        collective: of a collective without priority.
-        urgent: of one that goes before the GEMM.
-        limited: entered while the GEMM is launched.
+        gemm: stream of the GEMM.
+        collective: stream of a collective without priority.
+        urgent: stream of a collective that goes before the GEMM.
+        limited: context manager that is entered while the GEMM is launched.
     """
 
     gemm: torch.cuda.Stream
@@ -41,27 +41,27 @@ class Lanes:
 
     @staticmethod
     def on(device: torch.device) -> Lanes | None:
-        """Lanes on a device; None on a CPU."""
+        """Return lanes on a device; None on a CPU."""
         if device.type == "cpu":
             return None
         return Lanes(torch.cuda.Stream(device), torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1))
 
 
 class Partitions(Protocol):
-    """What gives a GEMM fewer units.
+    """Way to give a GEMM fewer units.
 
     Attributes:
-        units: that the device has.
+        units: number of units of the device.
     """
 
     units: int
 
     def objection(self, partition: Partition) -> str:
-        """Why there is no such partition here; empty if there is."""
+        """Return the reason why there is no such partition here; empty if there is."""
         ...
 
     def lanes(self, partition: Partition, units: int, usual: Lanes, *, confine: bool) -> Lanes:
-        """Lanes of a pair whose GEMM does without ``units``. ``confine``: the collective gets these and no others."""
+        """Return lanes for a pair whose GEMM lacks ``units``; with ``confine``, the collective gets only these."""
         ...
 
 
@@ -69,7 +69,7 @@ class DevicePartitions:
     """Partitions of an NVIDIA GPU; each is made once.
 
     Args:
-        device: the current one.
+        device: current device.
 
     Raises:
         UnavailableError: cuda-bindings is not installed.
@@ -85,7 +85,7 @@ class DevicePartitions:
 
     @staticmethod
     def on(device: torch.device) -> tuple[DevicePartitions | None, str]:
-        """Partitions of a device, or None and the reason."""
+        """Return the partitions of a device, or None and the reason."""
         if device.type == "cpu":
             return None, "on a CPU no units are taken from a GEMM (no green contexts)"
         try:
@@ -94,7 +94,7 @@ class DevicePartitions:
             return None, str(problem)
 
     def objection(self, partition: Partition) -> str:
-        """Found out by making one."""
+        """Return the reason why there is no such partition, which is found out by making one; empty if there is."""
         units = partition.units or SMALLEST_SHARE
         if partition.means not in LIMITS and partition.means is not Means.SPLIT:
             return f"the library's GEMM has no {partition.means}"
@@ -123,7 +123,7 @@ class DevicePartitions:
         return Lanes(gemm, self._stream(split.taken.stream), self._stream(split.taken.urgent))
 
     def is_ready(self, partition: Partition, units: int) -> bool:
-        """Its lanes need not be made first."""
+        """Return True if its lanes need not be made first."""
         return partition.means is not Means.SPLIT or units in self._splits
 
     def _split(self, units: int) -> UnitSplit:
@@ -141,11 +141,11 @@ class DevicePartitions:
 
 
 def shares(partition: Partition, units: int, memory_bound: bool) -> tuple[int, ...]:
-    """How many units to take from a GEMM, each to be tried: powers of two up to half of them where it is a sweep.
+    """Return the numbers of units to try to take from a GEMM: for a sweep, powers of two up to half of them.
 
     Args:
-        partition: of the strategy.
-        units: that the device has.
+        partition: partition of the strategy.
+        units: number of units of the device.
         memory_bound: the GEMM is limited by its bytes.
 
     >>> shares(Partition(), 132, memory_bound=False)

@@ -1,8 +1,8 @@
-"""Where a computation and collectives of one's own run under a strategy: streams on a GPU, engines on a CPU.
+"""Launch of a caller's computation and collectives under a strategy: on streams of a GPU, or engines of a CPU.
 
 A strategy that takes units has lanes of its own (``c3.lanes``). Under green contexts the computation runs on a stream
-of theirs, and so does its backward, since autograd runs that where the forward ran. What it saves is recorded there,
-so that torch's allocator does not give it away while the backward still reads it.
+of theirs, and so does its backward, since autograd runs that on the forward's stream. Tensors saved for backward are
+recorded there, so that torch's allocator does not reuse them while the backward still reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ S = TypeVar("S")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchMode:
-    """A strategy, and how many units it takes from the computation."""
+    """A strategy, and the number of units that it takes from the computation."""
 
     strategy: Strategy
     units: int = 0
@@ -40,9 +40,9 @@ class LaunchMode:
 
 
 def objection(strategy: Strategy, device: torch.device) -> str:
-    """Why a strategy is not for calls of one's own on a device; empty if it is.
+    """Return the reason why a strategy cannot run callers' calls on a device; empty if it can.
 
-    Here Sidelane is the library: under a strategy of the library's kernels a collective runs as it is fastest alone.
+    Here Sidelane is the library: under a strategy of the library's kernels a collective runs in its fastest way alone.
     """
     if not strategy.mover.as_asked:
         return "its collective is another call: make that under conccl or conccl_rp (copy_own_part=False, or in place)"
@@ -59,7 +59,7 @@ def objection(strategy: Strategy, device: torch.device) -> str:
 
 
 def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
-    """A strategy with each number of units that is worth a try."""
+    """Return a strategy with each number of units that is worth a try."""
     if strategy.partition is None:
         return (LaunchMode(strategy),)
     partitions, _ = partitions_of(device)
@@ -69,7 +69,7 @@ def ways_of(strategy: Strategy, device: torch.device) -> tuple[LaunchMode, ...]:
 
 @functools.cache
 def partitions_of(device: torch.device) -> tuple[DevicePartitions | None, str]:
-    """What gives computations on a device fewer units, made once; None with the reason where nothing does."""
+    """Return the partitions of a device, made once; None with the reason if it has none."""
     return DevicePartitions.on(device)
 
 
@@ -80,19 +80,19 @@ def run(
     on: Sequence[Communicator],
     released: Sequence[int] = (),
 ) -> tuple[list[T], S]:
-    """Run all; what comes next on the current stream follows all of them.
+    """Run all; the next work on the current stream follows all of them.
 
     Args:
-        way: to run them.
-        computes: one or several, see ``overlap``.
-        collective: likewise.
+        way: strategy and units.
+        computes: one computation or several, see ``overlap``.
+        collective: function that makes the collectives, see ``overlap``.
         on: communicators on one device.
         released: numbers of computations, and the one behind them for the collective, in the order of their release;
             empty for the order of the strategy.
 
     Raises:
         UnavailableError: no such lanes here, or none yet and a graph is captured.
-        Whatever the two raise.
+        Exceptions of the computations and the collective.
     """
     device, strategy = on[0].device, way.strategy
     if strategy.concurrent and device.type == "cuda":
@@ -111,18 +111,18 @@ def run(
 
 
 def _sorted(done: Mapping[int, Any]) -> tuple[list[Any], Any]:
-    """What computations have returned, in their order, and the collective."""
+    """Return the results of the computations, in their order, and of the collective."""
     *computed, told = (done[number] for number in range(len(done)))
     return computed, told
 
 
 class Beside:
-    """A communicator whose collectives are told what runs next to them, and wait for nobody on a CPU.
+    """Communicator for a strategy: it adds ``beside`` to its collectives, which do not block on a CPU.
 
     Args:
-        comm: that makes them.
-        strategy: how they run.
-        aside: the stream that they run on, if it is not the current one.
+        comm: communicator that makes them.
+        strategy: strategy of the calls.
+        aside: stream of the calls, if it is not the current one.
     """
 
     def __init__(self, comm: Communicator, strategy: Strategy, aside: torch.cuda.Stream | None) -> None:
@@ -180,7 +180,7 @@ def _on_streams(
         begun = released
         for number in order:
             road = roads[number] if number < len(roads) else aside
-            road.wait_event(begun)  # the one before is released, not ended
+            road.wait_event(begun)  # the one before has been released, not ended
             begun = torch.cuda.Event()
             begun.record(road)
             if road is aside:
@@ -200,10 +200,10 @@ def _on_streams(
                 begun.record(aside)
                 told = collective(*comms)
             for road in dict.fromkeys(roads):
-                road.wait_event(begun)  # the collective is released, not ended
+                road.wait_event(begun)  # the collective has been released, not ended
             computed = all_computed()
         else:
-            if first is not caller:  # whose release is the host's order; a lane's is not
+            if first is not caller:  # the host's order releases the caller's stream, but not a lane
                 begun = torch.cuda.Event()
                 begun.record(first)
                 aside.wait_event(begun)
@@ -229,17 +229,17 @@ def _computed(compute: Callable[[], T], road: torch.cuda.Stream, caller: torch.c
 def _roads(
     way: LaunchMode, device: torch.device, caller: torch.cuda.Stream, lanes: Lanes | None, count: int
 ) -> list[torch.cuda.Stream]:
-    """A stream for each computation: the caller's for the first. Those under green contexts have one for all."""
+    """Return a stream for each computation: the caller's for the first. Those under green contexts share one."""
     if lanes is not None and lanes.gemm is not caller:
         return [lanes.gemm] * count
     return [caller, *(_side_stream(device, False, -number) for number in range(1, count))]
 
 
 def _lanes(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> Lanes | None:
-    """Lanes of a way that takes units; None for one that does not.
+    """Return the lanes of a way that takes units; None for one that does not.
 
     Raises:
-        UnavailableError: no such lanes here, or none yet while a graph is captured, which cannot hold the making.
+        UnavailableError: no such lanes here, or none yet while a graph is captured, which cannot hold their making.
     """
     partition = way.strategy.partition
     if partition is None or not way.units:
@@ -249,13 +249,13 @@ def _lanes(way: LaunchMode, device: torch.device, caller: torch.cuda.Stream) -> 
         raise UnavailableError(f"overlap: {way}: {absent}")
     if torch.cuda.is_current_stream_capturing() and not partitions.is_ready(partition, way.units):
         raise UnavailableError(f"overlap: {way} has no lanes yet, and a graph is captured: call it once before")
-    # The computation stays on the caller's stream where nothing is shut off from it.
+    # The computation stays on the caller's stream if no units are shut off from it.
     usual = Lanes(caller, _side_stream(device, False, 0), _side_stream(device, True, 0))
     return partitions.lanes(partition, way.units, usual, confine=way.strategy.mover.takes_units)
 
 
 def _asides(way: LaunchMode, device: torch.device, lanes: Lanes | None, count: int) -> list[torch.cuda.Stream]:
-    """A stream for each communicator. Those that own units have one, on which collectives follow each other."""
+    """Return a stream for each communicator. Those that own units have one, on which collectives follow each other."""
     urgent, partition = bool(way.strategy.priority), way.strategy.partition
     splits = partition is not None and partition.means is Means.SPLIT
     if lanes is not None and splits and way.strategy.mover.takes_units:
@@ -270,7 +270,7 @@ def _side_stream(device: torch.device, urgent: bool, number: int) -> torch.cuda.
 
 @contextlib.contextmanager
 def kept_for_backward(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Record on a stream what is saved for backward meanwhile; hooks that are there already go on working."""
+    """Record tensors saved for backward meanwhile on a stream; existing hooks go on working."""
     if not torch.is_grad_enabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""The file of ``sidelane tune --study c3`` as curves, for those who choose by it."""
+"""Curves from the file of ``sidelane tune --study c3``, for choices by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sidelane.user_files import json_of, text_of
 
 GEMM, COLLECTIVE, MEMORY, BESIDE, PAIR = "gemm", "collective", "memory", "beside", "pair"
 SERIAL = "serial"
-"""``means`` of the row of a pair that the others of it are held against."""
+"""``means`` of the row of a pair with which the other rows of the pair are compared."""
 
 
 class CurvePoint(Protocol):
@@ -55,12 +55,12 @@ class CurvePoint(Protocol):
 
 
 def isolated_file(device_type: str, ranks: int) -> Path | None:
-    """The user's file of this machine; None without a home."""
+    """Return the user's file of this machine; None without a home."""
     return user_file(key_here(device_type, ranks), "{}-c3.json")
 
 
 def isolated_text(path: Path | None) -> str:
-    """Return the text of a user's file; "" where there is none that this user can read."""
+    """Return the text of a user's file; "" if there is none that this user can read."""
     try:
         return "" if path is None else path.read_text(encoding="utf-8")
     except OSError:
@@ -70,10 +70,10 @@ def isolated_text(path: Path | None) -> str:
 
 
 def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated | None:
-    """What is in a file of isolated times; None: the user's of this machine, which need not be there.
+    """Return the contents of a file of isolated times; None: the user's of this machine, which need not exist.
 
     Raises:
-        ValueError: there is no such file, it is another one, or says too little.
+        ValueError: there is no such file, it has another format, or lacks measurements.
     """
     if path is None:
         path = isolated_file(device_type, ranks)
@@ -85,14 +85,14 @@ def isolated_times(path: Path | None, device_type: str, ranks: int) -> Isolated 
 
 
 def parse_isolated(text: str, where: str) -> Isolated:
-    """What a file says.
+    """Return the contents of a file from its text.
 
     Args:
-        text: of the file.
-        where: it is, for errors.
+        text: text of the file.
+        where: path of the file, for errors.
 
     Raises:
-        ValueError: it is another file, or says too little.
+        ValueError: it has another format, or lacks measurements.
     """
     try:
         content = json_of(text)
@@ -106,7 +106,7 @@ def parse_isolated(text: str, where: str) -> Isolated:
 
 
 def gemm_of(row: CurvePoint) -> Gemm:
-    """The GEMM of a row, by its name in the table if it has these sizes, divided or not."""
+    """Return the GEMM of a row, by its name in the table if it has these sizes, divided or not."""
     plain = Gemm(row.m, row.n, row.k, row.dtype)
     tag, _, divisor = row.gemm.partition("/")
     if tag not in TABLE_I:
@@ -116,10 +116,10 @@ def gemm_of(row: CurvePoint) -> Gemm:
 
 
 def isolated_of(rows: Sequence[CurvePoint]) -> Isolated:
-    """What was measured as curves.
+    """Return the curves of measured rows.
 
     Raises:
-        ValueError: no GEMM, or nothing of the memory, was measured.
+        ValueError: rows of GEMMs or of the memory are missing.
     """
     timed = [row for row in rows if row.time_us is not None]
     gemms = tuple(_gemms([row for row in timed if row.what == GEMM]))
@@ -141,7 +141,7 @@ def _gemms(rows: Sequence[CurvePoint]) -> Iterable[GemmTimes]:
 def _collectives(rows: Sequence[CurvePoint]) -> Iterable[CollectiveTimes]:
     for (collective, nbytes, implementation), same in _alike(rows, "collective", "bytes", "implementation"):
         times: dict[int, float] = {}
-        for row in same:  # of several variants the fastest
+        for row in same:  # the fastest of several variants
             if row.time_us is not None:
                 times[row.units] = min(row.time_us, times.get(row.units, row.time_us))
         if 0 in times:

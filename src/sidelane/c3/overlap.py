@@ -1,4 +1,4 @@
-"""A computation and collectives of one's own at once: the strategy is given, expected to be best, or learned."""
+"""Run a caller's computation and collectives at once: the strategy is given, expected to be best, or learned."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _OURS = sorted(
     (one for one in strategies() if one.mover in (Mover.LIBRARY, Mover.DMA)), key=lambda strategy: strategy.preference
 )
 KERNELS = tuple(one.name for one in strategies() if one.mover in BY_KERNELS)
-"""Those whose bytes are moved by kernels, where a device has them: all that it takes, or of few thread blocks."""
+"""Names of strategies whose bytes kernels move, if a device has them: with all units that they take, or few blocks."""
 
 NAMES = tuple(strategy.name for strategy in _OURS if strategy.partition is None)
-"""Strategies for calls of one's own, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
+"""Names of strategies for callers' calls, the best guess first (docs/lab/hardware.md, "GEMM next to a collective")."""
 
 PARTITIONED = tuple(strategy.name for strategy in _OURS if strategy.partition is not None)
-"""Those that take compute units from the computation, where a device can."""
+"""Names of strategies that take compute units from the computation, if a device can."""
 
 
 @overload
@@ -85,33 +85,34 @@ def overlap(
     """Run a computation and collectives at once; the caller's next work follows both. Collective.
 
     Args:
-        compute: launches on the current stream what reads nothing that the collectives write. Gradients flow through
-            what it returns; where units are taken from it, its backward runs without them, too. Or several, none of
-            which reads what another writes: the second and following have streams of their own, but for those under
-            green contexts, which follow each other.
-        collective: gets a communicator for each of ``on`` and makes collectives on it, without ``async_op``. Those on
-            one follow each other, those on two lanes of a session do not. What else it launches follows the first.
-        on: one, or several.
+        compute: function that launches a computation on the current stream and reads nothing that the collectives
+            write. Gradients flow through its result; if units are taken from it, its backward runs without them, too.
+            Or several functions, none of which reads what another writes: the second and following have streams of
+            their own, but for those under green contexts, which follow each other.
+        collective: function that gets a communicator for each of ``on`` and makes collectives on it, without
+            ``async_op``. Those on one follow each other, those on two lanes of a session do not. Its other launches
+            follow the first.
+        on: one communicator, or several.
         strategy: ``conccl``, ``c3_sp``, ``priority``, ``c3_base`` or ``serial``; on GPUs also ``c3_rp``, ``c3_sp_rp``,
             ``c3_target`` and ``conccl_rp``, which take compute units from the computation (on units of their own
             collectives follow each other, and a graph can be captured once they have been used); or ``auto``, see
-            :func:`choose_overlap`. ``sm_base``, ``sm_sp``, ``sm_rp`` and so on have the collective moved by Sidelane's
-            kernels, whatever is fastest; ``cta_base`` and so on by kernels of few thread blocks, which collectives that
-            reduce have. The same on all ranks.
-        units: that such a strategy takes; None: the fewest, 8.
-        beside: what ``compute`` is (``Communicator.beside``); for ``auto``.
-        workgroups: of the kernels of each computation and, last, of the collective's (0 on copy engines). All are then
-            released from few to many, so that none starves (ConCCL paper, V-C and VII-B1), whoever the strategy would
-            release first; equals as they are given.
-        moves: what ``collective`` does: name and bytes of a collective, or several such pairs; for ``auto``.
+            :func:`choose_overlap`. ``sm_base``, ``sm_sp``, ``sm_rp`` and so on let Sidelane's kernels move the bytes,
+            whatever is fastest; ``cta_base`` and so on kernels of few thread blocks, which reductions have. The same on
+            all ranks.
+        units: number of units that such a strategy takes; None: the fewest, 8.
+        beside: description of ``compute`` (``Communicator.beside``); for ``auto``.
+        workgroups: number of workgroups of each computation's kernels and, last, of the collective's (0 on copy
+            engines). All are then released from few to many, so that none starves (ConCCL paper, V-C and VII-B1),
+            whatever the order of the strategy; equals in the given order.
+        moves: description of ``collective``: name and bytes of a collective, or several such pairs; for ``auto``.
 
     Returns:
-        What both have returned, of several computations a list.
+        Results of both; of several computations a list.
 
     Raises:
-        ValueError: there is no such strategy, here or at all, no communicator, or options that do not go together.
+        ValueError: the strategy is unknown or not available here, no communicator is given, or options conflict.
         UnavailableError: the device does not give these units.
-        Whatever the two raise. What has begun has ended by then, or follows in the order of the current stream.
+        Exceptions of the two. Work that has begun has ended by then, or follows in the order of the current stream.
     """
     comms = _several(on)
     if strategy == AUTO:
@@ -146,17 +147,17 @@ def _run(
 
 
 def _check_collective(collective: object, count: int) -> None:
-    """Refuse what would fail, or has run already, before the computation begins.
+    """Refuse a collective that would fail, or has run already, before the computation begins.
 
     Raises:
-        ValueError: it cannot be called, or takes another number of communicators.
+        ValueError: it is not callable, or takes another number of communicators.
     """
     taking = "a communicator" if count == 1 else f"{count} communicators"
     allowed = f"allowed=a callable that takes {taking}, such as lambda comm: comm.all_gather(output, input))"
     if not callable(collective):
         raise _refused(f"overlap: collective (value={collective!r}, {allowed}")
     if not isinstance(collective, FunctionType) or collective.__code__.co_flags & inspect.CO_VARARGS:
-        return  # what others take is dear to find out
+        return  # the signature of other callables is expensive to find out
     code = collective.__code__
     fewest = code.co_argcount - len(collective.__defaults__ or ())
     if not fewest <= count <= code.co_argcount:
@@ -164,7 +165,7 @@ def _check_collective(collective: object, count: int) -> None:
 
 
 def _releases(way: LaunchMode, count: int, workgroups: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of what is released, few workgroups first; empty where the strategy has the order."""
+    """Return the order of releases, few workgroups first; empty if the strategy has the order."""
     if not len(workgroups):
         return ()
     whole = all(isinstance(each, int) and each >= 0 for each in workgroups)
@@ -178,24 +179,24 @@ def _releases(way: LaunchMode, count: int, workgroups: Sequence[int]) -> tuple[i
 
 
 class Overlap:
-    """Runs a computation and collectives at once, tries every strategy first, and keeps the fastest.
+    """Runner of a computation and collectives at once: it tries every strategy first, and keeps the fastest.
 
     It is for one pair that comes again and again, such as a step of a training loop. Each strategy runs once to warm
     up and ``rounds`` times to be timed, in turn; then the ranks agree once, by the slowest of them. All calls give
-    right results. Inside a graph's capture nothing is timed: it holds what is chosen, or the first strategy.
+    correct results. Inside a graph's capture nothing is timed: it holds the chosen strategy, or the first one.
 
     Args:
         on: see :func:`overlap`.
-        strategies: names; by default all that take no units from the computation. Of one that does, each power of two
-            of units from 8 to half of them is tried.
-        rounds: how often each one is timed; the median counts.
+        strategies: names; by default all that take no units from the computation. A strategy that does is tried with
+            each power of two of units from 8 to half of them.
+        rounds: number of timed runs of each strategy; the median counts.
 
     Attributes:
-        strategy: what the next call runs.
-        times_us: by strategy, of the slowest rank; empty until the ranks have agreed.
+        strategy: strategy of the next call.
+        times_us: times of the slowest rank in microseconds, by strategy; empty until the ranks have agreed.
 
     Raises:
-        ValueError: no strategies, one that there is not, or no rounds.
+        ValueError: there are no strategies, an unknown one, or no rounds.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class Overlap:
         return done
 
     def __str__(self) -> str:
-        """What is chosen, and why."""
+        """Return the chosen strategy, with the reason."""
         if not self.times_us:
             return f"{self.strategy}: not decided yet" if self._best is None else f"{self.strategy}: nothing to choose"
         return f"{self.strategy}: " + ", ".join(f"{name} {us:.0f} us" for name, us in self.times_us.items())
@@ -266,10 +267,10 @@ class Overlap:
 
 
 def possible(name: str, device: torch.device) -> LaunchMode:
-    """The strategy of that name with the fewest units.
+    """Return the strategy of that name with the fewest units.
 
     Raises:
-        ValueError: there is none, or it is not for calls of one's own on that device.
+        ValueError: there is none, or it cannot run callers' calls on that device.
     """
     found = next((strategy for strategy in strategies() if strategy.name == name), None)
     reason = "there is none of that name" if found is None else objection(found, device)
@@ -290,7 +291,7 @@ def _way(name: str, units: int | None, device: torch.device) -> LaunchMode:
 
 
 class _Clock(contextlib.AbstractContextManager["_Clock"]):
-    """How long the work of a block takes, on the current stream or on a CPU."""
+    """Timer of the work of a block, on the current stream or on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -308,7 +309,7 @@ class _Clock(contextlib.AbstractContextManager["_Clock"]):
             self._events[1].record(torch.cuda.current_stream(self._device))
 
     def us(self) -> float:
-        """Microseconds. Waits for the work."""
+        """Return the time in microseconds. Waits for the work."""
         if self._device.type == "cuda":
             self._events[1].synchronize()
             return 1e3 * float(self._events[0].elapsed_time(self._events[1]))

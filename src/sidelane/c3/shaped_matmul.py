@@ -23,24 +23,25 @@ ALIGNMENT = 16
 
 
 class ShapedMatmul:
-    """``a @ b`` by a kernel whose blocks claim as much of a compute unit as they are told.
+    """Product ``a @ b`` by a kernel whose blocks claim a given part of a compute unit.
 
-    What it leaves free, the kernel of a collective finds on another stream (one of high priority, best). The shape is
-    a hint: where it cannot be had, ``torch.matmul`` computes the product, and ``ran`` says why. Gradients flow; the
-    products of the backward are ``torch.matmul``'s, unshaped. The first call for a size compiles: make it before a
+    The kernel of a collective on another stream (best one of high priority) can use the rest. The shape is
+    a hint: if it is not available, ``torch.matmul`` computes the product, and ``ran`` gives the reason. Gradients flow;
+    the products of the backward are ``torch.matmul``'s, unshaped. The first call for a size compiles: make it before a
     CUDA graph is captured.
 
     Args:
-        tiles: ``opt1`` (64x64x32), ``opt2`` (64x64x64), ``tuned`` (128x256x64), or a ``GemmShape`` of your own.
-        blocks: of the grid; 0: one for each tile.
-        blocks_per_unit: the most that a compute unit holds at once; None: as many as fit.
-        shaping: what :func:`choose_shaping` found, instead; ``torch.matmul`` runs where that shapes nothing.
+        tiles: tile sizes: ``opt1`` (64x64x32), ``opt2`` (64x64x64), ``tuned`` (128x256x64), or a ``GemmShape`` of your
+            own.
+        blocks: number of blocks of the grid; 0: one for each tile.
+        blocks_per_unit: largest number that a compute unit holds at once; None: as many as fit.
+        shaping: result of :func:`choose_shaping`, instead; ``torch.matmul`` runs if that shapes nothing.
 
     Attributes:
-        ran: what the last call ran, and why.
+        ran: kernel of the last call, with the reason.
 
     Raises:
-        ValueError: no such tiles, or numbers that are too small.
+        ValueError: the tiles are unknown, or a number is too small.
 
     >>> product = ShapedMatmul("opt1", blocks_per_unit=2)
     >>> c = product(torch.ones(4, 8), torch.ones(8, 2))
@@ -84,7 +85,7 @@ class ShapedMatmul:
             b: [k, n], the same.
 
         Returns:
-            [m, n], of their type; sums are float32.
+            Tensor [m, n], of their type; sums are float32.
 
         Raises:
             ValueError: tensors that do not fit together.
@@ -114,7 +115,7 @@ class ShapedMatmul:
 
 
 class _Product(torch.autograd.Function):
-    """The product, whose gradients are the library's products."""
+    """Product whose gradients are the library's products."""
 
     @staticmethod
     def forward(
@@ -132,7 +133,7 @@ class _Product(torch.autograd.Function):
 
 
 def _objection(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Why no kernel of ours computes it; empty if one does."""
+    """Return the reason why no kernel of ours computes it; empty if one does."""
     if a.device.type not in ("cpu", "cuda") or torch.version.hip is not None:
         return f"shaped GEMMs run on NVIDIA GPUs ({a.device.type})"
     if a.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -143,7 +144,7 @@ def _objection(a: torch.Tensor, b: torch.Tensor) -> str:
         return "Triton is not installed"
     if a.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "CPU tensors, and no interpreter (TRITON_INTERPRET=1)"
-    # Contiguous ones are taken where they lie; copies are aligned.
+    # Contiguous ones are read in place; copies are aligned.
     if any(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT for tensor in (a, b)):
         return f"tensors begin at multiples of {ALIGNMENT} bytes"
     return ""
@@ -176,7 +177,7 @@ def _on_units(shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tenso
 
 @functools.cache
 def _driver(device: torch.device) -> Driver:
-    """One for all products: it keeps what it has compiled."""
+    """Return one driver for all products: it keeps its compiled kernels."""
     from sidelane.execute.cuda.driver import Driver
 
     return Driver(device)

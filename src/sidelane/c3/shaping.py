@@ -1,4 +1,4 @@
-"""Which shape of a GEMM, and whether a priority, suits pipelined iterations (overlap paper): a choice that says why."""
+"""Choice of a GEMM's shape, and of a priority, for pipelined iterations (overlap paper), with a reason."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sidelane.program.collective import Kind
 from sidelane.user_files import json_of, text_of
 
 LEAST_SAVED = 0.01
-"""Of the time: below it shaping is not worth a kernel that is slower alone."""
+"""Share of the time that shaping must save: below it a kernel that is slower alone is not worth it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shaping:
-    """A way to run the iterations, and its time.
+    """Way to run the iterations, and its time.
 
     Attributes:
-        shape: of the GEMM, by name.
-        blocks: of its grid.
-        resident: blocks that a compute unit holds; 0 where nobody knows.
-        limited: fewer than fit, by more shared memory than they need, or fewer blocks than tiles.
+        shape: name of the GEMM's shape.
+        blocks: number of blocks of its grid.
+        resident: number of blocks that a compute unit holds; 0 if it is not known.
+        limited: fewer blocks than fit, by more shared memory than they need, or fewer blocks than tiles.
         priority: the collectives' stream goes before the GEMMs'.
-        time_us: of the iterations, overlapped.
+        time_us: time of the overlapped iterations in microseconds.
     """
 
     shape: str
@@ -43,7 +43,7 @@ class Shaping:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShapingChoice:
-    """The way to take, what it saves (0.2: 20% of the time), and why."""
+    """Chosen way, the share of the time that it saves (0.2: 20%), and the reason."""
 
     shaping: Shaping
     saved: float
@@ -51,10 +51,10 @@ class ShapingChoice:
 
 
 def choose(measured: Sequence[Shaping]) -> ShapingChoice:
-    """Take the fastest way, unless the fastest that shapes nothing is as good.
+    """Return the fastest way, unless the fastest that shapes nothing is as good.
 
     Args:
-        measured: at least one without limits and without priority, which the others are held against.
+        measured: at least one without limits and without priority, with which the others are compared.
 
     Raises:
         ValueError: there is none.
@@ -97,22 +97,22 @@ class ShapingRow(Protocol):
 
 
 def shaping_of(row: ShapingRow, rows: Sequence[ShapingRow]) -> Shaping:
-    """A row as a way to choose from; ``rows``: all of its pair, which say how many blocks fit a unit."""
+    """Return a row as a way to choose from; ``rows``: all of its pair, which tell how many blocks fit a unit."""
     most = max(other.resident for other in rows if other.shape == row.shape)
     limited = row.grid != "data-parallel" or row.resident < most
     return Shaping(row.shape, row.blocks, row.resident, limited, row.priority, row.time_us or 0.0)
 
 
 def choose_shaping(file: str | Path, gemm: tuple[int, int, int], collective: Kind | str) -> ShapingChoice:
-    """The shape, the occupancy and the priority that were fastest for pipelined iterations on this machine, and why.
+    """Return the shape, the occupancy and the priority that were fastest for pipelined iterations on this machine.
 
     Args:
-        file: of ``sidelane c3 --study occupancy --json``.
-        gemm: m, n and k of one that was measured there.
-        collective: of its iterations.
+        file: file of ``sidelane c3 --study occupancy --json``.
+        gemm: m, n and k of a GEMM that was measured there.
+        collective: collective of its iterations.
 
     Raises:
-        ValueError: the file cannot be read, is another one, or has no times of such a pair.
+        ValueError: the file cannot be read, has another format, or has no times of such a pair.
     """
     kind = str(Kind(collective))
     try:

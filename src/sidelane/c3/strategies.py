@@ -1,7 +1,7 @@
-"""The strategies that there are, under which a computation and a collective run together.
+"""Registry of strategies, under which a computation and a collective run together.
 
-A new strategy is a new entry here. The studies, ``overlap``, the simulator and the commands go by the value; what a
-machine cannot run of it is said by whoever would run it.
+A new strategy is a new entry here. The studies, ``overlap``, the simulator and the commands use the value; the code
+that runs a strategy objects if a machine cannot.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _registered: dict[str, Strategy] = {}
 
 
 def register(strategy: Strategy) -> Strategy:
-    """Make a strategy known.
+    """Register a strategy.
 
     Raises:
-        ValueError: there is another of that name.
+        ValueError: another one has that name.
     """
     if _registered.setdefault(strategy.name, strategy) != strategy:
         raise ValueError(f"register: name (value={strategy.name!r}, allowed=what no strategy has)")
@@ -25,12 +25,12 @@ def register(strategy: Strategy) -> Strategy:
 
 
 def strategies() -> tuple[Strategy, ...]:
-    """All, serial first, then by who moves the bytes, and what takes the fewest means first."""
+    """Return all strategies, serial first, then by mover, and those with the fewest means first."""
     return tuple(sorted(_registered.values(), key=_place))
 
 
 def named(name: str) -> Strategy:
-    """The strategy of that name.
+    """Return the strategy of that name.
 
     Raises:
         ValueError: there is none.
@@ -82,7 +82,7 @@ C3_SP = register(
 )
 register(C3_SP.by_kernels("sm_sp"))
 
-# The GEMM first, the collective on a stream that goes before it wherever the machine has to choose.
+# The GEMM first, the collective on a stream of higher priority.
 PRIORITY = register(
     Strategy(
         name="priority",
@@ -119,7 +119,7 @@ C3_SP_RP = register(
 )
 register(C3_SP_RP.by_kernels("sm_sp_rp"))
 
-# The collective first, next to a GEMM whose library counts on fewer units: nobody is kept off any.
+# The collective first, next to a GEMM whose library counts on fewer units: no unit is closed to it.
 C3_TARGET = register(
     Strategy(
         name="c3_target",
@@ -131,10 +131,10 @@ C3_TARGET = register(
 )
 register(C3_TARGET.by_kernels("sm_target"))
 
-# The library's collective with a number of CTAs that is varied (NCCL's ``max_ctas``): the best of them is reported.
+# The library's collective with a varied number of CTAs (NCCL's ``max_ctas``): the best of them is reported.
 #
-# Fewer CTAs leave more of the GPU to the GEMM, and take longer. Nobody keeps the GEMM off them; under ``cta_target`` it
-# leaves as many units as there are CTAs of its own accord.
+# Fewer CTAs leave more of the GPU to the GEMM, and take longer. The GEMM may still use their units; under
+# ``cta_target`` it leaves as many units as there are CTAs of its own accord.
 register(C3_BASE.by_ctas("cta_base"))
 register(C3_SP.by_ctas("cta_sp"))
 register(PRIORITY.by_ctas("cta_priority"))
@@ -142,7 +142,7 @@ register(C3_TARGET.by_ctas("cta_target"))
 
 # The library's collective on copy engines.
 #
-# Its best chance: released first, and in place where the collective has that.
+# In its best case: released first, and in place if the collective has that.
 register(
     Strategy(
         name="nccl_ce",
@@ -154,7 +154,7 @@ register(
 
 # The collective on copy engines (ConCCL paper, VI).
 #
-# It is released first: where it has a copy inside one GPU (the caller's own chunk), that copy would wait for the end of
+# It is released first: a copy inside one GPU (the caller's own chunk) would wait for the end of
 # a GEMM that was released before it (docs/lab/hardware.md, "Copy engines").
 CONCCL = register(
     Strategy(
@@ -168,7 +168,7 @@ CONCCL = register(
 
 # The collective on copy engines, and memory-bound GEMMs on fewer units (ConCCL paper, VI-F).
 MEMORY_BOUND_UNITS = 8
-"""What the paper takes from a memory-bound GEMM on an MI300X (VI-G): a unit of each of its dies."""
+"""Units that the paper takes from a memory-bound GEMM on an MI300X (VI-G): one of each of its dies."""
 
 CONCCL_RP = register(
     Strategy(
@@ -180,10 +180,10 @@ CONCCL_RP = register(
     )
 )
 
-# All-to-alls on copy engines without the copy of the own part inside a GPU, which takes turns with the GEMM.
+# All-to-alls on copy engines without the copy of the own part inside a GPU, which serialises with the GEMM.
 #
-# ``conccl_left``: the own part stays where it is (``copy_own_part=False``). ``conccl_in_place``: input and output are
-# the same bytes, and what is sent is staged first, which among two ranks is a copy of as many bytes.
+# ``conccl_left``: the own part stays in place (``copy_own_part=False``). ``conccl_in_place``: input and output are
+# the same bytes, and sent bytes are staged first, which among two ranks is a copy of as many bytes.
 LEAVING = "an all-to-all leaves own parts where they are"
 
 for _strategy, _name in ((CONCCL, "conccl_left"), (CONCCL_RP, "conccl_rp_left")):

@@ -1,7 +1,7 @@
-"""A strategy, under which a GEMM and a collective run, as a value; and the arithmetic that judges it.
+"""Strategies as values, under which a GEMM and a collective run; and the arithmetic of their speedups.
 
-``c3.run`` and ``c3.overlap`` turn the value into launches, ``model.strategies`` into a prediction. The strategies that
-there are stand in ``c3.strategies``.
+``c3.launch`` and ``c3.overlap`` turn the value into launches, ``model.strategies`` into a prediction. ``c3.strategies``
+registers all strategies.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from enum import StrEnum
 from sidelane.fields import an, at_least, one_of, optional, settle, switch, text, whole
 
 LEAST_GAIN = 0.05
-"""Ideal gain below which a percentage of it says nothing."""
+"""Ideal gain below which a percentage of it is meaningless."""
 
 
 class Order(StrEnum):
-    """Who is released first. ``serial``: the collective follows the GEMM on one stream."""
+    """Order of the releases. ``serial``: the collective follows the GEMM on one stream."""
 
     SERIAL = "serial"
     GEMM_FIRST = "gemm first"
@@ -25,12 +25,12 @@ class Order(StrEnum):
 
 
 class Mover(StrEnum):
-    """Who moves the bytes of the collective.
+    """Mover of the collective's bytes.
 
-    LIBRARY: kernels of the vendor's library; on CPUs its threads play their part.
-    LIBRARY_CTAS: the same kernels with numbers of workgroups that are tried one after another.
+    LIBRARY: kernels of the vendor's library; on CPUs its threads.
+    LIBRARY_CTAS: the same kernels with several numbers of workgroups, one after another.
     DMA: copy engines, by Sidelane. LIBRARY_DMA: copy engines, by the library. SM: Sidelane's kernels.
-    DMA_LEFT: as DMA, of an all-to-all that leaves own parts in the input. DMA_IN_PLACE: of one in place.
+    DMA_LEFT: DMA for an all-to-all that leaves own parts in the input. DMA_IN_PLACE: DMA for one in place.
     """
 
     LIBRARY = "library"
@@ -43,18 +43,18 @@ class Mover(StrEnum):
 
     @property
     def implementations(self) -> tuple[str, ...]:
-        """Names of the implementations of a study that are this mover, in order of preference."""
+        """Names of a study's implementations of this mover, in order of preference."""
         return LIBRARY if self is Mover.LIBRARY else (str(self),)
 
     @property
     def takes_units(self) -> bool:
-        """It runs on compute units, as the GEMM does."""
+        """True if it runs on compute units, as the GEMM does."""
         return self in (Mover.LIBRARY, Mover.LIBRARY_CTAS, Mover.SM)
 
     @property
     def as_asked(self) -> bool:
-        """It makes the call that was asked for. Others do less, or want the tensors elsewhere: nobody chooses these for
-        a caller, and no ideal is reckoned with their times.
+        """True if it makes exactly the requested call. Others do less, or need the tensors elsewhere: they are never
+        chosen for a caller, and their times count for no ideal.
         """
         return self not in (Mover.DMA_LEFT, Mover.DMA_IN_PLACE)
 
@@ -64,11 +64,11 @@ LIBRARY = ("nccl", "gloo")
 
 
 class Means(StrEnum):
-    """How a GEMM is made to do without units.
+    """Way to make a GEMM do without units.
 
     SPLIT: they are shut off from it (green contexts), and a collective made of kernels runs on them alone. TARGET: its
-    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same, as torch asks for it. GRID: a kernel of ours has
-    fewer blocks. Under these three nobody owns the units. THREADS: on a CPU, threads of the computation.
+    library is asked to count on fewer (cuBLAS). CARVE_OUT: the same request through torch. GRID: a kernel of ours has
+    fewer blocks. Under these three no kernel owns the units. THREADS: on a CPU, threads of the computation.
     """
 
     SPLIT = "split"
@@ -86,9 +86,9 @@ class Partition:
     """Compute units that the GEMM does without for its whole run.
 
     Attributes:
-        units: how many, 1 or more. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
+        units: number of units, 1 or more. None: powers of two are swept, and the best is taken (ConCCL paper, V-B).
         memory_bound_only: a GEMM that is limited by its operations keeps all.
-        means: how they are taken.
+        means: way in which they are taken.
     """
 
     units: int | None = None
@@ -99,10 +99,10 @@ class Partition:
         settle(self, units=_UNITS, memory_bound_only=switch, means=_MEANS)
 
     def taken(self, swept: int, memory_bound: bool) -> int:
-        """Units taken from a GEMM.
+        """Return the units taken from a GEMM.
 
         Args:
-            swept: what the sweep is at.
+            swept: current number of the sweep.
             memory_bound: the GEMM is limited by its bytes.
 
         >>> Partition(8, memory_bound_only=True).taken(0, memory_bound=False)
@@ -121,16 +121,16 @@ class Strategy:
     """One way to run a pair.
 
     Attributes:
-        name: as commands and result files have it.
-        order: who is released first.
-        mover: who moves the bytes of the collective.
-        recipe: one line for people.
-        priority: of the collective's stream: 1 puts it before the GEMM's wherever the machine has to choose.
+        name: name in commands and result files.
+        order: order of the releases.
+        mover: mover of the collective's bytes.
+        recipe: description in one line.
+        priority: priority of the collective's stream: 1 puts it before the GEMM's wherever the device schedules.
         partition: units taken from the GEMM; None: it competes for all.
-        preference: the least is tried first where nothing was measured.
+        preference: rank in the order of trials without measurements; the lowest is first.
 
     Raises:
-        ValueError: a priority or a partition where nothing runs at once, or a priority that is neither 0 nor 1.
+        ValueError: a priority or a partition for a serial strategy, or a priority that is neither 0 nor 1.
     """
 
     name: str
@@ -151,25 +151,25 @@ class Strategy:
 
     @property
     def concurrent(self) -> bool:
-        """Both run at once."""
+        """True if both run at once."""
         return self.order is not Order.SERIAL
 
     def implementation(self, available: Collection[str]) -> str | None:
-        """The implementation that this strategy uses here, or None when there is none."""
+        """Return the implementation that this strategy uses here, or None if there is none."""
         return next((name for name in self.mover.implementations if name in available), None)
 
     def by_kernels(self, name: str) -> Strategy:
-        """The same with Sidelane's kernels as the mover."""
+        """Return the same strategy with Sidelane's kernels as the mover."""
         return dataclasses.replace(self, name=name, mover=Mover.SM, preference=100)
 
     def by_ctas(self, name: str) -> Strategy:
-        """The same with the library's kernels in numbers of workgroups that are varied."""
+        """Return the same strategy with the library's kernels in varied numbers of workgroups."""
         recipe = f"{self.recipe}; of the best number of CTAs"
         return dataclasses.replace(self, name=name, mover=Mover.LIBRARY_CTAS, recipe=recipe, preference=100)
 
 
 def ideal_speedup(gemm_us: float, comm_us: float) -> float:
-    """Speedup over serial execution if the shorter of the two were hidden entirely (ConCCL paper, section IV-B3).
+    """Return the speedup over serial if the shorter of the two were hidden entirely (ConCCL paper, section IV-B3).
 
     >>> round(ideal_speedup(1410.0, 1840.0), 3)
     1.766
@@ -178,20 +178,20 @@ def ideal_speedup(gemm_us: float, comm_us: float) -> float:
 
 
 def speedup(gemm_us: float, comm_us: float, time_us: float) -> float:
-    """Speedup of a concurrent run over the sum of the isolated times."""
+    """Return the speedup of a concurrent run over the sum of the isolated times."""
     return (gemm_us + comm_us) / time_us
 
 
 def percent_of_ideal(gemm_us: float, comm_us: float, time_us: float) -> float | None:
-    """How much of the ideal gain was reached: 0 is serial, 100 is the longer of the two alone; it can be negative.
+    """Return the reached share of the ideal gain: 0 is serial, 100 the longer of the two alone; it can be negative.
 
-    Undefined (None) where the shorter of the two is less than 5% of the longer: what is to be gained then is no
-    more than what times differ by from run to run, and the number would be about nothing else.
+    It is undefined (None) if the shorter of the two is less than 5% of the longer: the possible gain is then no more
+    than the noise from run to run, and the number would be meaningless.
 
     Args:
-        gemm_us: isolated time of the GEMM.
-        comm_us: isolated time of the collective. The strict number takes the fastest implementation that was measured,
-            the papers' number takes the vendor library's.
+        gemm_us: isolated time of the GEMM in microseconds.
+        comm_us: isolated time of the collective. The strict number takes the fastest measured implementation, the
+            papers' number takes the vendor library's.
         time_us: time of both together.
 
     >>> round(percent_of_ideal(1410.0, 1840.0, 1860.0), 1)

@@ -1,4 +1,4 @@
-"""What runs side by side: one GEMM and one collective, and the taxonomy of such pairs (ConCCL paper, section III)."""
+"""Workloads: one GEMM and one collective side by side, and the taxonomy of such pairs (ConCCL paper, section III)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane.sizes import format_bytes, parse_bytes
 
 COMPARABLE = 1.15
-"""Two isolated times are comparable if neither exceeds the other by more than this factor (ConCCL paper, III)."""
+"""Largest factor between two isolated times that count as comparable (ConCCL paper, III)."""
 
 CPU_GEMM_FLOPS = 2_500_000_000
 """Largest GEMM that a CPU rank runs: 25 to 50 milliseconds on one core at 50 to 100 GFLOP/s."""
@@ -37,7 +37,7 @@ TABLE_I: dict[str, tuple[int, int, int]] = {
 
 
 class C3Class(StrEnum):
-    """Which side of the pair takes longer when each runs alone."""
+    """Longer side of a pair, when each runs alone."""
 
     G_LONG = "G-long"
     C_LONG = "C-long"
@@ -45,7 +45,7 @@ class C3Class(StrEnum):
 
 
 class Bound(StrEnum):
-    """What limits a GEMM that runs alone."""
+    """Limit of a GEMM that runs alone."""
 
     COMPUTE = "compute"
     MEMORY = "memory"
@@ -53,15 +53,15 @@ class Bound(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gemm:
-    """``C[m, n] = A[m, k] @ B[k, n]``.
+    """A matrix product ``C[m, n] = A[m, k] @ B[k, n]``.
 
     Attributes:
-        m: rows of the result.
-        n: columns of the result.
+        m: number of rows of the result.
+        n: number of columns of the result.
         k: length of the sums.
-        dtype: of all three matrices, as torch names it.
+        dtype: dtype of all three matrices, as torch names it.
         tag: name in Table I of the ConCCL paper, else empty.
-        divisor: what every dimension of the named GEMM was divided by (1: the GEMM itself).
+        divisor: number by which every dimension of the named GEMM was divided (1: the GEMM itself).
     """
 
     m: int
@@ -79,14 +79,14 @@ class Gemm:
 
     @property
     def name(self) -> str:
-        """``cb1``, ``cb1/8`` (every dimension divided by 8) or ``512x512x2048``."""
+        """Name: ``cb1``, ``cb1/8`` (every dimension divided by 8) or ``512x512x2048``."""
         if not self.tag:
             return f"{self.m}x{self.n}x{self.k}"
         return self.tag if self.divisor == 1 else f"{self.tag}/{self.divisor}"
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.m * self.n * self.k
 
     @property
@@ -95,7 +95,7 @@ class Gemm:
         return (self.m * self.k + self.k * self.n + self.m * self.n) * ELEMENT_BYTES[self.dtype]
 
     def bound(self, machine_flops_per_byte: float, measured_bytes: float | None = None) -> Bound:
-        """Compute-bound if the GEMM does more operations per byte than the machine can (ConCCL paper, section III).
+        """Return compute if the GEMM does more operations per byte than the machine can (ConCCL paper, section III).
 
         Args:
             machine_flops_per_byte: peak arithmetic rate over peak memory bandwidth.
@@ -106,7 +106,7 @@ class Gemm:
         return Bound.COMPUTE if intensity > machine_flops_per_byte else Bound.MEMORY
 
     def scaled(self, divisor: int) -> Gemm:
-        """The GEMM with every dimension divided (rounded up), for machines that cannot run the whole one."""
+        """Return the GEMM with every dimension divided (rounded up), for machines that cannot run the whole one."""
         if divisor < 1:
             raise ValueError(f"Gemm.scaled: divisor (value={divisor}, allowed=1 or more)")
         m, n, k = (-(-size // divisor) for size in (self.m, self.n, self.k))
@@ -133,17 +133,17 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """In the style of the ConCCL paper's Table II: ``cb1_896M all_gather``."""
+        """Name in the style of the ConCCL paper's Table II: ``cb1_896M all_gather``."""
         return f"{self.gemm.name}_{format_bytes(self.nbytes)} {self.collective}"
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What rows of result files say of it."""
+        """Columns of result files for the workload."""
         gemm = {"gemm": self.gemm.name, "m": self.gemm.m, "n": self.gemm.n, "k": self.gemm.k, "dtype": self.gemm.dtype}
         return {**gemm, "collective": self.collective, "bytes": self.nbytes}
 
     def scaled_for_cpu(self, flops: int = CPU_GEMM_FLOPS) -> Workload:
-        """The same pair at a size that a CPU core finishes in tens of milliseconds.
+        """Return the same pair at a size that a CPU core finishes in tens of milliseconds.
 
         Every dimension of the GEMM is divided by one power of two, the smallest that brings it to ``flops``, and the
         bytes by the same number. That about keeps the relation of the two times: a core does some 20 operations in the
@@ -160,7 +160,7 @@ class Workload:
 
 
 def classify(gemm_us: float, comm_us: float) -> C3Class:
-    """The C3 type of a pair from isolated times in microseconds (ConCCL paper, section III).
+    """Return the C3 type of a pair from isolated times in microseconds (ConCCL paper, section III).
 
     >>> str(classify(1410.0, 1840.0))
     'C-long'
@@ -176,7 +176,7 @@ def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
     """Read a tag of Table I (``cb1``) or ``MxNxK`` (``8192x8192x8192``).
 
     Raises:
-        ValueError: neither.
+        ValueError: the text is neither.
     """
     if text in TABLE_I:
         return Gemm(*TABLE_I[text], dtype, tag=text)
@@ -190,7 +190,7 @@ def parse_workload(text: str, collective: Kind = Kind.ALL_GATHER, dtype: str = "
     """Read a pair as Table II of the ConCCL paper writes it: ``cb1_896M``, ``mb2_3.25G``, ``4096x4096x4096_64M``.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text has another form.
     """
     gemm, separator, size = text.rpartition("_")
     if not separator:

@@ -1,4 +1,4 @@
-"""Which way of running a collective suits a call: candidates, measured profiles, and the choice with its reason."""
+"""Choice of a way to run a call: candidates, measured profiles, and the choice with its reason."""
 
 from sidelane.choice.candidate import Abilities, Candidate, candidates, objection
 from sidelane.choice.choose import Choice, choose

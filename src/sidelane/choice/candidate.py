@@ -1,8 +1,8 @@
-"""Every way in which a call could run.
+"""Candidates: every way in which a call could run.
 
-Algorithms for copy engines say themselves what they are legal for (``program.builders``). A kernel is added to
-``SM_VARIANTS`` and, where it is not legal for every call, as a line to :func:`objection`. Backends say what their
-machine has of it (``Abilities``).
+Algorithms for copy engines declare for which calls they are legal (``program.builders``). A kernel is added to
+``SM_VARIANTS`` and, if it is not legal for every call, as a line to :func:`objection`. Backends declare which of them
+their machine has (``Abilities``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sidelane.program.variant import Variant
 
 DMA, SM = "dma", "sm"
 IMPLEMENTATIONS = (DMA, SM)
-"""Copy engines, and kernels that move the bytes themselves. In order of preference between equals."""
+"""Names of implementations: copy engines, and kernels that move the bytes. In order of preference between equals."""
 
 SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
     Kind.ALL_GATHER: ("one_shot",),
@@ -32,15 +32,15 @@ SM_VARIANTS: dict[Kind, tuple[str, ...]] = {
 }
 
 FIRST = "b2b"
-"""One engine a rank: where peers share a copy engine, as on the machines measured so far, the variant to try first."""
+"""Variant to try first: one engine a rank, since peers share a copy engine on the machines measured so far."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a machine has; the same on every rank of a group. By default what every machine has.
+    """Abilities of a machine; the same on every rank of a group. The default is what every machine has.
 
     Attributes:
-        implementations: of ``IMPLEMENTATIONS``.
+        implementations: implementations that it has, of ``IMPLEMENTATIONS``.
         captures: callers can capture calls into graphs.
     """
 
@@ -48,7 +48,7 @@ class Abilities:
     captures: bool = False
 
     def include(self, candidate: Candidate) -> bool:
-        """True if the candidate exists on the machine."""
+        """Return True if the candidate exists on the machine."""
         return candidate.implementation in self.implementations
 
 
@@ -61,7 +61,7 @@ class Candidate:
 
     Attributes:
         implementation: ``dma`` or ``sm``.
-        variant: algorithm within it, unique among all of a collective: what selects it as ``variant=`` of a call.
+        variant: algorithm within it, unique among all of a collective; ``variant=`` of a call selects it.
     """
 
     implementation: str
@@ -69,16 +69,16 @@ class Candidate:
 
     @property
     def launches_kernels(self) -> bool:
-        """It takes compute units to move the bytes (not counting what the sum of a reduction takes)."""
+        """True if it takes compute units to move the bytes (not counting those for the sum of a reduction)."""
         return self.implementation == SM
 
     @property
     def takes_turns(self) -> bool:
-        """Its calls run two programs in turn."""
+        """True if its calls run two programs in turn."""
         return self.implementation == DMA and in_turns(self.variant)
 
     def algorithm(self, kind: Kind) -> Algorithm | None:
-        """What builds its programs; None for kernels."""
+        """Return the builder of its programs; None for kernels."""
         return find_algorithm(kind, self.variant) if self.implementation == DMA else None
 
     def __str__(self) -> str:
@@ -86,17 +86,17 @@ class Candidate:
 
 
 def find(kind: Kind, name: str) -> Candidate | None:
-    """The candidate of ``kind`` that is that variant; None if there is none."""
+    """Return the candidate of ``kind`` with that variant; None if there is none."""
     return _by_name(kind).get(name)
 
 
 def everything(kind: Kind, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
-    """Every candidate that a machine has for a collective, legal or not, in order of preference between equals."""
+    """Return every candidate that a machine has for a collective, legal or not, the preferred ones first."""
     return tuple(filter(abilities.include, _by_name(kind).values()))
 
 
 def applicable(kind: Kind, world_size: int, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
-    """What is worth measuring: :func:`everything` but algorithms that object to any call among so many ranks."""
+    """Return the candidates worth measuring: :func:`everything` but algorithms that object to so many ranks."""
 
     def applies(candidate: Candidate) -> bool:
         algorithm = candidate.algorithm(kind)
@@ -106,17 +106,17 @@ def applicable(kind: Kind, world_size: int, abilities: Abilities = EVERYTHING) -
 
 
 def candidates(call: CallShape, abilities: Abilities = EVERYTHING) -> tuple[Candidate, ...]:
-    """The legal ways to run a call, in order of preference between equals.
+    """Return the legal ways to run a call, in order of preference between equals.
 
     Args:
-        call: what is asked.
-        abilities: of this machine.
+        call: shape of the call.
+        abilities: abilities of this machine.
     """
     return tuple(found for found in everything(call.kind, abilities) if not objection(call, found, abilities))
 
 
 def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVERYTHING) -> str:
-    """Why a candidate is not legal for a call; empty if it is."""
+    """Return the reason why a candidate is not legal for a call; empty if it is."""
     if not abilities.include(candidate):
         return "not available on this machine"
     narrow = Variant.of(candidate.variant).narrow
@@ -157,7 +157,7 @@ def _of_kernel(call: CallShape, candidate: Candidate) -> str:
 
 
 def takes_one_tensor(candidate: Candidate) -> bool:
-    """True for what has no program for lists of tensors."""
+    """Return True for a candidate without programs for lists of tensors."""
     if candidate.implementation == DMA:
         return not merges(candidate.variant)
     variant = Variant.of(candidate.variant)

@@ -1,4 +1,4 @@
-"""The choice: of the legal candidates, the one with the least expected time, with a reason to print."""
+"""Choice among the legal candidates by the least expected time, with a reason."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from sidelane.program.shape import CallShape, Computation
 from sidelane.program.variant import Variant
 
 SMALL_BYTES = 1 << 20
-"""Without any measurement, kernels are taken below this size where they are legal: on H200s a DMA collective spends
+"""Bytes below which, without any measurement, kernels are taken if they are legal: on H200s a DMA collective spends
 more on its two handshakes than a kernel on everything up to about here (``results/h200x4/collectives.json``)."""
 
 BROADCAST_BYTES = 128 << 20
-"""Likewise for broadcasts among two ranks: on two H200s kernels take 52 us for 16 MB and copy engines 65, for 64 MB 187
-and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels are taken at any size:
-1 GiB among four in 3.09 ms, by copy engines relayed in 3.29 (``results/h200x4/broadcasts.json``)."""
+"""Bytes below which kernels are taken for broadcasts among two ranks: on two H200s they take 52 us for 16 MB and copy
+engines 65, for 64 MB 187 and 193, for 256 MB 732 and 699 (``results/h200x2/broadcasts.json``). Among more ranks kernels
+are taken at any size: 1 GiB among four in 3.09 ms, by copy engines relayed in 3.29
+(``results/h200x4/broadcasts.json``)."""
 
 STAGING_BYTES_PER_US = 1.6e6
 STAGED_US = {"one_shot": 2.0, "two_shot": 5.0}
-"""What larger reductions by kernels take longer on ordinary tensors, which they copy to staging first, while times are
-measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB (docs/lab/kernels.md). What
-ordinary tensors cost otherwise is much the same for all candidates."""
+"""Extra time in microseconds of larger reductions by kernels on ordinary tensors, which they copy to staging first,
+while times are measured on symmetric ones: 2 or 5 us, and on four H200s 40 for 64 MiB, 650 for 1 GiB
+(docs/lab/kernels.md). All other costs of ordinary tensors are much the same for all candidates."""
 
 
 MB = 1 << 20
@@ -48,27 +49,27 @@ LISTED_KERNEL_BYTES: Mapping[Kind, tuple[int, float, float]] = MappingProxyType(
         Kind.ALL_REDUCE: (128 * MB, math.inf, math.inf),
     }
 )
-"""Below this a list goes by one kernel: by way of staging; where peers reach the tensors, eager; the same, in graphs.
+"""Bytes below which one kernel runs a list: through staging; with tensors that peers reach, eager; the same, in graphs.
 With eight tensors, copy engines are within 4% from there on, and take no compute units; in graphs of 256 MB, where
-every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. What they add hides nothing, so that
-kernels which read where the tensors lie stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
+every copy is a node, they are 3 to 5% behind on two H200s and 6 to 9% on four. Reductions hide nothing with them, so
+kernels that read the tensors in place stay ahead (``lists.json`` in ``results/h200x2`` and ``h200x4``). Staged lists:
 probes, in docs/lab/performance.md. Broadcasts among more than two ranks: see ``BROADCAST_BYTES``."""
 
 EQUALS = 1.005
-"""Expected times that differ by less say nothing: medians of a few rounds repeat no better."""
+"""Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""
 
 Table = tuple[tuple[Candidate, float | None], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """What will run, and why.
+    """Chosen candidate, with the reason.
 
     Attributes:
-        candidate: the pick.
-        reason: in words.
-        table: every legal candidate with its expected time in microseconds, the pick and then the fastest first; None
-            where not measured.
+        candidate: chosen candidate.
+        reason: reason of the choice, in words.
+        table: every legal candidate with its expected time in microseconds, the chosen one and then the fastest first;
+            None if it was not measured.
     """
 
     candidate: Candidate
@@ -80,12 +81,12 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     """Choose for a call. Deterministic: the same arguments give the same choice on every rank.
 
     Args:
-        profile: of the machine; None where nothing was measured, which leaves a rule of thumb.
-        call: what is asked.
-        abilities: of this machine.
+        profile: profile of the machine; None without measurements, which leaves a heuristic.
+        call: shape of the call.
+        abilities: abilities of this machine.
     """
     if call.computation is not None and not _is_timed(profile, call, abilities):
-        call = dataclasses.replace(call, computation=None)  # nobody can weigh it
+        call = dataclasses.replace(call, computation=None)  # without times it cannot be weighed
     legal = candidates(call, abilities)
     assert legal, "copy engines without a kernel run every collective"
     if call.world_size == 1:
@@ -107,7 +108,7 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
 
 
 def _reason(call: CallShape, table: Sequence[tuple[Candidate, float | None]], curve: Curve) -> str:
-    """Say why the first candidate of a table is taken, and how what was measured differs from the call."""
+    """Describe why the first candidate of a table is taken, and how its measurement differs from the call."""
     beside, best_us = call.computation, table[0][1]
     reason = f"{best_us:.4g} us expected" + (f" with {beside}" if beside is not None else "")
     if len(table) > 1 and (second_us := table[1][1]) is not None:
@@ -131,7 +132,7 @@ def _reason(call: CallShape, table: Sequence[tuple[Candidate, float | None]], cu
 
 
 def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) -> bool:
-    """True if the choice goes by times, of copy engines and of kernels where both are legal."""
+    """Return True if the choice goes by times, of copy engines and of kernels if both are legal."""
     if profile is None or (call.listed and abilities.captures):
         return False
     known = {curve.candidate.implementation for curve in profile.comparable(call)}
@@ -139,7 +140,7 @@ def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) ->
 
 
 def _together_us(beside: Computation, found: Candidate, us: float) -> float:
-    """Narrow kernels leave the computation nearly all units, as copies do."""
+    """Return the time with the computation: narrow kernels leave it nearly all units, as copies do."""
     return beside.together_us(us, by_kernels=found.launches_kernels and not Variant.of(found.variant).narrow)
 
 
@@ -155,7 +156,7 @@ def _most_listed_bytes(call: CallShape) -> float:
 
 
 def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
-    """By what was measured of lists, since a profile has times of single tensors, by which ``striped`` seems good."""
+    """Choose for a list by measurements of lists: by times of single tensors, ``striped`` seems better than it is."""
     # Among two ranks both shots move the same bytes, but the second takes a handshake through staging.
     twice = call.nbytes > MOST_PARCEL_BYTES and (call.symmetric or call.world_size > 2)
     shots = ("two_shot", "one_shot") if twice else ("one_shot",)
@@ -171,7 +172,7 @@ def _of_list(call: CallShape, legal: tuple[Candidate, ...]) -> Choice:
 
 
 def _wide(candidate: Candidate) -> Candidate:
-    """What a narrow kernel is measured by where it was not: nothing up to a MiB, some percent above."""
+    """Return the wide kernel whose times stand in for a narrow one: equal up to a MiB, some percent less above."""
     return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
 
 
@@ -209,12 +210,12 @@ def _by_thumb(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, me
 
 
 def _most_by_thumb(call: CallShape) -> float:
-    """Bytes below which a kernel is taken that was not measured."""
+    """Return the bytes below which a kernel without measurements is taken."""
     if call.kind is not Kind.BROADCAST:
         return SMALL_BYTES
     return math.inf if _is_relayed(call) else BROADCAST_BYTES
 
 
 def _is_relayed(call: CallShape) -> bool:
-    """A broadcast that leaves the root once: see ``BROADCAST_BYTES``."""
+    """Return True for a broadcast that leaves the root once: see ``BROADCAST_BYTES``."""
     return call.kind is Kind.BROADCAST and call.world_size > 2

@@ -1,8 +1,8 @@
-"""The choice of a way for a fused operator: fused, split into parts for copy engines, or unfused; and of the order in
+"""Choice of a method for a fused operator: fused, split into parts for copy engines, or unfused; and of the order in
 which a fused one computes.
 
-By what was measured on this machine, else on one like it, else by thumb. Measured times are a JSON object: the user's
-file, which ``sidelane fused --keep`` writes, and tables of this package.
+The choice goes by measurements on this machine, else on one like it, else by a heuristic. Measured times are a JSON
+object: the user's file, which ``sidelane fused --keep`` writes, and tables of this package.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from sidelane.user_files import MOST_RANKS, flag_in, json_of, text_in, whole_in
 FORMAT = 2
 FUSED, SPLIT, UNFUSED = "fused", "split", "unfused"
 ORDERED = ("embedding_all_to_all",)
-"""Operators whose order is chosen."""
+"""Names of operators whose order is chosen."""
 
 FARTHEST = 4.0
-"""Measured sizes that differ by more than this factor, in one of them, say nothing about a call."""
+"""Largest factor between a size of a call and a measured one that counts as near."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedTime:
-    """One operator at one shape.
+    """Measured times of one operator at one shape.
 
     Attributes:
-        op: its name.
-        world_size: ranks.
-        captured: in a graph; else eager.
-        sizes: the numbers of the shape, as the operator's own list of them says; 1 and more.
-        element_bytes: of the weight, the tables or the rows.
-        times: microseconds, as a call of the operator has them: of ``fused``, of ``unfused``, and of ``split/2`` with
-            two pieces.
-        orders: microseconds of ``fused`` in each order, of an operator that is in ``ORDERED``.
-        experts: of a rank, that rows are taken apart by. A file has them where they are several.
+        op: name of the operator.
+        world_size: number of ranks.
+        captured: measured in a graph; otherwise eager.
+        sizes: sizes of the shape, in the order of the operator's list (``ops.auto``); 1 and more.
+        element_bytes: size of an element of the weight, the tables or the rows in bytes.
+        times: microseconds by method, as in a call of the operator: of ``fused``, of ``unfused``, and of ``split/2``
+            with two pieces.
+        orders: microseconds of ``fused`` in each order, for an operator in ``ORDERED``.
+        experts: number of experts of a rank, by which rows are separated. A file has it if there are several.
     """
 
     op: str
@@ -69,19 +69,19 @@ class FusedTime:
             )
 
     def to_dict(self) -> dict[str, object]:
-        """For a file; without what there is none of."""
+        """Return the JSON object of the file, without fields at their defaults."""
         left_out = {"orders": {}, "experts": 1}
         return {name: value for name, value in dataclasses.asdict(self).items() if value != left_out.get(name)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedTable:
-    """Times of one machine.
+    """Measured times of one machine.
 
     Attributes:
-        key: of the machine.
-        times: of shapes.
-        where: which table it is, in words.
+        key: key of the machine.
+        times: times of shapes.
+        where: name of the table, in words.
     """
 
     key: Key
@@ -89,7 +89,7 @@ class FusedTable:
     where: str
 
     def to_text(self) -> str:
-        """The JSON of the file, a line for each time."""
+        """Return the JSON of the file, a line for each time."""
         lines = ",\n".join(f"  {json.dumps(time.to_dict())}" for time in self.times)
         return f'{{\n "format": {FORMAT},\n "key": {json.dumps(self.key.to_dict())},\n "times": [\n{lines}\n ]\n}}\n'
 
@@ -98,7 +98,7 @@ class FusedTable:
         """Read such a file.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it has another format.
         """
         try:
             content = json_of(text)
@@ -112,12 +112,12 @@ class FusedTable:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """Which way, and why.
+    """Chosen method, with the reason.
 
     Attributes:
         method: ``fused``, ``split`` or ``unfused``.
-        reason: in words.
-        pieces: of a split one, for each peer; 0 where the operator may take its own number.
+        reason: reason of the choice, in words.
+        pieces: number of pieces of a split one, for each peer; 0 for the operator's default.
     """
 
     method: str
@@ -137,22 +137,23 @@ def choose_method(
     device_type: str = "cuda",
     experts: int = 1,
 ) -> MethodChoice:
-    """Choose by the nearest measured shape. Deterministic: what all ranks have alike gives the same on all.
+    """Choose the method by the nearest measured shape. Deterministic: equal arguments give the same on all ranks.
 
     Args:
-        tables: the first one that has a shape like this one decides.
-        op: the operator.
-        world_size: ranks.
-        sizes: of the call.
-        ways: that the call may go, fused first.
-        element_bytes: of the call; None for any.
-        captured: in a graph.
-        device_type: on CPU ranks what was not measured goes the first of ``ways``, which tests most there.
-        experts: of a rank; times with several say nothing about one, nor the other way round.
+        tables: tables in order; the first one that has a shape like this one decides.
+        op: name of the operator.
+        world_size: number of ranks.
+        sizes: sizes of the call.
+        ways: legal methods of the call, fused first.
+        element_bytes: size of an element of the call in bytes; None for any.
+        captured: the call is in a graph.
+        device_type: type of the device; on CPU ranks a call without measurements takes the first of ``ways``, for
+            tests.
+        experts: number of experts of a rank; times with several do not apply to one, nor the other way round.
 
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
-    >>> time = FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times)
-    >>> table = FusedTable(Key("cuda", "some", 2), (time,), "own")
+    >>> rows = (FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times),)
+    >>> table = FusedTable(Key("cuda", "some", 2), rows, "own")
     >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64)).method
     'unfused'
     >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).pieces
@@ -178,11 +179,11 @@ def choose_method(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrderChoice:
-    """Which order, and why.
+    """Chosen order, with the reason.
 
     Attributes:
         order: ``remote_first`` or ``oblivious``.
-        reason: in words.
+        reason: reason of the choice, in words.
     """
 
     order: str
@@ -197,9 +198,9 @@ def choose_order(
     *,
     element_bytes: int | None = None,
 ) -> OrderChoice:
-    """Choose by the nearest measured shape, for all launches by graphs, whose host has no part in the times.
+    """Choose the order by the nearest measured shape, for all launches by times in graphs, which exclude the host's.
 
-    Arguments as of :func:`choose_method`; ``op`` is one of ``ORDERED``.
+    Arguments are those of :func:`choose_method`; ``op`` is one of ``ORDERED``.
 
     >>> times = {"remote_first": 20.0, "oblivious": 15.0}
     >>> time = FusedTime("embedding_all_to_all", 2, True, (64, 64, 64), 2, {"fused": 15.0}, times)
@@ -225,7 +226,7 @@ def _measured(time: FusedTime, table: FusedTable, found: Mapping[str, float]) ->
 
 
 def _shape(sizes: tuple[int, ...], experts: int) -> str:
-    """In words.
+    """Return a shape in words.
 
     >>> _shape((64, 32), 1), _shape((64, 32), 8)
     ('64, 32', '64, 32, 8 experts')
@@ -257,7 +258,7 @@ def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
 
 
 def _parts(way: str) -> tuple[str, int]:
-    """Method and pieces.
+    """Return the method and the pieces of a name.
 
     >>> _parts("split/2"), _parts("fused")
     (('split', 2), ('fused', 0))
@@ -287,18 +288,18 @@ def _time_of(number: int, row: Any) -> FusedTime:
 
 
 def user_file(key: Key) -> Path | None:
-    """Where the times of a machine are kept, next to its profile; None without a home."""
+    """Return the file of a machine's times, next to its profile; None without a home."""
     return store.user_file(key, "fused-{}.json")
 
 
 def tables_of(setting: str | None, key: Key) -> tuple[FusedTable, ...]:
-    """The tables to choose by on a machine: the user's, then those of this package for such GPUs.
+    """Return the tables for choices on a machine: the user's, then those of this package for such GPUs.
 
-    What is missing, wrong, or of another machine is left out.
+    Missing and invalid tables, and those of another machine, are left out.
 
     Args:
-        setting: ``Config.profile``; ``builtin`` keeps to what the package has.
-        key: of this machine.
+        setting: ``Config.profile``; ``builtin`` leaves out the user's.
+        key: key of this machine.
     """
     return (*([] if setting == BUILTIN else _of_the_user(key)), *(table for table in builtin() if _alike(table, key)))
 
@@ -321,7 +322,7 @@ def _of_the_user(key: Key) -> Iterator[FusedTable]:
 
 @functools.cache
 def builtin() -> tuple[FusedTable, ...]:
-    """The tables of this package, by name."""
+    """Return the tables of this package, ordered by name."""
     folder = importlib.resources.files("sidelane.choice") / "builtin" / "fused"
     files = sorted(folder.iterdir(), key=lambda entry: entry.name)
     return tuple(
@@ -332,7 +333,7 @@ def builtin() -> tuple[FusedTable, ...]:
 
 
 def keep(key: Key, times: Iterable[FusedTime]) -> Path:
-    """Write the user's file of a machine; times of shapes that it has, too, are replaced, others stay."""
+    """Write the user's file of a machine; times of shapes that it has already are replaced, others stay."""
     path = store.required("fused", user_file(key))
     before = [time for table in _of_the_user(key) for time in table.times]
     found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}

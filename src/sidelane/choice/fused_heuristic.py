@@ -1,14 +1,14 @@
-"""What a GEMM and a collective would take in each way, by thumb: for machines and shapes that nobody has measured.
+"""Heuristic times of a GEMM and a collective by method: for machines and shapes without measurements.
 
-The figures are those of an H200, rounded (results/h200x1, results/h200x2). Only their ratios count: how long a product
-takes next to a byte between GPUs, and how much slower tiles of Triton are than the library's::
+The figures are those of an H200, rounded (results/h200x1, results/h200x2). Only their ratios count: the time of a
+product next to that of a byte between GPUs, and how much slower tiles of Triton are than the library's::
 
     unfused    product, then the collective
     fused      the longer one of both; products in rounds of tiles at 0.8 of the library's rate, or 0.6
-    split      the longer one of both, and the last part on its way; each part reads the weight and is a call
+    split      the longer one of both, and the travel of the last part; each part reads the weight and is a call
 
 With several experts a rank, pieces of rows end with tiles of their own. The library's grouped product has 0.7 of the
-rate of a whole one, and what comes from it, or goes into it, is copied into order.
+rate of a whole one, and its input or output is copied into order.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ SIZES = {
     "gemm_all_reduce": ("rows", "depth", "columns"),
     "all_gather_gemm": ("rows of a rank", "depth", "columns"),
 }
-"""Operators that this speaks to, and their sizes."""
+"""Sizes of the operators that the heuristic covers."""
 
 ROUTED = "gemm_all_to_all", "all_to_all_gemm"
-"""Those whose weight may be of several experts a rank."""
+"""Operators whose weight may be of several experts a rank."""
 
 WITHOUT_KERNEL = tuple(op for op in SIZES if op not in ROUTED)
-"""Those that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
+"""Operators that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
 
 FLOPS_PER_US = {2: 700e6, 4: 50e6}
-"""By bytes of an element."""
+"""Rate of a product in operations a microsecond, by bytes of an element."""
 
 UNITS, TILE, TILE_SPEED = 132, (128, 256), 0.8
 DISPATCH_SPEED = 0.6
-"""Of ``all_to_all_gemm``, whose tiles wait for their rows (0.5 to 0.68: results/h100x2/fused.json)."""
+"""Relative rate of ``all_to_all_gemm``, whose tiles wait for their rows (0.5 to 0.68: results/h100x2/fused.json)."""
 
 GROUPED_SPEED = 0.7
-"""Of the library's product of several experts, next to the rate above (0.62 to 0.77: results/h200x2/fused.json)."""
+"""Relative rate of the library's product of several experts (0.62 to 0.77: results/h200x2/fused.json)."""
 
 MEMORY_BYTES_PER_US = 4e6
 LINK_BYTES_PER_US = 350e3
 SPLIT_SPEED, PIECES = 0.95, 4
-"""Parts are for each peer, and as many as an operator has by itself."""
+"""Relative rate of a product in parts, and the default number of pieces for each peer."""
 
 CALL_US, PART_US = 5.0, 2.7
-"""Of a collective of its own, and of a part in a graph (results/h200x2/probes.txt)."""
+"""Microseconds of a separate collective, and of a part in a graph (results/h200x2/probes.txt)."""
 
 EAGER_US = {"fused": 110.0, "split": 300.0, "unfused": 60.0}
-"""Of the host, which no eager call takes less than."""
+"""Smallest time of an eager call in microseconds, which the host takes."""
 
 
 def expected_us(
     op: str, world_size: int, sizes: tuple[int, ...], element_bytes: int, *, captured: bool, experts: int = 1
 ) -> dict[str, float] | None:
-    """Microseconds by way that the operator has, fused first; None of one that this does not speak to. ``experts`` of a
-    rank.
+    """Return microseconds by method of the operator, fused first; None for an operator that the heuristic does not
+    cover. ``experts`` is the number of experts of a rank.
 
     >>> expected_us("gemm_reduce_scatter", 2, (4096, 4096, 8192), 2, captured=False)
     {'split': 453.1, 'unfused': 493.6}
@@ -68,7 +68,7 @@ def expected_us(
     rows, depth, columns = sizes
     n = world_size
     moved = rows * columns * (n - 1) / n
-    behind = 0.0  # of it, what nothing can be beside: results of an all-reduce, once they are added up
+    behind = 0.0  # the part that nothing can overlap: results of an all-reduce, once they are added up
     if op == "gemm_all_reduce":
         behind = moved
     elif op == "all_to_all_gemm":
@@ -81,7 +81,7 @@ def expected_us(
     product = max(2 * rows * depth * columns / rate, memory)
     of_pieces = n * experts // 2 if experts > 1 else 0  # half of a tile is lost at the end of each
     rounds = max(1.0, (-(-rows // TILE[0]) + of_pieces) * -(-columns // TILE[1]) / UNITS)
-    if op != "all_to_all_gemm":  # whose tiles are handed out as programs become free
+    if op != "all_to_all_gemm":  # its tiles are handed out as programs become free
         rounds = math.ceil(rounds)
     speed = DISPATCH_SPEED if op == "all_to_all_gemm" else TILE_SPEED
     in_tiles = max(rounds * 2 * TILE[0] * TILE[1] * depth / (rate * speed / UNITS), memory)

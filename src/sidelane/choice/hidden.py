@@ -1,4 +1,4 @@
-"""How much of a collective disappears behind a computation, or the other way round, where nothing was measured."""
+"""Share of an operation that disappears behind another one, for machines without measurements."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ DEFAULT_MACHINE = "mi300x"
 
 
 def hidden_shares(device_name: str) -> Mapping[str, float]:
-    """The table's entry for a device, by a name like the driver's; the default machine's if it is not in the table."""
+    """Return the table's entry for a device, by a name like the driver's; the default machine's if there is none."""
     name = device_name.lower()
     return next((shares for machine, shares in HIDDEN.items() if machine in name), HIDDEN[DEFAULT_MACHINE])

@@ -1,4 +1,4 @@
-"""On what a profile was measured: hardware and software that change its times."""
+"""Key of a profile: hardware and software that change its times."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SOFTWARE = ("driver", "cuda", "nccl", "torch", "triton")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Key:
-    """What must be equal for a profile to be used.
+    """Properties of a machine that must be equal for a profile to be used.
 
     Attributes:
-        device_type: as torch names it.
+        device_type: type of the device, as torch names it.
         device: name of the GPUs, or of the processor.
-        count: GPUs that the ranks can use, or cores.
-        links: what is between the GPUs, in words; empty where it is not known.
+        count: number of GPUs that the ranks can use, or of cores.
+        links: description of the links between the GPUs; empty if it is not known.
         software: (name, version), by name.
     """
 
@@ -33,7 +33,7 @@ class Key:
     software: tuple[tuple[str, str], ...] = ()
 
     def differences(self, here: Key) -> tuple[str, ...]:
-        """What differs on this machine, one phrase each. What either side does not know is not compared."""
+        """Return the differences on this machine, one phrase each. Properties that a side lacks are not compared."""
         pairs = [
             ("device type", self.device_type, here.device_type),
             ("device", self.device, here.device),
@@ -45,12 +45,12 @@ class Key:
         return tuple(f"{name} ({old} there, {new} here)" for name, old, new in pairs if old and new and old != new)
 
     def to_dict(self) -> dict[str, Any]:
-        """For the JSON of a profile."""
+        """Return the JSON object of a profile's key."""
         return {**dataclasses.asdict(self), "software": dict(self.software)}
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> Key:
-        """What :meth:`to_dict` made."""
+        """Read the result of :meth:`to_dict`."""
         for name in ("device_type", "device", "links"):
             if not isinstance(content.get(name, ""), str):
                 raise TypeError(f"{name} (value={content[name]!r}, allowed=a text)")
@@ -59,11 +59,11 @@ class Key:
 
 
 def key_here(device_type: str, world_size: int = 1) -> Key:
-    """The key of this machine.
+    """Return the key of this machine.
 
     Args:
-        device_type: of the ranks' tensors.
-        world_size: ranks of a group on this machine: where each process sees one GPU only, there are that many.
+        device_type: device type of the ranks' tensors.
+        world_size: number of ranks on this machine: if each process sees one GPU only, there are that many.
     """
     found = _here(device_type)
     return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))

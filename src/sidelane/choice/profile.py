@@ -1,4 +1,4 @@
-"""A profile: measured times of a machine by collective, way to call it, candidate and size, and what lies between.
+"""Profiles: measured times of a machine by collective, way to call it, candidate and size, with interpolation.
 
 A profile is a JSON object. Its key says on what hardware and software it was measured (``choice.key``).
 """
@@ -20,10 +20,10 @@ from sidelane.program.shape import CallShape
 from sidelane.user_files import MOST_RANKS, flag_in, json_of, number_in, text_in, whole_in
 
 FORMAT = 1
-"""Changes with every change of the file's keys or of what they mean. A profile of another format is not used."""
+"""Number of the file's format: it changes with the file's keys or their meaning. Other formats are not used."""
 
 _LEAST_US, _MOST_US = 1e-9, 1e15
-"""Bounds of a time, so that what lies between two of them is a number, too."""
+"""Bounds of a time in microseconds, so that interpolated times are numbers, too."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Curve:
     """Times of one candidate over sizes.
 
     Attributes:
-        kind: the collective.
-        world_size: ranks that took part.
-        dtype: of the elements.
+        kind: kind of the collective.
+        world_size: number of ranks that took part.
+        dtype: dtype of the elements.
         in_place: input and output shared memory (both symmetric).
-        captured: as part of a graph; else eager, the host's time included.
-        candidate: what ran.
+        captured: measured as part of a graph; otherwise eager, the host's time included.
+        candidate: candidate that ran.
         times: (bytes, microseconds), by growing bytes; bytes as in :class:`sidelane.program.shape.CallShape`.
     """
 
@@ -58,11 +58,11 @@ class Curve:
             )
 
     def at(self, nbytes: int) -> float:
-        """Microseconds for a size.
+        """Return the microseconds for a size.
 
-        Between two measured sizes, time follows a power of the size. Below the smallest it stays what it is there
-        (latency); above the largest a byte takes what it took on average from the smallest to the largest (bandwidth),
-        so that a small latency does not pass for a high bandwidth.
+        Between two measured sizes, time follows a power of the size. Below the smallest it is constant (latency); above
+        the largest a byte takes its average time between the smallest and the largest (bandwidth), so that a small
+        latency does not pass for a high bandwidth.
 
         >>> times = ((100, 10.0), (400, 20.0))
         >>> curve = Curve(Kind.ALL_GATHER, 4, "int32", False, False, Candidate("dma", "b2b"), times)
@@ -86,14 +86,14 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What was measured on a machine.
+    """Measured times of a machine.
 
     Attributes:
         machine: short name (``h200x4``, ``cpu``).
         key: hardware and software of the measurement.
         date: UTC, ISO 8601.
-        command: what to type to measure it again.
-        curves: the times.
+        command: command that measures it again.
+        curves: measured times.
     """
 
     machine: str
@@ -103,7 +103,7 @@ class Profile:
     curves: tuple[Curve, ...]
 
     def comparable(self, call: CallShape) -> tuple[Curve, ...]:
-        """Curves that answer for a call: of its collective and, as near as was measured, of its way to be called."""
+        """Return the curves for a call: of its collective and, as near as was measured, of its way to be called."""
         found = tuple(curve for curve in self.curves if curve.kind is call.kind)
         if not found:
             return ()
@@ -114,13 +114,13 @@ class Profile:
         return _prefer(found, "dtype", call.dtype if call.kind in REDUCING else found[0].dtype)
 
     def replacing(self, curves: tuple[Curve, ...]) -> Profile:
-        """This profile with ``curves`` in the place of all that it had of the same collectives and world sizes."""
+        """Return this profile with ``curves`` in place of all that it had of the same collectives and world sizes."""
         new = {(curve.kind, curve.world_size) for curve in curves}
         kept = tuple(curve for curve in self.curves if (curve.kind, curve.world_size) not in new)
         return dataclasses.replace(self, curves=(*kept, *curves))
 
     def to_text(self) -> str:
-        """The JSON of the file, a line for each curve."""
+        """Return the JSON of the file, a line for each curve."""
         head = {
             "format": FORMAT,
             "machine": self.machine,
@@ -138,7 +138,7 @@ def parse(text: str) -> Profile:
     """Read a profile.
 
     Raises:
-        ValueError: it is not one, or is of another format; the text says what is wrong.
+        ValueError: the text is no profile, or is of another format; the error says what is wrong.
     """
     try:
         content = json_of(text)
@@ -156,13 +156,13 @@ def parse(text: str) -> Profile:
 
 
 def expected_us(profile: Profile, call: CallShape, candidate: Candidate) -> float | None:
-    """Microseconds that a call is expected to take as ``candidate``; None where that was not measured."""
+    """Return the expected microseconds of a call as ``candidate``; None if that was not measured."""
     curve = next((curve for curve in profile.comparable(call) if curve.candidate == candidate), None)
     return None if curve is None else curve.at(call.nbytes)
 
 
 def _prefer(curves: tuple[Curve, ...], name: str, value: object) -> tuple[Curve, ...]:
-    """Those whose ``name`` is ``value``; if there is none, all that share the first one's."""
+    """Return the curves whose ``name`` is ``value``; if there is none, all that share the first one's."""
     same = tuple(curve for curve in curves if getattr(curve, name) == value)
     return same or tuple(curve for curve in curves if getattr(curve, name) == getattr(curves[0], name))
 

@@ -1,4 +1,4 @@
-"""Where profiles are: the user's file for this machine, a file that the settings name, or a table of this package."""
+"""Places of profiles: the user's file for this machine, a file that the settings name, or a table of this package."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from sidelane.errors import Page, see
 from sidelane.machine.inventory import machine_name
 
 NO_HOME = "this user has no home"
-"""Why there is no place for a user's files."""
+"""Reason why there is no place for a user's files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InForce:
-    """The profile that choices are made by.
+    """Profile in force for choices.
 
     Attributes:
-        profile: None where there is none: choices follow a rule of thumb.
-        where: what it is, in words.
-        notes: why another one is not used.
+        profile: profile; None if there is none: choices follow a heuristic.
+        where: place of the profile, in words.
+        notes: reasons why other profiles are not used.
     """
 
     profile: Profile | None
@@ -36,13 +36,13 @@ class InForce:
     notes: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        """For other ranks."""
+        """Return the profile as text for other ranks."""
         text = None if self.profile is None else self.profile.to_text()
         return json.dumps({"profile": text, "where": self.where, "notes": self.notes})
 
     @staticmethod
     def from_text(text: str) -> InForce:
-        """What :meth:`to_text` made."""
+        """Read the result of :meth:`to_text`."""
         content: dict[str, Any] = json.loads(text)
         profile = None if content["profile"] is None else parse(content["profile"])
         return InForce(profile, content["where"], tuple(content["notes"]))
@@ -53,7 +53,7 @@ def in_force(setting: str | None, key: Key) -> InForce:
 
     Args:
         setting: ``Config.profile``: a file, ``builtin``, or None for the user's file of this machine.
-        key: of this machine.
+        key: key of this machine.
 
     Raises:
         ValueError: the file that ``setting`` names is missing or is not a profile.
@@ -87,17 +87,17 @@ def in_force(setting: str | None, key: Key) -> InForce:
 
 
 def user_file(key: Key, name: str = "{}.json") -> Path | None:
-    """Where ``sidelane tune`` keeps the profile of a machine, or a file of another ``name``; None without a home."""
+    """Return the file of ``sidelane tune`` for a machine, or a file of another ``name``; None without a home."""
     folder = profile_folder()
     return None if folder is None else folder / name.format(name_of(key))
 
 
 def required(what: str, path: Path | None, instead: str = "") -> Path:
-    """Where something of this user's is to be kept.
+    """Return the place of a file of this user.
 
     Args:
-        what: names who keeps it, for the error.
-        path: the place, if there is one.
+        what: name of the writer, for the error.
+        path: place of the file, if there is one.
         instead: another way to name a place; "" for none.
 
     Raises:
@@ -111,12 +111,12 @@ def required(what: str, path: Path | None, instead: str = "") -> Path:
 
 
 def name_of(key: Key) -> str:
-    """Short name of a machine, as the folders under ``results/`` have it."""
+    """Return the short name of a machine, as in the folders under ``results/``."""
     return CPU if key.device_type == CPU else machine_name(key.device, key.count)
 
 
 def read(path: Path) -> Profile | None:
-    """The profile in a file; None if there is no such file.
+    """Return the profile in a file; None if there is no such file.
 
     Raises:
         ValueError: the file is not a profile.
@@ -135,7 +135,7 @@ def read(path: Path) -> Profile | None:
 
 
 def write(path: Path, profile: Profile) -> None:
-    """Write a file whole or not at all, making its folder."""
+    """Write a file atomically, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -150,7 +150,7 @@ def write(path: Path, profile: Profile) -> None:
 
 @functools.cache
 def builtin(name: str) -> Profile | None:
-    """The table of this package with that name; None if there is none."""
+    """Return the table of this package with that name; None if there is none."""
     if name not in builtin_names():
         return None
     return parse(
@@ -159,17 +159,17 @@ def builtin(name: str) -> Profile | None:
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Machines that this package has a table of."""
+    """Return the machines that this package has a table of."""
     folder = importlib.resources.files("sidelane.choice") / "builtin"
     return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
 
 
 def builtin_for(key: Key) -> InForce | None:
-    """The table for a machine: of the same device, whatever its software, and of the nearest count.
+    """Return the table for a machine: of the same device, whatever its software, and of the nearest count.
 
-    For world sizes that it lacks with the times of other tables, those of its device first: two ranks on a machine of
-    four GPUs are nearer to two on one of two. A device of no table goes by another's of the same vendor, unless no
-    links join its GPUs: what is fastest there is nearer to what is fastest here than a rule of thumb is.
+    World sizes that it lacks get the times of other tables, those of its device first: two ranks on a machine of
+    four GPUs are nearer to two on one of two. A device without a table takes another's of the same vendor, unless no
+    links join its GPUs: the fastest way there is a better guess than a heuristic.
     """
     tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
     on_cpu = key.device_type == CPU
@@ -196,7 +196,7 @@ def builtin_for(key: Key) -> InForce | None:
 
 
 def _alike(measured: Key, here: Key) -> bool:
-    """Whether times of one device tell of the other what is fastest."""
+    """Return True if one device's times show what is fastest on the other."""
     return measured.device == here.device or (_vendor(measured) == _vendor(here) and here.links != "none")
 
 
@@ -205,7 +205,7 @@ def _vendor(key: Key) -> str:
 
 
 def _shown(path: Path) -> str:
-    """A path for people: without the folder of whose home it is in."""
+    """Return a path for texts, without the folder of the home."""
     try:
         return f"~/{path.relative_to(Path.home())}"
     except (ValueError, RuntimeError):

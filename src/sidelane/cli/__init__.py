@@ -1,4 +1,4 @@
-"""The command ``sidelane``: this package has its frame and the library's own commands; other packages add theirs.
+"""The command ``sidelane``: this package has its framework and the library's own commands; other packages add theirs.
 
 A command is added by an entry point of the group ``sidelane.commands``.
 """

@@ -1,4 +1,4 @@
-"""Errors in words for a terminal, with the page to read on at their end, and exit codes."""
+"""Errors on a terminal, with the page to read at their end, and exit codes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sidelane.errors import SEE, Page, SidelaneError, page_of
 
 
 class FailedError(click.ClickException):
-    """Something went wrong that is not what the user typed: exit code 1.
+    """Failure that the user's input did not cause: exit code 1.
 
     Args:
-        message: what went wrong.
-        page: where to read on.
+        message: description of the failure.
+        page: page to read.
     """
 
     def __init__(self, message: str, page: Page) -> None:
@@ -30,12 +30,12 @@ class FailedError(click.ClickException):
 
 
 class MisusedError(click.UsageError):
-    """The user typed something that cannot be: exit code 2.
+    """Invalid input of the user: exit code 2.
 
     Args:
-        message: what was given and what is allowed.
-        context: of the command.
-        page: where to read on; None: the help of the command, and the page of all commands.
+        message: given value and allowed values.
+        context: context of the command.
+        page: page to read; None: the help of the command, and the page of all commands.
     """
 
     def __init__(self, message: str, context: click.Context | None = None, page: Page | None = None) -> None:
@@ -43,7 +43,7 @@ class MisusedError(click.UsageError):
         self.page = page
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print it to stderr, behind how the command is used."""
+        """Print it to stderr, behind the usage of the command."""
         path = "" if self.ctx is None else f"{self.ctx.command_path} --help, "
         usage = "" if self.ctx is None else f"{self.ctx.get_usage()}\n\n"
         see = f"{path}{Page.COMMANDS}" if self.page is None else self.page
@@ -52,7 +52,7 @@ class MisusedError(click.UsageError):
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors that have an explanation into one line: exit code 2 for what the user asked, 1 for what happened.
+    """Turn errors that have an explanation into one line: exit code 2 for invalid requests, 1 for failures.
 
     Settings are read first: ranks that cannot read them would take no part in a study, and it would go on without them.
     """
@@ -66,7 +66,7 @@ def plain_errors() -> Iterator[None]:
     except (ValueError, TypeError) as problem:
         raise MisusedError(str(problem), context, page_of(problem)) from problem
     except BrokenPipeError:
-        raise  # who reads has seen enough, and click says nothing
+        raise  # the reader of the pipe has closed it, and click prints nothing
     except OSError as problem:
         raise FailedError(str(problem), Page.ERRORS) from problem
     except SidelaneError as problem:

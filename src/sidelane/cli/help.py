@@ -1,6 +1,6 @@
-"""Help that reads like the guide: commands and options in groups, defaults, examples at the end, and where to read on.
+"""Help in the style of the guide: commands and options in groups, defaults, examples at the end, and a page to read.
 
-What click has for one list of options and one of commands is done here for several.
+This module does for several lists of options and commands what click does for one.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from sidelane.cli.loading import saying_that_pytorch_loads
 from sidelane.errors import nearest
 
 LONGEST_METAVAR = 26
-"""Characters of what may be given, in the column of options. Longer lists of choices stand in the text."""
+"""Largest number of characters of a metavar in the column of options. Longer lists of choices stand in the text."""
 
 Example = tuple[str, str]
-"""What to type, and what it does."""
+"""Type of an example: a command line, and its effect."""
 
 
 class Option(click.Option):
-    """An option under a heading. ``group``: the heading; headings stand in the order of ``GROUPS``."""
+    """Option under a heading. ``group``: the heading; headings stand in the order of ``GROUPS``."""
 
     def __init__(self, *arguments: Any, group: str, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
         self.group = group
 
     def make_metavar(self, ctx: click.Context) -> str:
-        """What stands for the value: a short word for numbers and for long lists of choices."""
+        """Return the placeholder for the value: a short word for numbers and for long lists of choices."""
         if self.metavar is None and isinstance(self.type, click.types.IntParamType | click.types.FloatParamType):
             return "N"
         metavar = super().make_metavar(ctx)
         return "NAME" if isinstance(self.type, click.Choice) and len(metavar) > LONGEST_METAVAR else metavar
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The line of the help, with a long list of choices in its text."""
+        """Return the line of the help, with a long list of choices in its text."""
         record = super().get_help_record(ctx)
         if record is None or not isinstance(self.type, click.Choice) or self.make_metavar(ctx) != "NAME":
             return record
@@ -47,7 +47,7 @@ class Option(click.Option):
         return record[0], f"{text} One of: {', '.join(self.type.choices)}.{bracket}{extra}".lstrip()
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """What stands in brackets: a default in words without the parentheses that click puts around it."""
+        """Return the text in brackets: a default in words without the parentheses that click puts around it."""
         extra = super().get_help_extra(ctx)
         if isinstance(self.show_default, str) and "default" in extra:
             extra["default"] = self.show_default
@@ -74,8 +74,8 @@ class Command(click.Command):
     """A command with options in groups.
 
     Args:
-        heading: of ``HEADINGS``, under which the tool's help lists it.
-        examples: what to try, at the end of its help.
+        heading: heading of ``HEADINGS``, under which the tool's help lists it.
+        examples: examples at the end of its help.
     """
 
     def __init__(self, *arguments: Any, heading: str, examples: Sequence[Example] = (), **attributes: Any) -> None:
@@ -106,7 +106,7 @@ class Command(click.Command):
 
 
 class Commands(click.Group):
-    """Commands under headings, which come first: what one can do.
+    """Group of commands under headings, which come first in the help.
 
     A package adds a command by an entry point of the group ``sidelane.commands`` with the command's name.
     """
@@ -157,7 +157,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; of what is none, say what there is."""
+        """Find the command; for an unknown one, list the known ones."""
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             allowed = self.list_commands(ctx)
@@ -165,7 +165,7 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Read what is behind them, and run the command."""
+        """Run the command of the remaining arguments."""
         with _where_to_read(), saying_that_pytorch_loads():
             return super().invoke(ctx)
 
@@ -179,7 +179,7 @@ def _added() -> dict[str, importlib.metadata.EntryPoint]:
 def _where_to_read() -> Iterator[None]:
     try:
         yield
-    except (MisusedError, click.exceptions.NoArgsIsHelpError):  # the latter is no mistake, and shows the help
+    except (MisusedError, click.exceptions.NoArgsIsHelpError):  # the latter is no error, and shows the help
         raise
     except click.UsageError as problem:
         raise MisusedError(problem.format_message(), problem.ctx) from problem

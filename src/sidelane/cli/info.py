@@ -33,13 +33,13 @@ PROBE_TIMEOUT_S = 120.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Findings:
-    """What ``sidelane info`` shows.
+    """Findings that ``sidelane info`` shows.
 
     Attributes:
-        machine: what is there.
+        machine: inventory of the machine.
         software: versions, by name.
-        driver: what the driver could do when it was tried, one line each; empty when it was not tried.
-        uses: what Sidelane will do with all that: (part, choice) in words.
+        driver: results of trying the driver, one line each; empty if it was not tried.
+        uses: choices of Sidelane on this machine: (part, choice) in words.
     """
 
     machine: Inventory
@@ -48,15 +48,15 @@ class Findings:
     uses: tuple[tuple[str, str], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON object."""
+        """Return the findings as one JSON object."""
         return {**dataclasses.asdict(self), "uses": dict(self.uses)}
 
 
 def main(json: Path | None = None, *, probe: bool = True) -> None:
-    """Look, and print.
+    """Examine the machine, and print the findings.
 
     Args:
-        json: file for one JSON object, or ``written.STDOUT``; None writes none.
+        json: file for one JSON object, or ``output.STDOUT``; None writes none.
         probe: try the driver on every GPU, with a process each; takes seconds.
     """
     findings = look(probe=probe)
@@ -66,12 +66,12 @@ def main(json: Path | None = None, *, probe: bool = True) -> None:
 
 
 def look(*, probe: bool) -> Findings:
-    """Find out everything that :class:`Findings` holds."""
+    """Find everything that :class:`Findings` holds."""
     machine = local.inspect()
     place = choose_target()
     driver: tuple[str, ...] = ()
     if probe and machine.accelerators is not None:
-        # Alone, a GPU's own stream operations can still be tried; what needs peers is reported as not tried.
+        # Alone, a GPU's own stream operations can still be tried; operations on peers are reported as not tried.
         try:
             lines = run_ranks(
                 _probe,
@@ -87,7 +87,7 @@ def look(*, probe: bool) -> Findings:
 
 
 def show(findings: Findings, console: rich.console.Console) -> None:
-    """Print for people."""
+    """Print the findings on a terminal."""
     machine = findings.machine
     lines = [
         ("processor", f"{machine.processor}, {machine.cores} cores"),
@@ -157,7 +157,7 @@ def _uses(machine: Inventory, on_cpu: bool, world_size: int) -> list[tuple[str, 
 
 
 def _repeats() -> str:
-    """How the host makes them."""
+    """Describe how the host repeats calls."""
     if not settings.current().native:
         return "in Python (SIDELANE_NATIVE=0)"
     found = load_replays()
@@ -165,7 +165,7 @@ def _repeats() -> str:
 
 
 def _choice(place: LaunchTarget) -> list[tuple[str, str]]:
-    """What ``auto`` chooses by, and why not by something else."""
+    """Describe the profile by which ``auto`` chooses, and why other ones are not used."""
     try:
         by = in_force(settings.current().profile, key_here(place.device_type, place.world_size))
     except ValueError as problem:
@@ -183,7 +183,7 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:
 
 
 def _probe(rank: Rank) -> list[str]:
-    """On every rank: try what the executor of this device relies on."""
+    """Try the driver features that the executor of this device relies on, on every rank."""
     from sidelane.execute.cuda import probe
     from sidelane.memory.exchange import Exchange
     from sidelane.memory.torch_symm import TorchSymmetricMemory

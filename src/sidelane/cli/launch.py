@@ -1,7 +1,8 @@
 """Run one function on every rank: as processes of this machine, or as the processes that torchrun has started.
 
-The parent keeps the rendezvous store, a pipe to every rank and a clock. A rank that fails, dies or does not finish ends
-all others, and the error carries its traceback. Ctrl-C ends all of them. Ranks that lose their parent end themselves.
+The parent keeps the rendezvous store, a pipe to every rank and a deadline. A rank that fails, dies or does not finish
+ends all others, and the error carries its traceback. Ctrl-C ends all of them. Ranks that lose their parent end
+themselves.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from sidelane.machine import local
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
-GRACE_S = 5.0  # between asking a rank to end, so that it can remove its shared memory, and killing it
-SETTLE_S = 0.5  # after the first failure: other ranks may be about to say what they saw of it
+GRACE_S = 5.0  # between SIGTERM to a rank, so that it can remove its shared memory, and SIGKILL
+SETTLE_S = 0.5  # after the first failure: other ranks may be about to report a cause
 
 
 class RankFailedError(SidelaneError):
     """A rank raised, died or did not finish in time.
 
     Attributes:
-        rank: the one at fault. Of several it is one that died, else one that raised an error of its own, else one that
-            was told of a peer's; the first of these.
+        rank: rank at fault. Of several it is one that died, else one that raised an error of its own, else one that
+            received a peer's; the first of these.
         refused: text of the ``ValueError`` or ``TypeError`` with which it refused its arguments; else empty.
     """
 
@@ -53,13 +54,13 @@ class RankFailedError(SidelaneError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank's function gets as its first argument; the default process group is up.
+    """Description of a rank, the first argument of a rank's function; the default process group is initialised.
 
     Attributes:
         rank: number of this process in the default process group.
         world_size: ranks in that group.
-        device: where this rank's tensors belong; already the current device when it is an accelerator.
-        say: shows a line of progress to the user. Only rank 0's are shown.
+        device: device of this rank's tensors; already the current device if it is an accelerator.
+        say: function that shows a line of progress to the user. Only rank 0's are shown.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchTarget:
-    """Where ranks run: ``world_size`` processes on devices of ``device_type`` (``cpu``, ``cuda``, ...)."""
+    """Processes and devices of a run: ``world_size`` ranks on devices of ``device_type`` (``cpu``, ``cuda``, ...)."""
 
     device_type: str
     world_size: int
@@ -88,12 +89,12 @@ class LaunchTarget:
 
 
 def choose_target(ranks: int | None = None, device: str = "auto", *, fewest: int = 2) -> LaunchTarget:
-    """Decide where a study runs.
+    """Choose the processes and devices of a study.
 
     Args:
-        ranks: processes; None takes every accelerator, or 4 processes (2 on fewer than 4 cores) on the CPU.
-        device: ``auto`` takes the accelerators when there are enough; ``gpu`` insists; ``cpu`` avoids them.
-        fewest: accelerators that are enough.
+        ranks: number of processes; None takes every accelerator, or 4 processes (2 on fewer than 4 cores) on the CPU.
+        device: ``auto`` takes the accelerators if there are enough; ``gpu`` insists; ``cpu`` avoids them.
+        fewest: number of accelerators that are enough.
 
     Raises:
         ValueError: the machine does not have that many devices.
@@ -121,15 +122,15 @@ def run_ranks(
     timeout_s: float = 600.0,
     progress: Callable[[str], None] | None = None,
 ) -> T | None:
-    """Call ``function(rank, *args)`` on every rank and return what rank 0 returned.
+    """Call ``function(rank, *args)`` on every rank and return rank 0's result.
 
     Args:
-        function: importable from its module; its first argument is a :class:`Rank`.
+        function: function importable from its module; its first argument is a :class:`Rank`.
         world_size: number of ranks; under torchrun it must be torchrun's.
-        args: passed to every rank; they and the result travel as pickles.
+        args: arguments of every rank; they and the result travel as pickles.
         device_type: ``cpu`` (gloo), or the accelerator's name in torch (its own backend, and gloo for CPU tensors).
-        timeout_s: for the whole run; also the time-out of the process group.
-        progress: receives rank 0's lines; None drops them.
+        timeout_s: seconds for the whole run; also the time-out of the process group.
+        progress: function that receives rank 0's lines; None drops them.
 
     Returns:
         Rank 0's result. Under torchrun every other rank gets None.
@@ -148,7 +149,7 @@ def run_ranks(
 
 
 def store_on_loopback() -> dist.TCPStore:
-    """A store for ranks of this machine: torch's own socket would listen to everybody, whatever host it is told."""
+    """Return a store for ranks of this machine: torch's own socket would listen on all interfaces."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((HOST, 0))
     listener.listen(socket.SOMAXCONN)
@@ -157,7 +158,7 @@ def store_on_loopback() -> dist.TCPStore:
 
 
 def under_torchrun() -> bool:
-    """True when a launcher started this process as one rank of several."""
+    """Return True if a launcher started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -169,13 +170,13 @@ class _Child:
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class _Failure:
-    """Ordered as causes are: one rank's end makes the others fail, and what they say of it can arrive before it does.
+    """Failure of a rank, ordered as causes are: one rank's end makes others fail, and their reports may arrive first.
 
     Attributes:
-        reach: ``_DIED``; ``_RAISED`` something of its own; or ``_TOLD`` of a failed peer, be it this one or another.
-        at_s: when the rank had raised and cleaned up, on the clock that all processes share.
-        rank: the one that failed.
-        text: its traceback, or how its process ended.
+        reach: ``_DIED``; ``_RAISED`` an error of its own; or ``_TOLD`` of a failed peer, this one or another.
+        at_s: time at which the rank had raised and cleaned up, on the clock that all processes share.
+        rank: rank that failed.
+        text: its traceback, or the end of its process in words.
     """
 
     reach: int
@@ -207,7 +208,7 @@ def _processes(
 
 
 def _end(children: Sequence[_Child]) -> None:
-    """Ask, wait, kill: in that order, so that ranks remove their shared memory and none is left behind.
+    """End ranks by SIGTERM, a wait and SIGKILL, so that they remove their shared memory and none is left behind.
 
     A second Ctrl-C ends the waiting.
     """
@@ -232,7 +233,7 @@ def _collect(children: Sequence[_Child], timeout_s: float, progress: Callable[[s
     running = {child.pipe: rank for rank, child in enumerate(children)}
     failures: list[_Failure] = []
     result: Any = None
-    # Ranks that talk all the time leave something to read at every moment: the clock is looked at all the same.
+    # Ranks that report without pause always leave something to read: the deadline is checked all the same.
     while running and (left := deadline - time.monotonic()) > 0:
         for pipe in connection.wait(list(running), timeout=left):
             assert isinstance(pipe, connection.Connection)
@@ -279,14 +280,14 @@ def _child_main(
     inherited: dict[str, str],
 ) -> None:
     take_over(inherited)
-    # A terminal sends Ctrl-C to parent and ranks alike; the parent alone decides, and asks with SIGTERM, which becomes
-    # an exception here so that `finally` blocks run.
+    # A terminal sends Ctrl-C to parent and ranks alike; only the parent reacts, and ends ranks by SIGTERM, which
+    # becomes an exception here so that `finally` blocks run.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_once)
     end_with_parent()
     try:
-        # All ranks are on this machine: without this, gloo asks the name service for its own address, and both listen
-        # to other machines.
+        # All ranks are on this machine: without this, gloo resolves its own address by the name service, and both
+        # listen to other machines.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -359,7 +360,7 @@ def _say_nothing(line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Have a thread end this process when the process that started it has gone."""
+    """Start a thread that ends this process when its parent has gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,4 +1,4 @@
-"""A word on the terminal while PyTorch is loaded, which takes seconds on a disk that has not read it before."""
+"""A notice on the terminal while PyTorch is loaded, which takes seconds from a cold disk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import click
 
 PATIENCE_S = 1.5
-"""After which whoever looks at a terminal wonders."""
+"""Seconds of loading after which the notice appears."""
 
 
 @contextlib.contextmanager
 def saying_that_pytorch_loads() -> Iterator[None]:
-    """Say so on stderr, if that is a terminal and PyTorch is being loaded after a while."""
+    """Print a notice on stderr if that is a terminal and PyTorch is still being loaded after a while."""
     timer = threading.Timer(PATIENCE_S, _say)
     timer.daemon = True  # the command does not wait for it
     if sys.stderr.isatty():
@@ -28,5 +28,5 @@ def saying_that_pytorch_loads() -> Iterator[None]:
 
 def _say() -> None:
     spec = getattr(sys.modules.get("torch"), "__spec__", None)
-    if getattr(spec, "_initializing", False):  # so importlib marks what it has begun to load
+    if getattr(spec, "_initializing", False):  # importlib marks modules under way so
         click.echo(click.style("loading PyTorch", dim=True), err=True)

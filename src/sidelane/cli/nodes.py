@@ -1,4 +1,4 @@
-"""What the command says of several nodes: ``sidelane explain --nodes`` and ``sidelane verify``."""
+"""Commands for several nodes: ``sidelane explain --nodes`` and ``sidelane verify``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
 STEPPED = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
-"""What has steps for several nodes."""
+"""Names of collectives that have steps for several nodes."""
 
 
 def sizes_of_nodes(context: click.Context, option: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -103,10 +103,10 @@ def verify(
 def explain_nodes(
     kind: Kind, nodes: tuple[int, ...], *, nbytes: int, dtype: str, tensors: int | None, json: Path | None, **_: Any
 ) -> None:
-    """``sidelane explain --nodes``.
+    """Run ``sidelane explain --nodes``.
 
     Raises:
-        ValueError: options that do not go with it.
+        ValueError: an option does not go with it.
     """
     allowed = ("collective", "nbytes", "nodes", "dtype", "tensors", "json")
     for option in click.get_current_context().command.params:

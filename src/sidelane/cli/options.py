@@ -1,4 +1,4 @@
-"""Options that several commands have, and how what is typed is read."""
+"""Options that several commands have, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ C = TypeVar("C", bound=Callable[..., Any])
 DEVICES = ("auto", "gpu", "cpu")
 ALL = "all"
 VERSIONS = ("000", "002")
-# Those that every implementation has a counterpart for. Plain strings: click would show the names of enum members.
+# Collectives that every implementation has. Plain strings: click would show the names of enum members.
 KINDS = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
 
 
 def size(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Read ``1K``, ``64M``, ``1.2G`` or a plain number of bytes; several where the option may be repeated.
-
-    What is rounded is said on stderr.
+    """Read ``1K``, ``64M``, ``1.2G`` or a plain number of bytes; several if the option may be repeated.
+    Rounded sizes are reported on stderr.
     """
     if value is None:
         return None
@@ -38,10 +37,10 @@ def size(context: click.Context, option: click.Parameter, value: Any) -> Any:
 
 
 def say_rounding(*texts: str) -> None:
-    """Say on stderr which sizes are not taken as they are written.
+    """Report on stderr the sizes that are rounded.
 
     Raises:
-        ValueError: one is none.
+        ValueError: a text is no size.
     """
     for text in filter(None, map(rounding, texts)):
         click.echo(f"note: {text}", err=True)
@@ -75,7 +74,7 @@ def shapes(context: click.Context, option: click.Parameter, value: tuple[str, ..
 
 
 def study_options(command: C, *, names_of: str = "nccl, nccl_ce, symm_mem, gloo, dma, sm, auto") -> C:
-    """Options that every study has that compares implementations."""
+    """Add the options of every study that compares implementations."""
     option = what(
         "--implementations",
         metavar="NAME,...",
@@ -88,19 +87,19 @@ def study_options(command: C, *, names_of: str = "nccl, nccl_ce, symm_mem, gloo,
 
 
 def measuring_options(command: C) -> C:
-    """Options that every study has."""
+    """Add the options of every study."""
     for option in (timeout_option, report_option, json_option, device_option, ranks_option):
         command = option(command)
     return command
 
 
 def size_options(smallest: str, largest: str, *, fixed: bool = False) -> Callable[[C], C]:
-    """The sizes of a study: from one to another by a factor.
+    """Return the options for a study's sizes: from one to another by a factor.
 
     Args:
-        smallest: what it begins with; in words where that depends on the device.
-        largest: what it ends with; in words where that depends on the device.
-        fixed: ``largest`` is a size.
+        smallest: smallest size; in words if it depends on the device.
+        largest: largest size; in words if it depends on the device.
+        fixed: ``largest`` is a size, not words.
     """
     in_words = " " in smallest
     options = (
@@ -171,15 +170,15 @@ machine_option = where(
 
 
 def given(name: str) -> bool:
-    """True if the caller wrote this parameter of the running command."""
+    """Return True if the caller gave this parameter of the running command."""
     return click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def refuse_beside_machine(*allowed: str) -> None:
-    """Refuse what says how to measure, where ``--machine`` asks for a prediction. ``allowed``: names of parameters.
+    """Refuse options of measurements if ``--machine`` requests a prediction. ``allowed``: names of parameters.
 
     Raises:
-        ValueError: the caller gave something else.
+        ValueError: the caller gave another option.
     """
     parameters = {option.name or "": option for option in click.get_current_context().command.params}
     for name, option in parameters.items():
@@ -189,13 +188,13 @@ def refuse_beside_machine(*allowed: str) -> None:
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> Iterator[int]:
-    """Sizes from ``smallest`` up to ``largest``, each ``factor`` times the one before.
+    """Return the sizes from ``smallest`` up to ``largest``, each ``factor`` times the one before.
 
     >>> list(sizes_between(1024, 100_000, 4))
     [1024, 4096, 16384, 65536]
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such size.
     """
     if not 1 <= smallest <= largest:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Writing what a command found: to a file, whole or not at all, or to stdout."""
+"""Writing the results of a command: to a file, atomically, or to stdout."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import click
 
 
 class Written(click.Path):
-    """One of them; folders on the way are made when it is written.
+    """Parameter type for an output file or folder; missing folders are made when it is written.
 
     Args:
-        is_folder: it is a folder; else a file.
-        allow_dash: ``-`` is stdout.
-        exists: it must be there, as it is read before.
+        is_folder: it is a folder; otherwise a file.
+        allow_dash: ``-`` means stdout.
+        exists: it must exist, as it is read before.
     """
 
     def __init__(self, *, is_folder: bool = False, allow_dash: bool = False, exists: bool = False) -> None:
@@ -30,7 +30,7 @@ class Written(click.Path):
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
     ) -> str | bytes | os.PathLike[str]:
-        """Refuse what cannot be written."""
+        """Refuse a path that cannot be written."""
         found = super().convert(value, param, ctx)
         if self.allow_dash and os.fspath(found) in ("-", b"-"):
             return found
@@ -41,25 +41,25 @@ class Written(click.Path):
 
 
 STDOUT = Path("-")
-"""In place of a file: what is written goes to stdout."""
+"""Path that stands for stdout."""
 
 
 def write_json(target: str | os.PathLike[str], content: Any, *, allow_nan: bool = True) -> Path:
     """Write an object as JSON.
 
     Args:
-        target: a file, whose folder is made; or ``STDOUT``.
-        content: what ``json`` knows.
+        target: file, whose folder is made; or ``STDOUT``.
+        content: value that ``json`` can write.
         allow_nan: write numbers that JSON does not have, too.
 
     Returns:
-        The target.
+        Path of the target.
     """
     return write_text(target, json.dumps(content, indent=1, allow_nan=allow_nan) + "\n")
 
 
 def write_text(target: str | os.PathLike[str], text: str) -> Path:
-    """Write a file whole or not at all, making its folder; or to stdout, or into what is there and is no file."""
+    """Write a file atomically, making its folder; or write to stdout, or into an existing device or pipe."""
     path = Path(target)
     if path == STDOUT:
         sys.stdout.write(text)
@@ -83,12 +83,12 @@ def write_text(target: str | os.PathLike[str], text: str) -> Path:
 
 
 def why_unwritable(target: str | os.PathLike[str], *, is_folder: bool = False) -> str | None:
-    """Why a file cannot be written, or one in a folder; None if it can.
+    """Return the reason why a file, or one in a folder, cannot be written; None if it can.
 
-    Tried, as permissions do not tell all: a file without a name, where the folders end that are there.
+    The function tries it, as permissions do not tell all: it makes a file without a name in the last existing folder.
 
     Args:
-        target: folders on the way need not be there.
+        target: path; missing folders are allowed.
         is_folder: files are to be written into it.
     """
     path = there = Path(target)
@@ -108,11 +108,11 @@ def why_unwritable(target: str | os.PathLike[str], *, is_folder: bool = False) -
 
 
 def refuse_unwritable(what: str, target: str | os.PathLike[str] | None, *, is_folder: bool = False) -> None:
-    """Raise before something is measured that would be lost.
+    """Raise before a measurement whose results would be lost.
 
     Args:
-        what: names the target to whom it was given.
-        target: None, like ``STDOUT``, can be written.
+        what: name of the target for the user.
+        target: path; None, like ``STDOUT``, can be written.
         is_folder: files are to be written into it.
 
     Raises:
@@ -126,5 +126,5 @@ def refuse_unwritable(what: str, target: str | os.PathLike[str] | None, *, is_fo
 
 
 def _is_special(path: Path) -> bool:
-    """A device or a pipe, such as /dev/null: nothing is put in its place."""
+    """Return True for a device or a pipe, such as /dev/null, which must not be replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -1,4 +1,4 @@
-"""Where a result comes from: the machine, the code and the versions that a study ran on."""
+"""Provenance of a result: the machine, the code and the versions that a study ran on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sidelane.version import VERSION
 
 
 def commit() -> str:
-    """``SIDELANE_COMMIT`` where it is set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
+    """Return ``SIDELANE_COMMIT`` if set (for copies of a checkout), else the checkout's commit, else ``unknown``."""
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
@@ -30,7 +30,7 @@ def commit() -> str:
     if given := os.environ.get("SIDELANE_COMMIT"):
         return given
     try:
-        # An installed copy may lie inside somebody else's repository.
+        # An installed copy may lie inside another repository.
         if Path(git("rev-parse", "--show-toplevel")) == package.parent.parent:
             dirty = "-dirty" if git("status", "--porcelain", "--untracked-files=no") else ""
             return git("rev-parse", "HEAD") + dirty
@@ -40,14 +40,14 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """This process's command as a person would type it, without the folders of this machine."""
+    """Return this process's command as a person would type it, without the folders of this machine."""
     program = Path(sys.argv[0])
     name = "sidelane" if program.name in ("sidelane", "__main__.py") else f"python {program.name}"
     return " ".join([name, *(shlex.quote(re.sub(r"(^|=)/(.*/)?", r"\1", argument)) for argument in sys.argv[1:])])
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of what may change a figure."""
+    """Return the versions of all software that may change a figure."""
     versions = {
         "sidelane": VERSION,
         "python": platform.python_version(),
@@ -62,19 +62,19 @@ def software_versions() -> dict[str, str]:
 
 
 def accelerator_name() -> tuple[str, int]:
-    """Full name of the accelerators here, and their number."""
+    """Return the full name of the accelerators here, and their number."""
     device_type, count = local.device_type_and_count()
     assert count, "results of a device type that this machine does not have"
     return str(torch.get_device_module(device_type).get_device_name(0)), count
 
 
 def processor_name() -> str:
-    """Name of the processor and the number of cores that this process may use."""
+    """Return the name of the processor and the number of cores that this process may use."""
     return f"{local.processor()}, {local.cores()} cores"
 
 
 def heading() -> list[str]:
-    """Lines at the top of a result that is a text: machine, date, commit and versions."""
+    """Return the lines at the top of a text result: machine, date, commit and versions."""
     name = "cpu"
     if local.device_type_and_count()[1]:
         device, count = accelerator_name()

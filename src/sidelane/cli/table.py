@@ -1,4 +1,4 @@
-"""A table that does not know where it will be shown (terminal, Markdown, HTML), and what fills its cells."""
+"""Tables independent of their output (terminal, Markdown, HTML), and formats of their cells."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 
 MOST_BLOCKS = 3
-"""Of columns below each other. With more of them paragraphs read better."""
+"""Largest number of blocks of columns below each other. With more, paragraphs read better."""
 
 MOST_FOLDS = 3
-"""Lines that the text of a cell may take."""
+"""Largest number of lines of a cell's text."""
 
 INDENT, GAP = "    ", "   "
 
 
 class TableRow(Protocol):
-    """What ``table.Line`` has."""
+    """Interface of a line of a table, such as :class:`Line`."""
 
     @property
     def cells(self) -> tuple[str, ...]: ...
@@ -38,7 +38,7 @@ class TableRow(Protocol):
 
 
 class Tabular(Protocol):
-    """What ``table.Table`` has."""
+    """Interface of a table, such as :class:`Table`."""
 
     @property
     def title(self) -> str: ...
@@ -58,7 +58,7 @@ class Tabular(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A column with its widths: ``natural`` shows it as it is, ``least`` folds it between words."""
+    """A column with its widths: ``natural`` shows it in full, ``least`` folds it between words."""
 
     heading: str
     side: str
@@ -69,7 +69,7 @@ class _Column:
 
 @dataclasses.dataclass(frozen=True)
 class FittedTable:
-    """Renders a table for the terminal that it is printed on."""
+    """Renderer of a table for the terminal that it is printed on."""
 
     table: Tabular
 
@@ -128,7 +128,7 @@ def _column(name: str, cells: Sequence[str]) -> _Column:
 
 
 def _blocks(columns: Sequence[_Column], keys: int, width: int) -> list[list[tuple[_Column, int]]]:
-    """Columns below each other with the widths that they get; none if that takes too many blocks, or is impossible."""
+    """Return blocks of columns with their widths, below each other; none if too many or impossible."""
     if whole := _widths(columns, width):
         return [whole]
     first, left = list(columns[:keys]), list(columns[keys:])
@@ -144,7 +144,7 @@ def _blocks(columns: Sequence[_Column], keys: int, width: int) -> list[list[tupl
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[tuple[_Column, int]]:
-    """Widths side by side, the widest text folded first; none if they do not fit."""
+    """Return the widths side by side, the widest text folded first; none if they do not fit."""
     widths = [column.natural for column in columns]
     excess = sum(widths) + len(columns) + 1 - width
     for _ in range(excess):
@@ -156,7 +156,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[tuple[_Column, int]]
 
 
 def _packed(items: Iterable[str], width: int) -> Iterator[str]:
-    """Items on lines, each whole where a line can hold it, else folded between words."""
+    """Yield lines of items, each item whole if a line can hold it, else folded between words."""
     line = ""
     for item in items:
         if line and cell_len(line) + len(GAP) + cell_len(item) <= width:
@@ -177,7 +177,7 @@ MISSING = "-"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """Cells of one line. ``best``: to be set off from the others; ``rule``: a group of lines ends with this one."""
+    """Cells of one line. ``best``: it is emphasised; ``rule``: a group of lines ends with this one."""
 
     cells: tuple[str, ...]
     best: bool = False
@@ -186,16 +186,16 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """A table that does not know where it will be shown.
+    """A table independent of its output.
 
     Attributes:
-        title: what the lines are about.
+        title: subject of the lines.
         columns: headings; one that begins with ``<`` has its cells to the left, others to the right. Line breaks in
             them keep columns narrow on a terminal.
         lines: the lines.
-        notes: what a reader must know, one line each.
-        keys: columns, the first ones, that say what a line is about; where a terminal is too narrow for all columns,
-            these are repeated.
+        notes: notes for the reader, one line each.
+        keys: number of leading columns that identify a line; if a terminal is too narrow for all columns, these are
+            repeated.
     """
 
     title: str
@@ -205,11 +205,11 @@ class Table:
     keys: int = 1
 
     def to_rich(self) -> FittedTable:
-        """For a terminal of any width."""
+        """Return the table for a terminal of any width."""
         return FittedTable(self)
 
     def to_markdown(self) -> str:
-        """For a Markdown file; the best lines are bold."""
+        """Return the table for a Markdown file; the best lines are bold."""
         marks = {"left": ":--", "right": "--:"}
         rows = [
             [_heading(column) for column in self.columns],
@@ -221,7 +221,7 @@ class Table:
         return "\n\n".join(filter(None, [f"### {self.title}", body, notes]))
 
     def to_html(self) -> str:
-        """For an HTML page; classes: ``l`` for cells to the left, ``best`` and ``rule`` for lines."""
+        """Return the table for an HTML page; classes: ``l`` for cells to the left, ``best`` and ``rule`` for lines."""
         sides = ["l" if _side(column) == "left" else "r" for column in self.columns]
         head = "".join(
             f'<th class="{side}">{html.escape(_heading(column))}</th>'
@@ -240,7 +240,7 @@ class Table:
 
 
 def grouped(rows: Iterable[R], key: Callable[[R], K], *, ordered: bool = True) -> list[tuple[K, list[R]]]:
-    """Rows with equal keys together: sorted by key, or in the order of their first rows."""
+    """Return rows with equal keys together: sorted by key, or in the order of their first rows."""
     groups: dict[K, list[R]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -248,13 +248,13 @@ def grouped(rows: Iterable[R], key: Callable[[R], K], *, ordered: bool = True) -
 
 
 def notes_of(rows: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """What rows say about themselves, under the table: it may be long. Rows that say the same share a line."""
+    """Return the notes of rows, for below the table, as they may be long. Rows with the same note share a line."""
     alike = grouped([row for row in rows if row[1]], lambda row: row[1], ordered=False)
     return tuple(f"{', '.join(name for name, _ in members)}: {note}" for note, members in alike)
 
 
 def without_empty_columns(table: Table) -> Table:
-    """The table less the columns in which no line has anything."""
+    """Return the table without the columns that are empty in all lines."""
     kept = [index for index in range(len(table.columns)) if any(line.cells[index] for line in table.lines)]
     lines = tuple(dataclasses.replace(line, cells=tuple(line.cells[index] for index in kept)) for line in table.lines)
     columns, keys = tuple(table.columns[index] for index in kept), sum(index < table.keys for index in kept)
@@ -262,19 +262,19 @@ def without_empty_columns(table: Table) -> Table:
 
 
 def place_of(in_place: bool) -> str:
-    """Whether input and output share their memory, in words."""
+    """Return the words for input and output in one memory, or in two."""
     return "in place" if in_place else "out of place"
 
 
 def number(value: float | None) -> str:
-    """Three significant digits or whole numbers, whichever is longer."""
+    """Format a number with three significant digits or as a whole number, whichever is longer."""
     if value is None:
         return MISSING
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def verdict(correct: bool | None) -> str:
-    """What became of comparing a row's outputs with a reference."""
+    """Return the result of comparing a row's outputs with a reference, in words."""
     return {True: "yes", False: "WRONG", None: "not run"}[correct]
 
 

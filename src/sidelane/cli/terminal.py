@@ -1,4 +1,4 @@
-"""Where output goes: tables to stdout, progress to stderr. With ``--json -`` stdout has the JSON and nothing else."""
+"""Consoles for output: tables to stdout, progress to stderr. With ``--json -`` stdout has only the JSON."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import rich.text
 from sidelane.cli.output import STDOUT
 
 PIPED_COLUMNS = 10_000
-"""Width where nobody sees it: whoever reads a pipe folds lines as they like."""
+"""Width in columns of output that is no terminal: readers of a pipe fold lines as they like."""
 
 
 def tables_console(json: Path | None = None) -> rich.console.Console:
-    """Where tables go: stdout, as wide as the terminal. Nowhere if ``json`` is stdout.
+    """Return the console for tables: stdout, as wide as the terminal. Silent if ``json`` is stdout.
 
     Args:
-        json: where the same figures go as JSON.
+        json: destination of the same figures as JSON.
     """
     return _fitted(rich.console.Console(quiet=json == STDOUT))
 
 
 def progress_console() -> rich.console.Console:
-    """Where a command says how far it has come, and what it has written: stderr."""
+    """Return the console for progress and names of written files: stderr."""
     return _fitted(rich.console.Console(stderr=True))
 
 
@@ -37,12 +37,12 @@ def _fitted(console: rich.console.Console) -> rich.console.Console:
 
 
 def say_written(files: Sequence[Path]) -> None:
-    """Say where something has been written, if it is a file."""
+    """Print the names of written files, except stdout."""
     if named := [str(path) for path in files if path != STDOUT]:
         progress_console().print(f"written to {', '.join(named)}", style="dim", markup=False, highlight=False)
 
 
 def say(console: rich.console.Console, text: str, *, indent: int = 0, style: str = "") -> None:
-    """Print text as it is: folded between words, and behind its indentation."""
+    """Print text without markup: folded between words, and behind its indentation."""
     line = rich.text.Text(text, style=style)
     console.print(rich.padding.Padding(line, (0, 0, 0, indent), expand=False) if indent else line)

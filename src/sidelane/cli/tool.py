@@ -1,6 +1,6 @@
 """The command ``sidelane``: all of its sub-commands.
 
-What a command needs is imported when it runs, so that help is there at once.
+A command imports its modules when it runs, so that help appears at once.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""PyTorch programs use Sidelane from here: the process group, and FSDP2. Nothing is imported before it is used."""
+"""Entry points for PyTorch programs: the process group, DDP and FSDP2. Each part is imported on first use."""

@@ -1,7 +1,7 @@
-"""``dist.batch_isend_irecv`` on a Sidelane group: sends and receives that NCCL must make as one.
+"""``dist.batch_isend_irecv`` on a Sidelane group: NCCL must make the sends and receives of a batch together.
 
-Torch lets NCCL do that where the type of a group is its own, exactly. On any other it makes them one behind the other,
-of which each may wait for one that comes later: two ranks that both send first never end.
+Torch lets NCCL do that if the type of a group is exactly its own. On any other group it makes them one behind the
+other, and each may wait for a later one: two ranks that both send first never end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _torchs = c10d.batch_isend_irecv
 
 
 def take_over(kind: type[dist.ProcessGroup]) -> None:
-    """Make batches on groups of a kind as torch makes them on its own; those on others stay with torch."""
+    """Replace torch's function for batches on groups of a kind; torch still makes those on other groups."""
 
     @keep_compilers_out
     def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
@@ -38,12 +38,12 @@ def take_over(kind: type[dist.ProcessGroup]) -> None:
 
 
 def made_as_one(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """True if whoever makes sends and receives on such tensors makes those of a batch together."""
+    """Return True if the group's backend for the device makes the sends and receives of a batch together."""
     return bool(group._get_backend(device).supports_coalescing)
 
 
 def _group_of(given: Sequence[Any]) -> object:
-    """That of the first operation; None where torch has to say what is wrong with what was given."""
+    """Return the group of the first operation; None if the argument is invalid and torch must raise its error."""
     if not isinstance(given, list) or not given or not isinstance(given[0], dist.P2POp):
         return None
     return given[0].group if given[0].group is not None else c10d._get_default_group()

@@ -1,4 +1,4 @@
-"""Symmetric buffers that FSDP2 takes and drops, for its calls; and how it asks a process group for them.
+"""Symmetric buffers for FSDP2's calls, and the interface by which FSDP2 allocates them.
 
 ``FSDPModule.set_allocate_memory_from_process_group_for_comm`` asks a group's backend for memory. The backends behind a
 Sidelane group answer with symmetric memory, which the group's calls move without a copy to stage it.
@@ -18,22 +18,22 @@ from sidelane.session import Communicator
 
 
 class FsdpBuffers:
-    """Symmetric buffers that FSDP2 takes and drops, by stream and size."""
+    """Pool of symmetric buffers for FSDP2, by stream and size."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._free: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._lent: dict[int, bool] = {}  # by address: whether it comes back
+        self._lent: dict[int, bool] = {}  # by address: True if it returns to the pool
 
     def take(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A symmetric buffer, which comes back when its last view has gone. Collective where all of them are in use.
-
-        Where there is no room for one it is ordinary memory, on all ranks alike, and calls stage it.
+        """Return a symmetric buffer, which returns to the pool when its last view has gone.
+        Collective if all of them are in use. If no room is left, it is ordinary memory, on all ranks alike, and calls
+        stage it.
 
         FSDP2 takes and drops its buffers in one order on all ranks, and orders the stream on which it takes one behind
-        the work on those that it has dropped, as torch's allocator wants it, too. So what is free is free on all; but
-        for what other backends were given: their threads let go of it when they get to it (Gloo's some time after
-        ``wait`` has returned), so that goes back to the pool, whose ranks compare what they have dropped.
+        the work on the dropped ones, as torch's allocator requires, too. So a free buffer is free on all ranks. The
+        exception are tensors passed to other backends, whose threads drop their references late (Gloo's some time after
+        ``wait`` has returned). Their memory goes back to the allocator, whose ranks compare what they have dropped.
         """
         nbytes = max(1, math.prod(size) * dtype.itemsize)
         cuda = self._comm.device.type == "cuda"
@@ -47,13 +47,13 @@ class FsdpBuffers:
         return part[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
 
     def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
-        """Another backend was given this tensor."""
+        """Keep a tensor out of the pool, because another backend holds it."""
         address = tensor.untyped_storage().data_ptr()
         if address in self._lent:
             self._lent[address] = False
 
     def clear(self) -> None:
-        """Let go of what is free."""
+        """Drop the free buffers."""
         self._free.clear()
 
     def _came_back(self, free: list[torch.Tensor], whole: torch.Tensor) -> None:
@@ -62,33 +62,33 @@ class FsdpBuffers:
 
 
 class BufferSource(Protocol):
-    """Who has symmetric memory."""
+    """Provider of symmetric memory."""
 
     def has(self, device: torch.device) -> bool:
-        """On such a device; alike on all ranks."""
+        """Return True if there is memory for calls on such a device; alike on all ranks."""
         ...
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Of so many elements. Collective."""
+        """Return a tensor of ``numel`` elements. Collective."""
         ...
 
 
 class Allocating:
-    """What a backend of torch answers when it is asked for memory; in front of its own class.
+    """Mixin in front of a backend class of torch: its answers to requests for memory.
 
     Attributes:
-        source: has it, as long as its group lives; None for ordinary memory.
+        source: returns the provider of memory, as long as its group lives; None for ordinary memory.
     """
 
     source: Callable[[], BufferSource | None] = staticmethod(lambda: None)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """There is memory for calls on such a device."""
+        """Return True if there is memory for calls on such a device."""
         source = self.source()
         return source is not None and source.has(torch.device(device))
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of so many elements. Collective."""
+        """Return a tensor of ``size`` elements. Collective."""
         source = self.source()
         if source is None:
             return torch.empty(size, dtype=dtype, device=device)
@@ -96,26 +96,26 @@ class Allocating:
 
 
 class Communicators(Protocol):
-    """Who has the communicators of a group."""
+    """Provider of the communicators of a group."""
 
     def for_memory(self, device: torch.device) -> Communicator | None:
-        """That of the group on a device, which is made where there is none; None where there can be none."""
+        """Return the group's communicator on a device, made on first use; None if there can be none."""
         ...
 
     def no_memory(self, device: str) -> str:
-        """Why there is none on such a device, as far as one knows; "" for no reason."""
+        """Return the reason why such a device has none, as far as it is known; "" for no reason."""
         ...
 
 
 class GroupMemory:
     """Symmetric memory of the communicators of a group. Ranks take and drop it in one order, as FSDP2 does.
 
-    An allocation behind one that is as many times as large as there are ranks gets ordinary memory: it is what FSDP2
-    scatters into, which becomes the gradient, and is dropped when the program likes.
+    An allocation of 1/n of the elements of the one before it, among n ranks, gets ordinary memory: FSDP2 scatters into
+    it, so it becomes the gradient, and the program drops it at any time.
 
     Args:
-        size: of the group.
-        communicators: of the group.
+        size: number of ranks of the group.
+        communicators: provider of the group's communicators.
     """
 
     def __init__(self, size: int, communicators: Communicators) -> None:
@@ -132,7 +132,7 @@ class GroupMemory:
         if made is None:
             self._last = None if is_output else numel
             return torch.empty(numel, dtype=dtype, device=device)
-        if device.type == "cpu":  # threads that make calls let go of tensors when they get to it
+        if device.type == "cpu":  # threads that make calls drop their references to tensors late
             try:
                 return made.empty(numel, dtype=dtype)
             except UnavailableError:
@@ -140,12 +140,12 @@ class GroupMemory:
         return self._buffers.setdefault(device.type, FsdpBuffers(made)).take([numel], dtype)
 
     def went_elsewhere(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Another backend was given these."""
+        """Note that another backend was given these tensors."""
         for buffers in self._buffers.values():
             for tensor in tensors:
                 if tensor.layout is torch.strided:  # others have no storage
                     buffers.is_not_to_come_back(tensor)
 
     def clear(self) -> None:
-        """Let go of what is free."""
+        """Drop the free buffers."""
         self._buffers.clear()

@@ -1,7 +1,8 @@
-"""The calls of a process group as data: what Sidelane would do, what the other group would, and who is to do it.
+"""Calls of a process group as data: Sidelane's way, the other group's way, and which of them to take.
 
-Whoever does a call is decided by what all ranks know alike: operation, dtype, layout, kind of device, the shapes that
-every rank gives. Where tensors lie, whether they are contiguous or overlap, each rank sees to for itself (``staged``).
+The choice depends only on facts that all ranks know alike: operation, dtype, layout, kind of device, and the shapes
+that every rank gives. Each rank handles by itself tensors that are not contiguous, not symmetric, or overlap
+(``staged``).
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from sidelane.session import Communicator
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that is read, contiguous; a copy only where it is not."""
+    """Return the elements of a tensor for reading, contiguous; a copy only if the tensor is not."""
     return tensor.data.resolve_conj().resolve_neg().contiguous()
 
 
 @contextlib.contextmanager
 def receiving(tensors: Sequence[torch.Tensor], *, filled: bool = False) -> Iterator[list[torch.Tensor]]:
-    """Contiguous tensors for a call to write; what stood in for others is copied into them at the end.
+    """Yield contiguous tensors for a call to write; stand-ins are copied to the caller's tensors at the end.
 
     Args:
-        tensors: of the caller, of any strides.
+        tensors: tensors of the caller, of any strides.
         filled: the call reads them, too.
     """
     direct = [_is_direct(tensor) for tensor in tensors]
@@ -48,11 +49,11 @@ def receiving(tensors: Sequence[torch.Tensor], *, filled: bool = False) -> Itera
 
 @contextlib.contextmanager
 def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """One tensor for a call to write, whose parts are ``tensors``, in their order.
+    """Yield one tensor for a call to write, whose parts are ``tensors``, in their order.
 
     Args:
-        tensors: of the caller; the bytes themselves where they lie in a row.
-        apart_from: what the call reads. It must not lie among them: in place is for calls that are so on all ranks.
+        tensors: tensors of the caller; their own memory is used if they lie in a row.
+        apart_from: tensor that the call reads. It must not lie among them: only a call in place on all ranks may do so.
     """
     whole = _in_a_row(tensors, apart_from)
     if whole is not None:
@@ -65,7 +66,7 @@ def parted(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor | None) 
 
 
 def joined(tensors: Sequence[torch.Tensor], *, apart_from: torch.Tensor) -> torch.Tensor:
-    """One tensor for a call to read, whose parts are ``tensors``; see :func:`parted`."""
+    """Return one tensor for a call to read, whose parts are ``tensors``; see :func:`parted`."""
     whole = _in_a_row(tensors, apart_from)
     return torch.cat([plain(tensor).flatten() for tensor in tensors]) if whole is None else whole
 
@@ -78,7 +79,7 @@ def _is_direct(tensor: torch.Tensor) -> bool:
 
 
 def _in_a_row(tensors: Sequence[torch.Tensor], apart_from: torch.Tensor | None) -> torch.Tensor | None:
-    """The bytes of ``tensors`` as one tensor; None where they do not lie in a row, or reach into the other one."""
+    """Return the bytes of ``tensors`` as one tensor; None if they do not lie in a row, or reach into the other one."""
     first = tensors[0]
     storage, end = first.untyped_storage(), first.data_ptr()
     for tensor in tensors:
@@ -96,7 +97,7 @@ def _in_a_row(tensors: Sequence[torch.Tensor], apart_from: torch.Tensor | None) 
 
 
 DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
-"""That Sidelane can reduce."""
+"""Dtypes that Sidelane can reduce."""
 
 Tensor = torch.Tensor
 Other = Callable[[], dist.Work]
@@ -107,20 +108,20 @@ class GroupCall:
     """One call of the group.
 
     Attributes:
-        name: of the operation.
-        tensors: all of the caller's.
-        outputs: those that are written.
-        other: makes it on the other group.
-        job: makes it on a communicator; None where Sidelane has no such operation.
-        refusal: why Sidelane does not make it; "" if it does. Alike on all ranks.
-        is_async: the caller goes on before it has ended.
-        timeout: of this call; 0 for the group's.
-        across: which steps it can take among several nodes; None for none.
-        flat: for what there are none, in words; "" for the operation.
-        pieces: of these steps, where it takes them.
-        reason: why it takes them; "" if it does not.
-        options: of the communicator's method, where ``job`` is that method on the tensors themselves.
-        key: of calls like this one (``repeat``); None for those that are not remembered.
+        name: name of the operation.
+        tensors: all tensors of the caller.
+        outputs: tensors that are written.
+        other: function that makes the call on the other group.
+        job: function that makes the call on a communicator; None if Sidelane has no such operation.
+        refusal: reason why Sidelane does not make it; "" if it does. Alike on all ranks.
+        is_async: the caller goes on before the call has ended.
+        timeout: time-out of this call; 0 for the group's.
+        across: kind of collective whose steps it can take among several nodes; None for none.
+        flat: name in the text that no such steps exist for it; "" for the name of the operation.
+        pieces: number of pieces of these steps, if it takes them.
+        reason: reason why it takes the steps; "" if it does not.
+        options: options of the communicator's method, if ``job`` is that method on the tensors themselves.
+        key: key of calls like this one (``repeat``); None for calls that are not remembered.
         repeats: calls like this one may be remembered.
     """
 
@@ -142,7 +143,7 @@ class GroupCall:
 
     @property
     def nbytes(self) -> int:
-        """Of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
+        """Bytes of the larger side: the gathered bytes of an all_gather, the whole buffer of the others."""
         written = sum(map(_nbytes, self.outputs))
         return max(written, sum(map(_nbytes, self.tensors)) - written)
 
@@ -159,17 +160,17 @@ def make(
     shapes: str = "",
     across: Kind | None = None,
 ) -> GroupCall:
-    """Put a call together, and decide what can be decided without the group.
+    """Put a call together, and make the decisions that need no group.
 
     Args:
-        name: of the operation.
+        name: name of the operation.
         inputs: tensors that are only read.
         outputs: tensors that are written.
-        other: makes it on the other group.
-        job: makes it on a communicator.
-        opts: of torch; None for its defaults.
-        op: of a reduction.
-        shapes: what is wrong with the shapes for Sidelane; "" for nothing.
+        other: function that makes the call on the other group.
+        job: function that makes the call on a communicator.
+        opts: options of torch; None for its defaults.
+        op: operation of a reduction.
+        shapes: reason why Sidelane does not take these shapes; "" for none.
         across: see :class:`GroupCall`.
     """
     tensors = (*outputs, *inputs)
@@ -180,7 +181,7 @@ def make(
 
 
 def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """``all_gather_into_tensor``."""
+    """Describe an ``all_gather_into_tensor``."""
 
     def job(communicator: Communicator) -> None:
         with receiving([output]) as (whole,):
@@ -190,7 +191,7 @@ def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupC
 
 
 def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Several ``all_gather_into_tensor`` at once."""
+    """Describe several ``all_gather_into_tensor`` at once."""
 
     def job(communicator: Communicator) -> None:
         with receiving(outputs) as wholes:
@@ -200,7 +201,7 @@ def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], op
 
 
 def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """``all_gather``: a tensor for each rank."""
+    """Describe an ``all_gather``: a tensor for each rank."""
 
     def job(communicator: Communicator) -> None:
         with parted(outputs, apart_from=input) as whole:
@@ -212,7 +213,7 @@ def all_gather_list(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: 
 def all_to_all(
     output: Tensor, input: Tensor, outputs: Sequence[int], inputs: Sequence[int], opts: Any, other: Other
 ) -> GroupCall:
-    """``all_to_all_single``; split sizes are given on all ranks, or on none."""
+    """Describe an ``all_to_all_single``; split sizes are given on all ranks, or on none."""
 
     def job(communicator: Communicator) -> None:
         splits = {"output_split_sizes": outputs, "input_split_sizes": inputs} if outputs or inputs else {}
@@ -226,7 +227,7 @@ def all_to_all(
 
 
 def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """``all_to_all``: a tensor to each rank, and from each; that all are equal here says nothing of the others."""
+    """Describe an ``all_to_all``: a tensor to and from each rank; equal ones here say nothing of other ranks."""
 
     def job(communicator: Communicator) -> None:
         with parted(outputs, apart_from=None) as whole:
@@ -243,7 +244,7 @@ def all_to_all_list(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: A
 
 
 def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """``reduce_scatter_tensor``."""
+    """Describe a ``reduce_scatter_tensor``."""
     reduction = _reduction(opts, [input])
 
     def job(communicator: Communicator) -> None:
@@ -258,7 +259,7 @@ def reduce_scatter(output: Tensor, input: Tensor, opts: Any, other: Other) -> Gr
 
 
 def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """Several ``reduce_scatter_tensor`` at once."""
+    """Describe several ``reduce_scatter_tensor`` at once."""
     reduction = _reduction(opts, inputs)
 
     def job(communicator: Communicator) -> None:
@@ -271,7 +272,7 @@ def reduce_scatter_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 
 
 def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """``reduce_scatter``: a tensor for each rank."""
+    """Describe a ``reduce_scatter``: a tensor for each rank."""
     reduction = _reduction(opts, inputs)
 
     def job(communicator: Communicator) -> None:
@@ -293,7 +294,7 @@ def reduce_scatter_list(output: Tensor, inputs: Sequence[Tensor], opts: Any, oth
 
 
 def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """``all_reduce``, of several tensors at once where there are several."""
+    """Describe an ``all_reduce``, of several tensors at once if there are several."""
     reduction = _reduction(opts, tensors)
 
     def job(communicator: Communicator) -> None:
@@ -308,7 +309,7 @@ def all_reduce(tensors: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
 
 
 def broadcast(tensor: Tensor, opts: Any, other: Other) -> GroupCall:
-    """``broadcast``."""
+    """Describe a ``broadcast``."""
     root = opts.rootRank
 
     def job(communicator: Communicator) -> None:
@@ -321,7 +322,7 @@ def broadcast(tensor: Tensor, opts: Any, other: Other) -> GroupCall:
 
 
 def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -> GroupCall:
-    """``scatter``; ``inputs`` is empty but on the root."""
+    """Describe a ``scatter``; ``inputs`` is empty except on the root."""
     root = opts.rootRank
 
     def job(communicator: Communicator) -> None:
@@ -329,13 +330,13 @@ def scatter(output: Tensor, inputs: Sequence[Tensor], opts: Any, other: Other) -
         with receiving([output]) as (part,):
             communicator.scatter(part, whole, root=root)
 
-    call = make("scatter", (), (output,), other, job, opts)  # the others do not know what the root gives
+    call = make("scatter", (), (output,), other, job, opts)  # the others do not know the root's inputs
     call.tensors, call.flat = (output, *inputs), "scatter: all of it leaves by the root's network"
     return call
 
 
 def gather(outputs: Sequence[Tensor], input: Tensor, opts: Any, other: Other) -> GroupCall:
-    """``gather``; ``outputs`` is empty but on the root."""
+    """Describe a ``gather``; ``outputs`` is empty except on the root."""
     root = opts.rootRank
 
     def job(communicator: Communicator) -> None:
@@ -418,7 +419,7 @@ def _refusal(tensors: Sequence[Tensor], op: str | None) -> str:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 

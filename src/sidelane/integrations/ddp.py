@@ -1,7 +1,7 @@
 """DDP whose gradients are averaged by Sidelane: a communication hook.
 
-DDP hands over a bucket of gradients as soon as backward has filled it. It is copied into symmetric memory, from where
-peers read it while backward goes on, and the averages are what DDP takes from there.
+DDP hands over a bucket of gradients as soon as backward has filled it. The hook copies it into symmetric memory, from
+where peers read it while backward goes on, and DDP takes the averages from there.
 """
 
 import weakref
@@ -31,13 +31,14 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
     ``sidelane.report()`` says so.
 
     Args:
-        model: without a communication hook. It keeps this one for good, as DDP wants it. ``Join`` divides by all ranks:
-            torch tells no hook how many have ended, which ``divide_by_initial_world_size=False`` divides by, so that a
-            backward within such a ``Join`` is an error on every rank.
+        model: model without a communication hook. It keeps this one for good, as DDP requires. ``Join`` divides by all
+            ranks: torch does not give a hook the number of ranks that have ended, by which
+            ``divide_by_initial_world_size=False`` divides, so a backward within such a ``Join`` is an error on every
+            rank.
         config: settings; None for those in force.
 
     Returns:
-        What is switched on; :meth:`EnabledDdp.disable` gives the gradients to the group's own backend again.
+        Handle of the change; :meth:`EnabledDdp.disable` gives the gradients to the group's own backend again.
 
     Raises:
         ValueError: this is no DDP model, it has a hook already, or is in such a ``Join``.
@@ -62,10 +63,10 @@ def enable(model: DistributedDataParallel, *, config: Config | None = None) -> "
 
 
 class EnabledDdp:
-    """What :func:`enable` has switched on.
+    """Handle of a model whose gradients Sidelane averages; :func:`enable` returns it.
 
     Attributes:
-        calls: buckets that Sidelane has averaged.
+        calls: number of buckets that Sidelane has averaged.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -78,11 +79,11 @@ class EnabledDdp:
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """Symmetric memory that buffers take: as much as all gradients, since DDP has all buckets until the end."""
+        """Return the memory of the symmetric buffers: that of all gradients, since DDP keeps all buckets to the end."""
         return self._comm.memory() if self._comm is not None else MemoryUse(0, 0, None)
 
     def disable(self) -> None:
-        """Let the group's own backend do it from now on, and give the memory back. Idempotent. Not within backward.
+        """Give the gradients back to the group's own backend, and free the memory. Idempotent. Not within backward.
 
         DDP itself keeps the averages of the last backward, until its next one or until the model goes.
         """
@@ -102,7 +103,7 @@ class EnabledDdp:
         self._comm = Communicator(self._session.lane("ddp"))
 
     def _refuse_join(self) -> None:
-        """Raise for what torch's own backends divide by, too, only where there is no hook. Alike on all ranks."""
+        """Raise within a ``Join`` that divides by fewer ranks, which torch does only without a hook; on all ranks."""
         model = self._model()
         if model is None or not model._join_config.enable or getattr(model, "_divide_by_initial_world_size", True):
             return
@@ -132,7 +133,7 @@ class EnabledDdp:
         return work.get_future().then(_first)
 
     def _objection(self, dtype: str, dense: bool) -> str | None:
-        """Why a bucket goes to the group's own backend; None where it does not."""
+        """Return the reason why a bucket goes to the group's own backend; None if it does not."""
         if self._comm is None:
             return "disabled"
         if not dense:
@@ -140,7 +141,7 @@ class EnabledDdp:
         return None if dtype in ELEMENT_BYTES else f"avg of {dtype}"
 
 
-# DDP looks at the types of its hook: they stand here as they are, not as text.
+# DDP inspects the type annotations of its hook, so they must be types, not text.
 @keep_compilers_out
 def _hook(enabled: EnabledDdp, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     return enabled._average(bucket)

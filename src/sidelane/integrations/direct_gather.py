@@ -1,16 +1,16 @@
-"""Parameters of FSDP2 that are gathered straight into the memory in which they are used.
+"""Gather parameters of FSDP2 straight into the memory in which they are used.
 
 FSDP2 gathers the shards of a layer into one flat buffer, rank by rank, and copies it out into each parameter, on the
-stream of the computation. Here the buffer has the layout that the parameters want, and becomes their memory::
+stream of the computation. Here the buffer has the layout of the parameters, and becomes their memory::
 
     FSDP2     [rank 0: a b c][rank 1: a b c]  -> copy-out ->  [a: 0 1] [b: 0 1] [c: 0 1]
     straight  [a: 0 1][b: 0 1][c: 0 1]                        the same bytes
 
-A parameter keeps its storage object, which autograd may have saved: after the gather that gets the memory of a part of
-the buffer, and where FSDP2 frees its own, the part goes back to the ring of buffers.
+A parameter keeps its storage object, which autograd may have saved: after the gather the storage gets the memory of a
+part of the buffer, and when FSDP2 frees the parameter, the part goes back to the ring of buffers.
 
 torch has no hook for these steps. Two functions of its module are replaced while any model has this switched on, and
-pass on what is not ours; a method is replaced on each parameter.
+pass on all other calls; a method is replaced on each parameter.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FREEING = {
     *("itertools", "chain", "all_gather_outputs", "_unsharded_inner_tensors", "free_storage"),
     *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_"),
 }
-"""What freeing a parameter does: where it does more, as to keep memory, it is not to be replaced."""
+"""Names that FSDP2's freeing of a parameter uses: if a torch uses more, its method must not be replaced."""
 
 RESULT = (
     *("all_gather_output", "all_gather_event", "all_gather_work", "param_all_gather_input_dtypes"),
@@ -57,7 +57,7 @@ RESULT = (
 
 
 def objection() -> str | None:
-    """Why this torch's FSDP2 cannot have it; None where it can."""
+    """Return the reason why this torch's FSDP2 cannot gather straight; None if it can."""
     found = exchange_objection()
     if found is not None:
         return found
@@ -97,15 +97,16 @@ class Gathers(Protocol):
 
 
 class Straight:
-    """Gathers one parameter group of FSDP2.
+    """Gathers of one parameter group of FSDP2.
 
     Args:
         params: torch's ``FSDPParamGroup``.
-        comm: makes the gathers.
-        ring: has the buffers.
-        group: whose shards they are.
-        note: called with dtype and gathered bytes of each gather.
-        refusal: why a gather of so many bytes is not ours to make; "" where it is.
+        comm: communicator of the gathers.
+        ring: ring of buffers.
+        group: group of the shards.
+        note: function called with dtype and gathered bytes of each gather.
+        refusal: function that returns the reason why the other backend must make a gather of so many bytes; "" for
+            none.
     """
 
     def __init__(
@@ -119,19 +120,19 @@ class Straight:
     ) -> None:
         self._params, self._comm, self._ring, self._group, self._note = params, comm, ring, group, note
         self._refusal = refusal
-        self._lent: dict[Any, RingPart] = {}  # by parameter: what has its own memory meanwhile
+        self._lent: dict[Any, RingPart] = {}  # by parameter: the part that holds the parameter's own memory meanwhile
 
     def objection(self) -> str | None:
-        """Why these parameters are not gathered so; None where they are."""
+        """Return the reason why these parameters are not gathered straight; None if they are."""
         for param in self._params.fsdp_params:
             if param.fsdp_placement.dim:
                 return f"a parameter is sharded along dimension {param.fsdp_placement.dim}"
-            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):  # what it gathers is its own affair
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):  # an extension chooses the gathered tensors
                 return "a parameter has an extension of its own for gathers"
         return None
 
     def takes(self, group: dist.ProcessGroup) -> bool:
-        """This gather is one of shards, not of what a number for ``reshard_after_forward`` has left."""
+        """Return True if a gather is of shards, not of the smaller shards that ``reshard_after_forward=n`` leaves."""
         if group is not self._group or not self._params.is_sharded or self.objection() is not None:
             return False
         nbytes = 0
@@ -142,7 +143,7 @@ class Straight:
 
     @torch.no_grad()
     def gather(self, async_op: bool, copy_in_stream: Any, stream: Any) -> Gathered:
-        """Begin a gather: torch's ``foreach_all_gather``."""
+        """Begin a gather, in place of torch's ``foreach_all_gather``."""
         params, device = self._params.fsdp_params, self._params.device
         handle, rank, ranks = torch.get_device_module(device), self._comm.rank, self._comm.world_size
         backward = self._params._training_state is TrainingState.PRE_BACKWARD
@@ -171,7 +172,7 @@ class Straight:
         return gathered
 
     def _parts(self, sizes: Sequence[int], stream: Any, at_once: bool) -> list[RingPart]:
-        """A buffer, cut into storages of so many bytes, which give it back together."""
+        """Return a buffer cut into storages of so many bytes, which give it back together."""
         places, end = [], 0
         for nbytes in sizes:
             places.append(end)
@@ -182,18 +183,18 @@ class Straight:
         return cut(whole, places, sizes, free)
 
     def take_over(self) -> None:
-        """Have torch free our memory as ours."""
+        """Replace torch's freeing of the parameters, so that it returns ring memory."""
         take_over(self)
         for param in self._params.fsdp_params:
             param.free_unsharded_param = functools.partial(self._free, param)
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Let torch do all as before. Parameters that are in use get ordinary memory, with what is in theirs."""
+        """Restore torch's functions. Parameters in use get ordinary memory with the same contents."""
         if self._params._all_gather_result is not None:
             try:
                 self._params.wait_for_unshard()
-            except SidelaneError:  # the gather has failed, and has said so
+            except SidelaneError:  # the gather has failed, and its error was raised
                 self._params._all_gather_result = None
         for param in self._params.fsdp_params:
             copy = param.all_gather_outputs[0].clone() if param in self._lent else None
@@ -204,10 +205,10 @@ class Straight:
         give_back(self)
 
     def lend(self, param: Any, part: RingPart) -> None:
-        """Let the storage of a parameter have the memory of a gather."""
+        """Give the storage of a parameter the memory of a gather."""
         self._take_back(param)
         storage = param.all_gather_outputs[0].untyped_storage()
-        if storage.size():  # which torch has filled now, or without us
+        if storage.size():  # torch has filled it now, or in a gather of its own
             storage.resize_(0)
         exchange_memory(storage, part.memory.untyped_storage())
         self._lent[param] = part
@@ -225,11 +226,11 @@ class Straight:
 
 
 class Gathered(AllGatherResult):
-    """What torch keeps of a gather between its begin and its end.
+    """Result of a gather, which torch keeps between its begin and its end.
 
     Attributes:
-        straight: whose it is.
-        parts: the memory of the parameters, until they have it.
+        straight: maker of the gather.
+        parts: memory of the parameters, until they have it.
     """
 
     straight: Straight
@@ -252,7 +253,7 @@ class Gathered(AllGatherResult):
 
 
 def _shard(param: Any) -> torch.Tensor:
-    """What a rank has of a parameter, flat, on the device that computes."""
+    """Return a rank's shard of a parameter, flat, on the device that computes."""
     shard: torch.Tensor = param.all_gather_inputs[0] if param.offload_to_cpu else param._sharded_param_data
     return shard
 
@@ -296,7 +297,7 @@ _changing = forks.lock()
 
 
 def take_over(user: Straight) -> None:
-    """Have torch call the two functions here, until :func:`give_back`."""
+    """Replace the two functions of torch by those here, until :func:`give_back`."""
     with _changing:
         _users.add(user)
         if not _TORCHS:
@@ -306,7 +307,7 @@ def take_over(user: Straight) -> None:
 
 
 def give_back(user: Straight) -> None:
-    """Have torch call its own functions again, when nobody else needs ours. Idempotent."""
+    """Restore torch's own functions when no user needs ours any more. Idempotent."""
     with _changing:
         _users.discard(user)
         if not _users:

@@ -1,4 +1,4 @@
-"""How a group makes its calls: by Sidelane what Sidelane does, by the other group everything else."""
+"""Dispatch of a group's calls: to Sidelane if it has the operation, otherwise to the other group."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
 
 SMALL_BYTES = 4096
-"""Asynchronous calls of as much are kept a while."""
+"""Bytes of asynchronous calls up to which their works are kept a while."""
 
 MOST_KEPT = 256
 
 ABORTED = "was aborted"
-"""What became of a group that did not wait for its calls."""
+"""Text for the end of a group that did not wait for its calls."""
 
 
 class Dispatcher:
-    """Makes the calls of one group. It is what calls that wait ask (``order.Guard``).
+    """Maker of the calls of one group. Waiting calls query it (``order.Guard``).
 
     Args:
-        group: that torch knows, whose end this object does not put off.
-        other: that stands behind it.
-        witness: knows the dead.
-        ranks: of the group, in the world.
-        timeout: of Sidelane's calls.
-        nodes: where they are.
+        group: group that torch knows; this object does not keep it alive.
+        other: group behind it.
+        witness: knows the processes that have died.
+        ranks: ranks of the group, in the world.
+        timeout: time-out of Sidelane's calls.
+        nodes: nodes of the ranks.
 
     Attributes:
-        ledger: what was made where.
-        memory: for who asks the group for some.
-        names: of the other group's backends, by device.
-        timeout: of communicators to come.
-        owner: the process that is a rank.
-        asked: what torch was asked for, in the words of the caller and in full, both as torch writes them; None as long
-            as only torch knows.
+        ledger: counts of the calls, by their maker.
+        memory: symmetric memory for users of the group.
+        names: names of the other group's backends, by device.
+        timeout: time-out of communicators to come.
+        owner: process that is the rank.
+        asked: devices and backends that the caller asked torch for, short and in full, both as torch writes them; None
+            as long as only torch knows.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Dispatcher:
         self.asked: tuple[str, str] | None = None
         self.names = {device.type: name_of_backend(other, device.type) for device in other._device_types}
         self._whose, self._witness, self._ranks, self._nodes = weakref.ref(group), witness, tuple(ranks), nodes
-        self._ended = ""  # how, for people
-        # Nothing here keeps what has it: connections and threads end with a group, not when garbage is collected.
+        self._ended = ""  # words for its end
+        # Only weak references here: connections and threads end with a group, not when garbage is collected.
         own = weakref.proxy(self)
         self._orders: dict[str, HostOrder | StreamOrder] = {"cpu": HostOrder(own), "cuda": StreamOrder(own)}
         self._communicators: dict[str, Communicator | NodesCommunicator] = {}
@@ -86,8 +86,9 @@ class Dispatcher:
         self._making = forks.Turn(lambda: ("a call", "the making of this group's communicator"))
         self._can_capture = torch.cuda.is_available()
         self._coalescing: list[dist.Work] | None = None
-        # What torch's compiled code is handed in Python, it waits for by the Python half, which it does not keep. DDP's
-        # reducer waited for ever for how many ranks have not joined (``divide_by_initial_world_size=False``).
+        # If torch's compiled code gets a work made in Python, it waits by the Python half, which it does not keep.
+        # DDP's reducer waited for ever for the number of ranks that have not joined
+        # (``divide_by_initial_world_size=False``).
         self._kept: collections.deque[dist.Work] = collections.deque(maxlen=MOST_KEPT)
         self._again: dict[Key, Again] = {}
         self.owner = forks.Owner("process group")
@@ -95,12 +96,12 @@ class Dispatcher:
         forks.telling(self)
 
     def take_name(self, name: str) -> None:
-        """Say what torch calls the group."""
+        """Set the name that torch gives the group."""
         self._name = self.ledger.group = name
         self.owner.what = f"process group {name}"
 
     def what_was_asked(self) -> tuple[str, str]:
-        """For which devices Sidelane is; see ``asked``."""
+        """Return the devices and backends of the group; see ``asked``."""
         if self.asked is None:  # torch notes it after it has made the group
             group = self._group
             self.asked = str(c10d._world.pg_map[group][0]), c10d._world.pg_backend_config[group]
@@ -114,7 +115,7 @@ class Dispatcher:
         return found
 
     def check(self) -> None:
-        """Raise where there is no use in waiting for peers any more: a PeerError, which they are to hear of."""
+        """Raise a PeerError, which the peers receive, if the group has ended and waiting for peers is useless."""
         if self._ended:
             raise self._told()
 
@@ -122,7 +123,7 @@ class Dispatcher:
         return PeerError(f"process group {self._name} {self._ended} on rank {self._rank}", (self._rank,))
 
     def require(self) -> None:
-        """Raise where the group can make no calls.
+        """Raise if the group can make no calls.
 
         Raises:
             CommunicatorClosedError: it was destroyed or aborted, or this process is a forked copy of the rank.
@@ -135,27 +136,27 @@ class Dispatcher:
         return CommunicatorClosedError(f"process group {self._name} {why} (allowed=calls before that, and a new group)")
 
     def disown(self) -> None:
-        """In a forked copy: no call is like an earlier one, so that all are refused in one place."""
+        """Forget repeated calls in a forked copy, so that all calls are refused in one place."""
         self._again.clear()
 
     def begin_coalescing(self) -> None:
-        """From here on, what :meth:`run` and :meth:`pass_on` return is kept as well."""
+        """Keep the works that :meth:`run` and :meth:`pass_on` return from here on."""
         self.require()
         self._coalescing = []
 
     def end_coalescing(self) -> list[dist.Work]:
-        """What was kept."""
+        """Return the works kept since :meth:`begin_coalescing`."""
         works, self._coalescing = self._coalescing or [], None
         return works
 
     def finish(self) -> None:
-        """Wait for the calls under way, and let go of everything."""
+        """Wait for the calls under way, and release everything."""
         for order in self._orders.values():
             order.close()
         self._end("was destroyed")
 
     def abort(self) -> None:
-        """Let go of everything at once: calls under way fail, here and on the other ranks, and so do later ones."""
+        """Release everything at once: calls under way fail, here and on the other ranks, and so do later ones."""
         self._end(ABORTED)
         for order in self._orders.values():
             order.close(wait=False)
@@ -177,14 +178,14 @@ class Dispatcher:
     def run_alike(
         self, name: str, detail: Hashable, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
     ) -> dist.Work:
-        """Make a call as one like it was made, or else as :meth:`run` does.
+        """Make a call in the way of an earlier one like it, or else as :meth:`run` does.
 
         Args:
-            name: of the operation, one of ``again.METHODS``.
+            name: name of the operation, one of ``repeat.METHODS``.
             detail: its reduction or root; None where it has neither.
-            tensors: of one dtype and device if the call is like another; the output first.
-            opts: of torch.
-            make: puts the call together.
+            tensors: tensors of the call, the output first; of one dtype and device if it is like another.
+            opts: options of torch.
+            make: function that puts the call together.
         """
         key = (name, detail, tensors[0].dtype, tensors[0].device)
         work = self._run_again(key, tensors, opts)
@@ -195,7 +196,7 @@ class Dispatcher:
         return work
 
     def _run_again(self, key: Key, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work | None:
-        """None if there was no call like it, or something else is to be decided; nothing has happened then."""
+        """Make a call like an earlier one; return None, with nothing done, if there is none or a decision is needed."""
         again = self._again.get(key)
         if again is None or opts.asyncOp or opts.timeout > NO_TIMEOUT or self._coalescing is not None:
             return None
@@ -223,7 +224,7 @@ class Dispatcher:
 
     def run(self, call: GroupCall) -> dist.Work:
         """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
-        what ``record_param_comms`` has of calls in C++: sizes, data type and group.
+        also get the fields that ``record_param_comms`` has for calls in C++: sizes, data type and group.
         """
         if not torch.autograd._profiler_enabled():
             return self._run(call)
@@ -233,7 +234,7 @@ class Dispatcher:
             return self._run(call)
 
     def _recorded(self, call: GroupCall) -> dict[str, Any]:
-        """What traces say of a call, under the names that tools read."""
+        """Return the fields of a call in traces, under the names that tools read."""
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
         kind = call.tensors[0].type().rpartition(".")[2].removesuffix("Tensor") if call.tensors else ""
         return {
@@ -266,7 +267,7 @@ class Dispatcher:
         return work
 
     def _across(self, call: GroupCall) -> str:
-        """Whether a call of a group on several nodes takes steps for that; why not."""
+        """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
         if not self._nodes.spans:
             return ""
         choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
@@ -279,8 +280,8 @@ class Dispatcher:
         """Make a call between two ranks, in no order with the calls of all.
 
         Args:
-            call: of two ranks.
-            peers: the other one, or all that it may be.
+            call: call of two ranks.
+            peers: the other rank, or all ranks that it may be.
         """
         self.require()
         if self._can_capture and torch.cuda.is_current_stream_capturing():
@@ -291,7 +292,7 @@ class Dispatcher:
         return work
 
     def _refuse_in_graph(self, call: GroupCall, device: str) -> None:
-        """Raise for a call that the graph under capture would not hold; nothing has happened."""
+        """Raise for a call that the graph under capture would not hold; no step has run."""
         maker = self.names.get(device, "none") if call.refusal or call.job is None else SIDELANE
         if device == "cpu":
             why = "tensors of the CPU, which replays would not touch (allowed=before the capture, or behind it)"
@@ -314,7 +315,7 @@ class Dispatcher:
         if isinstance(communicator, NodesCommunicator):
             communicator.pieces = call.pieces
         try:
-            call.job(cast(Communicator, communicator))  # of its methods, one of those that both have
+            call.job(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
             self._explain(error)
             raise
@@ -328,7 +329,7 @@ class Dispatcher:
             self._again[call.key] = Again.of(communicator, call.name, call.options)
 
     def _explain(self, error: Exception) -> None:
-        """Say more of what a call has failed with; raise where that is the end of the group."""
+        """Add details to the error of a call; raise if it is the end of the group."""
         if self._ended:
             raise self._refusal(self._ended) from error
         if self._ranks != tuple(range(len(self._ranks))):
@@ -353,7 +354,7 @@ class Dispatcher:
         self.ledger.note((call.name, dtype, device, where, why), reason, call.nbytes)
 
     def uses(self, device: str) -> str:
-        """Why Sidelane does not take tensors of such a device; "" if it does."""
+        """Return the reason why Sidelane does not take tensors of such a device; "" if it does."""
         known = self._refusals.get(device)
         if known is None:
             known = self._refusals[device] = self._settle(device)
@@ -375,7 +376,7 @@ class Dispatcher:
         )
 
     def no_memory(self, device: str) -> str:
-        """Why there is no memory of Sidelane's on such a device, as far as one knows; "" for no reason."""
+        """Return the reason why such a device has no Sidelane memory, as far as it is known; "" for no reason."""
         return "several nodes" if self._nodes.spans else self.uses(device)
 
     def communicator(self, where: torch.device | str | None) -> Communicator:
@@ -394,7 +395,7 @@ class Dispatcher:
         return made
 
     def for_memory(self, device: torch.device) -> Communicator | None:
-        """The communicator on a device, behind the calls that a thread makes: on all ranks alike. None for none."""
+        """Return the communicator on a device, behind the calls of its thread: on all ranks alike. None for none."""
         self.require()
         order = self._orders[device.type]
         make = functools.partial(self._communicator, device)
@@ -403,7 +404,7 @@ class Dispatcher:
         return found
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set what calls wait for: of the communicators that there are, and of those to come."""
+        """Set the time-out of calls, of existing communicators and of those to come."""
         self.timeout = timeout
         for communicator in list(self._communicators.values()):
             communicator.lane.set_timeout(timeout.total_seconds())
@@ -411,7 +412,7 @@ class Dispatcher:
                 communicator.lookout.timeout_s = timeout.total_seconds()
 
     def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
-        """What makes Sidelane's calls; None where the ranks found out together that there can be none."""
+        """Return the communicator of a device; None if the ranks found out together that there can be none."""
         made = self._communicators.get(where.type)
         return self._making.run(lambda: self._made(where)) if made is None else made
 
@@ -447,7 +448,7 @@ class Dispatcher:
         )
 
     def late(self) -> tuple[str, Sequence[int]]:
-        """Who has not come to the call that this rank is in."""
+        """Describe the ranks that have not come to the call that this rank is in."""
         communicator = self._communicators.get("cpu")
         if communicator is None:
             return "", ()
@@ -462,7 +463,7 @@ class Dispatcher:
         self._leave(error)
 
     def ends(self) -> None:
-        """The interpreter ends: the communicator does, and its peers hear of it."""
+        """End the communicator at the interpreter's exit, and tell its peers."""
         self._leave(PeerError(f"rank {self._rank} ended without waiting for its asynchronous calls", (self._rank,)))
 
     def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
@@ -473,7 +474,7 @@ class Dispatcher:
             communicator.lane.calls.fail(error)
 
     def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """What stands for a call that is queued on a stream."""
+        """Return the work of a call that is queued on a stream."""
         communicator = self._communicators.get("cuda")
         if communicator is None:
             return StreamWork(stream, outputs)

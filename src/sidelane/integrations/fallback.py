@@ -31,15 +31,15 @@ _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class _Gloo(Allocating, dist.ProcessGroupGloo):
-    """Gloo, which has memory of Sidelane's."""
+    """Gloo with Sidelane's memory."""
 
 
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Allocating]] = weakref.WeakKeyDictionary()
-"""Those that were made here: torch forgets what Python adds to a backend when nobody refers to it."""
+"""Backends that were made here: torch forgets Python's part of a backend if nothing refers to it."""
 
 
 def ask_for_memory(group: dist.ProcessGroup, source: BufferSource) -> None:
-    """Let the backends of a group that was made here answer with memory of ``source``; others keep their own."""
+    """Let the backends of a group that was made here provide memory of ``source``; others keep their own."""
     for backend in _backends.get(group, ()):
         backend.source = weakref.ref(source)  # which refers to the group, and to this backend
 
@@ -52,16 +52,16 @@ def _allocating(kind: type[Any]) -> type[Any]:
 def make_other(
     store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int], options: Any
 ) -> dist.ProcessGroup:
-    """An ordinary process group: Gloo for the CPU and, where torch finds GPUs, NCCL for them.
+    """Make an ordinary process group: Gloo for the CPU and, if torch finds GPUs, NCCL for them.
 
     Args:
-        store: of these ranks alone.
-        rank: in the group.
-        size: of the group.
-        timeout: of its calls.
-        name: of the group.
-        ranks: in the world; empty for all of it.
-        options: for NCCL; None for its defaults.
+        store: store of these ranks alone.
+        rank: number of this rank in the group.
+        size: number of ranks of the group.
+        timeout: time-out of its calls.
+        name: name of the group.
+        ranks: ranks in the world; empty for all of it.
+        options: options of NCCL; None for its defaults.
     """
     group = dist.ProcessGroup(dist.PrefixStore("other/", store), rank, size)
     gloo = _Gloo(dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
@@ -75,7 +75,7 @@ def make_other(
         group._register_backend(torch.device("cuda"), Kind.NCCL, nccl)
         backends += [nccl] if isinstance(nccl, Allocating) else []
     _backends[group] = backends
-    forks.keeping(group)  # its connections are those of the process that a copy is of
+    forks.keeping(group)  # its connections belong to the parent process
     return group
 
 
@@ -88,7 +88,7 @@ def _nccl(
         options.is_high_priority_stream = False
     options._timeout = timeout
     if dist.is_initialized() and ranks:
-        # Ranks outside of a group take part in a split of NCCL's communicator, where torch makes one.
+        # Ranks outside of a group take part in a split of NCCL's communicator, if torch makes one.
         source = (
             c10d._get_split_source(c10d._get_default_group()) if c10d._get_default_group().bound_device_id else None
         )
@@ -97,7 +97,7 @@ def _nccl(
     options.global_ranks_in_group, options.group_name = list(ranks), name
     try:
         made = _allocating(nccl)(store, rank, size, options)
-    except TypeError:  # a torch whose NCCL cannot be a base class: it has memory of its own
+    except TypeError:  # this torch's NCCL cannot be a base class, but it can allocate memory itself
         made = nccl(store, rank, size, options)
     made._set_sequence_number_for_group()
     return made
@@ -105,9 +105,8 @@ def _nccl(
 
 @contextlib.contextmanager
 def nccl_not_ending_the_process() -> Iterator[None]:
-    """Groups that are made meanwhile leave it to others what to do about an error of NCCL.
-
-    Else torch ends the process as soon as NCCL loses a peer, before anybody could say which.
+    """Disable NCCL's error handling for groups that are made meanwhile.
+    Otherwise torch ends the process as soon as NCCL loses a peer, before Sidelane can name the peer.
     """
     before = os.environ.get(_HANDLING)
     os.environ[_HANDLING] = "0"  # read when a group is made
@@ -121,7 +120,7 @@ def nccl_not_ending_the_process() -> Iterator[None]:
 
 
 def name_of_backend(group: dist.ProcessGroup, device: str) -> str:
-    """What makes the calls of ``group`` on such tensors, in lower case."""
+    """Return the name of the backend for calls of ``group`` on such tensors, in lower case."""
     try:
         return str(group._get_backend(torch.device(device)).name()).lower()
     except RuntimeError:
@@ -129,7 +128,7 @@ def name_of_backend(group: dist.ProcessGroup, device: str) -> str:
 
 
 def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
-    """The backends of a group, with what torch calls their types, by device."""
+    """Return the backends of a group, with torch's names for their types, by device."""
     found: dict[torch.device, tuple[Any, Any]] = {}
     for device in group._device_types:
         backend = group._get_backend(device)
@@ -139,12 +138,12 @@ def kinds(group: dist.ProcessGroup) -> dict[torch.device, tuple[Any, Any]]:
 
 
 class Witness:
-    """Knows the processes of a group, to name those that have died when the other group fails.
+    """Registry of a group's processes, to name those that have died when the other group fails.
 
     Args:
-        store: of the group.
-        rank: of this process.
-        ranks: of the group, in the world.
+        store: store of the group.
+        rank: rank of this process.
+        ranks: ranks of the group, in the world.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
@@ -168,13 +167,13 @@ class Witness:
         raise PeerError(f"{named}: {error}", dead) from error
 
     def dead(self, peers: Sequence[int]) -> list[int]:
-        """Those of ``peers`` whose processes are gone."""
+        """Return those of ``peers`` whose processes are gone."""
         return [rank for rank in peers if rank != self._rank and self._is_dead(rank)]
 
     def meet(self) -> None:
-        """Read who the others are, as far as they have said: the store may go with the process that dies."""
+        """Read the identities that the other ranks have published: the store may vanish with the process that dies."""
         if len(self._ranks) > _MOST_MET:
-            return  # of a large group, when it is needed
+            return  # for a large group, they are read when needed
         self._read()
 
     def _read(self) -> None:

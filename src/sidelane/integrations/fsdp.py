@@ -1,8 +1,9 @@
-"""FSDP2 whose parameters are gathered, and gradients scattered, by Sidelane.
+"""FSDP2 with Sidelane's collectives: it gathers the parameters and scatters the gradients.
 
 FSDP2 lets a program replace two of its collectives (``FSDPModule.set_custom_all_gather`` and ``.._reduce_scatter``) and
-where their buffers come from. Parameters are gathered in place into symmetric memory on one lane, next to whatever is
-computed, and stay there (``straight.py``); gradients are reduced on another lane, so that neither waits for the other.
+the source of their buffers. Parameters are gathered in place into symmetric memory on one lane, next to the
+computation, and stay there (``direct_gather.py``); gradients are reduced on another lane, so that neither waits for the
+other.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
     """Let Sidelane gather the parameters and scatter the gradients of a model. Collective.
 
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
-    rounded. What Sidelane does not do (a group other than the one that shards the parameters, as with a number for
-    ``reshard_after_forward``; float64 gradients) goes to the group's own backend; :attr:`EnabledFsdp.elsewhere` says
-    what, and ``sidelane.report()``. A divide factor of the program's own is multiplied behind the sum. Where shards are
-    on several machines, Sidelane works within each, and the group's own backend between them.
+    rounded. Calls that Sidelane does not make go to the group's own backend: those of a group other than the one that
+    shards the parameters, as with a number for ``reshard_after_forward``, and float64 gradients.
+    :attr:`EnabledFsdp.elsewhere` and ``sidelane.report()`` list them. A divide factor of the program's own is multiplied
+    behind the sum. If shards are on several machines, Sidelane works within each, and the group's own backend between
+    them.
 
     Args:
-        model: that ``fully_shard`` was applied to, or some of its modules.
+        model: model that ``fully_shard`` was applied to, or some of its modules.
         config: settings; None for those in force.
-        straight_into_parameters: gather into the memory that parameters have while they are used, where that is
-            possible; ``sidelane.report()`` says where not, and why. Otherwise FSDP2 copies them out of a buffer.
+        straight_into_parameters: gather into the memory that parameters have while they are used, if that is
+            possible; ``sidelane.report()`` gives the reason if not. Otherwise FSDP2 copies them out of a buffer.
 
     Returns:
-        What is switched on; :meth:`EnabledFsdp.disable` switches it off again.
+        Handle of the change; :meth:`EnabledFsdp.disable` switches it off again.
 
     Raises:
-        ValueError: nothing of the model is sharded by FSDP2, or this is on already.
+        ValueError: FSDP2 shards nothing of the model, or this is on already.
         As :class:`sidelane.Session`.
     """
     shards = _param_groups(model) if isinstance(model, nn.Module) else []
@@ -78,8 +80,8 @@ class Elsewhere:
     """Calls that the group's own backend has made.
 
     Attributes:
-        what: of a kind, and why.
-        calls: how many.
+        what: kind of the call, and the reason.
+        calls: number of calls.
     """
 
     what: str
@@ -87,26 +89,26 @@ class Elsewhere:
 
 
 class EnabledFsdp:
-    """What :func:`enable` has switched on.
+    """Handle of a model whose collectives Sidelane makes; :func:`enable` returns it.
 
     Attributes:
-        calls: collectives that Sidelane has made.
-        elsewhere: what the group's own backend has made, and why.
+        calls: number of collectives that Sidelane has made.
+        elsewhere: calls that the group's own backend has made, with the reasons.
     """
 
     def __init__(self, copies_out: str | None) -> None:
-        self._copies_out = copies_out  # why, where no parameter is gathered straight into its place
+        self._copies_out = copies_out  # reason why no parameter is gathered straight; None if that is possible
         self._links: dict[dist.ProcessGroup, Link] = {}
         self._undo = contextlib.ExitStack()
         self.elsewhere: dict[str, Elsewhere] = {}
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """All symmetric memory: buffers, what FSDP2 has in use at once in each size, and what calls need (``own``)."""
+        """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""
         return MemoryUse.of_all(link.memory() for link in self._links.values())
 
     def disable(self) -> None:
-        """Give the model its own collectives back, and the memory. Idempotent. Nothing may be under way."""
+        """Restore the model's own collectives, and free the memory. Idempotent. No call may be under way."""
         self._links.clear()
         self._undo.close()
 
@@ -128,7 +130,7 @@ class EnabledFsdp:
         if self._copies_out is None:
             gather.straight = direct_gather.Straight(
                 *(params, link.gather, link.ring, group),
-                # Neither refers to the gather: memory of a cycle would stay until Python looks for cycles.
+                # Neither refers to the gather: memory of a cycle would stay until Python collects cycles.
                 note=functools.partial(self._made, link, Kind.ALL_GATHER, "straight into the parameters"),
                 refusal=functools.partial(link.refusal, Kind.ALL_GATHER),
             )
@@ -136,7 +138,7 @@ class EnabledFsdp:
             gather.straight.take_over()
 
     def _replace(self, params: Any, name: str, ours: Any) -> None:
-        """Put ours there until :meth:`disable`. What the program has put there by then stays."""
+        """Replace an attribute until :meth:`disable`. A value that the program sets meanwhile stays."""
         before = getattr(params, name)
         self._undo.callback(lambda: setattr(params, name, before) if getattr(params, name) is ours else None)
         setattr(params, name, ours)
@@ -154,10 +156,10 @@ class EnabledFsdp:
 
 
 class Gather(AllGather):
-    """What FSDP2 gathers parameters by.
+    """All-gather of parameters for FSDP2.
 
     Attributes:
-        straight: does it without a copy-out, where that is possible.
+        straight: gathers without a copy-out, if that is possible.
     """
 
     def __init__(self, enabled: EnabledFsdp, link: Link, params: Any, own: AllGather, copies_out: str | None) -> None:
@@ -193,7 +195,7 @@ class Gather(AllGather):
 
 
 class Scatter(ReduceScatter):
-    """What FSDP2 reduces gradients by. Its input is symmetric; its output becomes the gradient, and is ordinary."""
+    """Reduce-scatter of FSDP2's gradients: its input is symmetric, its output ordinary, as it becomes the gradient."""
 
     def __init__(self, enabled: EnabledFsdp, link: Link, own: ReduceScatter) -> None:
         self._enabled, self._link, self._own = enabled, link, own
@@ -237,7 +239,7 @@ class Scatter(ReduceScatter):
 
 
 def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | None) -> Link:
-    """Find out together whether a group spans machines."""
+    """Make the link of a group; the ranks find out together whether the group spans machines."""
     chosen = settings.current() if config is None else config
     exchange = Exchange(group, chosen.timeout_s)
     ranks = dist.get_process_group_ranks(group)
@@ -250,7 +252,7 @@ def _make_link(group: dist.ProcessGroup, device: torch.device, config: Config | 
 
 
 def _param_groups(model: nn.Module) -> list[Any]:
-    """What FSDP2 shards together. Modules that it was given in one list share theirs, which is here once."""
+    """Return FSDP2's parameter groups. Modules given to it in one list share a group, which is here once."""
     found: dict[Any, None] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):

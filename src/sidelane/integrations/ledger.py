@@ -1,4 +1,4 @@
-"""What ran where, and why: kept for each group, asked for with ``sidelane.report()``."""
+"""Counts of calls by place and reason, kept for each group; ``sidelane.report()`` returns them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ReportRow:
     Attributes:
         group: name of the group, as torch has it.
         ranks: its ranks, in the world.
-        operation: as ``torch.distributed`` calls it; behind ``fsdp`` or ``ddp`` where those were enabled.
-        dtype, device: of the tensors; "" where there are none.
+        operation: name in ``torch.distributed``; behind ``fsdp`` or ``ddp`` if those were enabled.
+        dtype, device: dtype and device of the tensors; "" if there are none.
         where: ``sidelane``, or the backend that made the calls (``gloo``, ``nccl``).
-        why: the variant that Sidelane chose, with the reason of the latest of these calls; or why it made none.
-        calls: how many.
-        nbytes: of all of them: gathered bytes for an all_gather, the whole buffer for the others.
+        why: variant that Sidelane chose, with the reason of the latest of these calls; or the reason why it made none.
+        calls: number of calls.
+        nbytes: bytes of all calls: gathered bytes for an all_gather, the whole buffer for the others.
     """
 
     group: str
@@ -48,11 +48,11 @@ class ReportRow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What the groups of this process have done on this rank; printed, it is a table.
+    """Calls of this process's groups on this rank; printed, it is a table.
 
     Attributes:
         rows: sums, group by group in the order in which they were made.
-        last: the last call that has ended (GPUs: that was queued), with 1 for ``calls``; None before the first.
+        last: last call that has ended (on GPUs: that was queued), with 1 for ``calls``; None before the first.
     """
 
     rows: tuple[ReportRow, ...]
@@ -78,11 +78,11 @@ class Ledger:
     """The calls of one group on this rank.
 
     Args:
-        ranks: of the group, in the world.
+        ranks: ranks of the group, in the world.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.group = ""  # torch tells the name after the group was made
+        self.group = ""  # torch sets the name after the group was made
         self._ranks = tuple(ranks)
         self._lock = forks.rlock()  # a signal handler, or a finaliser, may make a call or a report in the middle of one
         self._sums: dict[Key, _Sum] = {}
@@ -91,12 +91,12 @@ class Ledger:
             del _ledgers[:-_MOST_GROUPS]
 
     def note(self, key: Key, reason: str, nbytes: int) -> None:
-        """Write down a call.
+        """Count a call.
 
         Args:
-            key: operation, dtype, device, where it ran, and what counts as one row of it: the variant, or why not.
-            reason: for the variant; "" for none.
-            nbytes: of the call.
+            key: operation, dtype, device, maker, and the key of its row: the variant, or the reason against Sidelane.
+            reason: reason for the variant; "" for none.
+            nbytes: size of the call in bytes.
         """
         global _last
         with self._lock:
@@ -107,24 +107,24 @@ class Ledger:
         _last = (self, key, _Sum(1, nbytes, reason))
 
     def forget(self) -> None:
-        """Begin to count afresh."""
+        """Reset the counts."""
         with self._lock:
             self._sums.clear()
 
     def rows(self) -> list[ReportRow]:
-        """Sums, in the order of their first call."""
+        """Return the sums, in the order of their first call."""
         with self._lock:
             return [self.row(key, entry) for key, entry in list(self._sums.items())]
 
     def row(self, key: Key, entry: _Sum) -> ReportRow:
-        """A sum for people."""
+        """Return a sum as a row of the report."""
         operation, dtype, device, where, why = key
         why = f"{why}: {entry.reason}" if entry.reason else why
         return ReportRow(self.group, self._ranks, operation, dtype, device, where, why, entry.calls, entry.nbytes)
 
 
 def report() -> Report:
-    """What every Sidelane group of this process has done on this rank: where its calls ran, and why there.
+    """Return the calls of every Sidelane group of this process on this rank: their makers, and the reasons.
 
     Groups that were destroyed are in it, too. Asynchronous calls appear when they have ended.
     """
@@ -135,7 +135,7 @@ def report() -> Report:
 
 
 def reset() -> None:
-    """Begin to count afresh."""
+    """Reset the counts."""
     global _last
     with _keeping:
         for ledger in list(_ledgers):

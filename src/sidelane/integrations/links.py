@@ -1,4 +1,4 @@
-"""What FSDP2's calls of one group are made by: two lanes, and the buffers that FSDP2 has at a time."""
+"""Links: the two lanes and the buffers for FSDP2's calls of one group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sidelane.session import Communicator, Session
 
 
 class Scatters(Protocol):
-    """A lane's reduce-scatter, as a communicator has it."""
+    """Reduce-scatter of a lane, as a communicator has it."""
 
     def reduce_scatter(
         self, output: Tensors, input: Tensors, *, op: str, async_op: bool = False, beside: Beside | None = None
@@ -32,15 +32,15 @@ class Scatters(Protocol):
 
 
 class Link(abc.ABC):
-    """Lanes and buffers of a group.
+    """Lanes and buffers for FSDP2's calls of a group.
 
     Args:
-        group: whose shards they are.
-        device: of the shards.
+        group: group of the shards.
+        device: device of the shards.
 
     Attributes:
-        gather, scatter: the lanes.
-        ring: buffers that become parameters.
+        gather, scatter: lanes of the two collectives.
+        ring: ring of buffers that become parameters.
     """
 
     gather: Gathers
@@ -54,46 +54,46 @@ class Link(abc.ABC):
         self._ledger.group = group.group_name
 
     def is_of(self, group: dist.ProcessGroup) -> bool:
-        """The ranks are those of ``group``: FSDP2 may have another one for gradients."""
+        """Return True if the ranks are those of ``group``: FSDP2 may have another one for gradients."""
         return group is self.group or dist.get_process_group_ranks(group) == self._ranks
 
     @abc.abstractmethod
     def refusal(self, kind: Kind, nbytes: int) -> str:
-        """Why the group's own backend makes a call of so many gathered or scattered bytes; "" where we do."""
+        """Return the reason why the group's own backend makes a call of so many bytes; "" if Sidelane makes it."""
 
     @abc.abstractmethod
     def reason(self, kind: Kind, nbytes: int) -> str:
-        """Words for the report that stand before all others; "" for none."""
+        """Return text that precedes all other reasons in the report; "" for none."""
 
     @abc.abstractmethod
     def gathered_into(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What parameters are gathered into, where they are copied out of it."""
+        """Return a buffer for gathered parameters, from which FSDP2 copies them out."""
 
     @abc.abstractmethod
     def scattered_from(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What gradients are reduced from."""
+        """Return a buffer for the gradients to reduce."""
 
     @abc.abstractmethod
     def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
-        """Another backend was given this tensor."""
+        """Keep a tensor out of the pool, because another backend holds it."""
 
     @abc.abstractmethod
     def memory(self) -> MemoryUse:
-        """Symmetric memory that its lanes take."""
+        """Return the symmetric memory of its lanes."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
     def note(self, kind: Kind, dtype: torch.dtype, why: str, nbytes: int, where: str = SIDELANE) -> None:
-        """For the report: one more call."""
+        """Count one more call for the report."""
         if where == SIDELANE:
             why = f"{self.reason(kind, nbytes)}{why}"
         self._ledger.note((f"fsdp {kind}", name_of(dtype), self.device.type, where, why), "", nbytes)
 
 
 class MachineLink(Link):
-    """Of a group on one machine."""
+    """Link of a group on one machine."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: Config | None) -> None:
         super().__init__(group, device)
@@ -133,5 +133,5 @@ class MachineLink(Link):
 
 
 def name_of(dtype: Any) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The order of a group's calls: on CPUs a thread keeps it for asynchronous ones, on GPUs a stream."""
+"""Order of a group's calls: on CPUs a thread keeps it for asynchronous ones, on GPUs a stream."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 class Guard(Protocol):
-    """What a call that waits asks of the group."""
+    """Interface of the group for calls that wait."""
 
     def late(self) -> tuple[str, Sequence[int]]:
-        """Who has not come: words for the text of a time-out, and their ranks."""
+        """Return the ranks that have not come: text for a time-out, and their numbers."""
         ...
 
     def interrupted(self, error: KeyboardInterrupt) -> None:
-        """Ctrl-C reached somebody who waits."""
+        """Handle Ctrl-C in a thread that waits."""
         ...
 
     def ends(self) -> None:
-        """The interpreter ends: calls that wait for peers are to fail."""
+        """Make waiting calls fail, because the interpreter exits."""
         ...
 
     def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """What stands for all that is queued on a stream."""
+        """Return the work of everything queued on a stream."""
         ...
 
 
@@ -49,7 +49,7 @@ class HostOrder:
     Asynchronous calls never block their caller, which a communicator's own would: it compares new calls on the spot.
 
     Args:
-        guard: asked by calls that wait.
+        guard: group that waiting calls query.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -69,14 +69,14 @@ class HostOrder:
         """Make a call behind all others of the group.
 
         Args:
-            job: makes it, and returns when it has ended.
-            tensors: of the caller; whoever waits keeps them.
-            outputs: those that it writes.
+            job: function that makes it, and returns when it has ended.
+            tensors: tensors of the caller, which waiting calls keep alive.
+            outputs: tensors that it writes.
             is_async: the caller goes on at once.
-            timeout: of its own; 0 for none.
+            timeout: time-out of its own; 0 for none.
 
         Raises:
-            RuntimeError: a signal handler or a finaliser calls inside of a call that its thread makes.
+            RuntimeError: a signal handler or a finaliser calls inside of a call of its own thread.
         """
         if is_async or timeout > NO_TIMEOUT:
             return HostWork(self._submit(job), outputs, timeout, self._guard.late, self._guard.interrupted)
@@ -84,22 +84,22 @@ class HostOrder:
         return EndedWork(outputs)
 
     def alone(self, job: Callable[[], T]) -> T:
-        """Do something behind the calls that the thread was given, and beside none. Raises as :meth:`run`."""
+        """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
         if self._thread.pending:
             self._turn.require_other()
             self._thread.settle()
         return self._turn.run(job)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
-        """Make a call of the other group: on CPUs it waits for nothing of this one."""
+        """Make a call of the other group: on CPUs it does not wait for calls of this one."""
         return call()
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread, when it has made the calls that it was given; without ``wait``, return before."""
+        """End the thread when it has made its calls; without ``wait``, return before."""
         self._thread.finish(wait=wait)
 
     def end(self, until: float) -> None:
-        """At exit: let the thread make the calls that it was given, but not for long."""
+        """Let the thread make its calls at exit, but not for long."""
         if not self._thread.end(until):
             self._gives_up = True
             ending.give_up()
@@ -119,7 +119,7 @@ class HostOrder:
 
 
 def _names() -> tuple[str, str]:
-    """The methods of groups that this thread is inside of: the one that was called last, and the one before."""
+    """Return the methods of groups that this thread is inside of: the one called last, and the one before."""
     names: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -132,11 +132,11 @@ def _names() -> tuple[str, str]:
 class StreamOrder:
     """Calls on GPU tensors. A synchronous one is queued on the current stream, others on a stream of the group.
 
-    What the other group does asynchronously takes its place on that stream, too: all calls of the group, whoever makes
+    Asynchronous calls of the other group take their place on that stream, too: all calls of the group, whoever makes
     them, run in one order, as those of one NCCL communicator do.
 
     Args:
-        guard: makes what asynchronous calls return.
+        guard: maker of the works that asynchronous calls return.
     """
 
     def __init__(self, guard: Guard) -> None:
@@ -151,7 +151,7 @@ class StreamOrder:
         is_async: bool,
         timeout: timedelta,
     ) -> dist.Work:
-        """See :meth:`HostOrder.run`; it returns when the call is queued. ``timeout`` is for ``Work.wait`` to give."""
+        """Queue a call as :meth:`HostOrder.run` makes one; ``timeout`` is for ``Work.wait`` to give."""
         device = tensors[0].device
         if not is_async:
             self._wait_for_side(device)
@@ -165,7 +165,7 @@ class StreamOrder:
         return self._guard.on_stream(side, outputs)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
-        """Make a call of the other group, behind this one's, and this one's next behind it."""
+        """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
         if self._side is None:
             return call()
         device = self._side.device
@@ -179,11 +179,11 @@ class StreamOrder:
         return work
 
     def close(self, *, wait: bool = True) -> None:
-        """Forget the stream; what is queued there goes on."""
+        """Forget the stream; calls queued there go on."""
         self._side = None
 
     def _wait_for_side(self, device: torch.device) -> None:
-        """Let the current stream wait for the group's. A capture cannot wait for what was queued before it."""
+        """Make the current stream wait for the group's. A capture cannot wait for work queued before it."""
         if self._side is None:
             return
         if torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""The process group: what Sidelane does goes to a communicator, everything else to Gloo or NCCL, in one order.
+"""Process group: it sends calls to a communicator of Sidelane or to Gloo or NCCL, all in one order.
 
 A Python ``ProcessGroup`` takes the place of torch's own, for all devices. Its methods are those that torch calls, from
 Python (``torch.distributed``) and from C++ (DDP's reducer, functional collectives). Some have two names: torch 2.13 has
@@ -37,16 +37,16 @@ Tensors = Sequence[torch.Tensor] | torch.Tensor
 
 @untraced
 class SidelaneGroup(dist.ProcessGroup):
-    """A process group of which Sidelane does what it can; made by torch, or by :func:`sidelane.wrap`.
+    """A process group with Sidelane's collectives; made by torch, or by :func:`sidelane.wrap`.
 
     Args:
-        store: of these ranks alone.
-        rank: in the group.
-        size: of the group.
-        timeout: of calls.
-        ranks: in the world.
-        other: does everything else.
-        owned: ``other`` goes with this group.
+        store: store of these ranks alone.
+        rank: number of this rank in the group.
+        size: number of ranks of the group.
+        timeout: time-out of calls.
+        ranks: ranks of the group, in the world.
+        other: function that returns the group for all other calls.
+        owned: ``other`` is closed with this group.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class SidelaneGroup(dist.ProcessGroup):
         self._other, self._owned = other(), owned
         witness.meet()
         self._name = self._description = "undefined"
-        self.bound_device_id = self._other.bound_device_id  # which registering a backend tells it
+        self.bound_device_id = self._other.bound_device_id  # registering a backend sets it
         for device, (kind, backend) in kinds(self._other).items():
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
         nodes = find_nodes(store, rank, self._ranks, timeout, config.current())
         self._dispatcher = Dispatcher(self, self._other, witness, ranks, nodes, timeout)
         ask_for_memory(self._other, self._dispatcher.memory)
-        # In a forked copy, the end of a connection would be the end of it here, and threads are waited for for ever.
+        # In a forked copy, the end of a connection would close the parent's, and the wait for threads would not end.
         forks.keeping(self)
         forks.keeping(self._other)
 
@@ -90,18 +90,18 @@ class SidelaneGroup(dist.ProcessGroup):
 
         return cls(*arguments, ranks or range(size), other)
 
-    # --- what torch asks of a group -----------------------------------------------------------------------------------
+    # --- interface of a group for torch -------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """What torch calls it."""
+        """Return the name of the backend in torch."""
         return SIDELANE
 
     def take_devices(self, asked: str, config: str | None = None) -> None:
-        """Say for which devices the group is: what was asked for, and that in full, both as torch writes it."""
+        """Set the group's devices and backends: the caller's request, short and in full, both as torch writes it."""
         self._dispatcher.asked = asked, config or asked
 
     def communicator(self, device: torch.device | str | None = None) -> Communicator:
-        """What makes Sidelane's calls on a device's tensors (None: the current GPU's, else the CPU's). Collective.
+        """Return the communicator for a device's tensors (None: the current GPU's, else the CPU's). Collective.
 
         Raises:
             UnavailableError: Sidelane makes no calls on such tensors, or the group is on several nodes.
@@ -109,32 +109,32 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.communicator(device)
 
     def getGroupName(self) -> str:
-        """What torch has told: by it, functional collectives find the group."""
+        """Return the name that torch has set; functional collectives find the group by it."""
         return self._name
 
     def setGroupName(self, name: str) -> None:
-        """Torch tells the name when the group is made."""
+        """Set the name; torch calls this when the group is made."""
         self._name = name
         self._dispatcher.take_name(name)
         if self._owned:
             self._other._set_group_name(name)  # type: ignore[arg-type]
 
     def getGroupDesc(self) -> str:
-        """Words for people."""
+        """Return the description that torch has set."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:
-        """Torch tells them when the group is made."""
+        """Set the description; torch calls this when the group is made."""
         self._description = description
         if self._owned:
             self._other._set_group_desc(description)
 
     def check(self) -> None:
-        """Called while the ranks make a communicator: raise if the group has come to its end meanwhile."""
+        """Raise if the group has ended; called while the ranks make a communicator."""
         self._dispatcher.check()
 
     def get_group_store(self) -> dist.Store:
-        """The store of these ranks alone."""
+        """Return the store of these ranks alone."""
         return self._store
 
     def split_group(
@@ -146,7 +146,7 @@ class SidelaneGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> SidelaneGroup | None:
-        """A group of some of these ranks (numbers in this group); None on the others. See ``dist.split_group``."""
+        """Make a group of some of these ranks (numbers in this group); None on the others. See ``dist.split_group``."""
         self._dispatcher.require()
         if self.rank() not in new_ranks:
             return None
@@ -162,7 +162,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return made
 
     def shutdown(self) -> None:
-        """Wait for the calls under way, and let go of everything; in a forked copy, of nothing."""
+        """Wait for the calls under way, and release everything; no effect in a forked copy."""
         if self._dispatcher.owner.is_copied:
             return
         self._dispatcher.finish()
@@ -170,9 +170,9 @@ class SidelaneGroup(dist.ProcessGroup):
             self._other.shutdown()
 
     def abort(self) -> None:
-        """Let go of everything at once: calls under way fail, here and on the other ranks, and so do later ones.
+        """Release everything at once: calls under way fail, here and on the other ranks, and so do later ones.
 
-        Nothing in a forked copy.
+        No effect in a forked copy.
         """
         if self._dispatcher.owner.is_copied:
             return
@@ -183,7 +183,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of calls: Sidelane's, Gloo's and NCCL's. torch's ``_set_pg_timeout`` calls it.
 
-        Among several nodes it reaches what a node does by itself, and the lookout for ranks that are late elsewhere.
+        Among several nodes it applies to the calls within a node, and to the watchdog for late ranks elsewhere.
         """
         self._timeout = timeout
         self._dispatcher.set_timeout(timeout)
@@ -192,7 +192,7 @@ class SidelaneGroup(dist.ProcessGroup):
     # --- collectives --------------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """``all_gather_into_tensor``."""
+        """Make an ``all_gather_into_tensor``."""
         opts = opts or c10d.AllgatherOptions()
 
         def make() -> GroupCall:
@@ -205,7 +205,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several ``all_gather_into_tensor``."""
+        """Make several ``all_gather_into_tensor``."""
         opts = opts or c10d.AllgatherOptions()
         other = lambda: self._other.allgather_into_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
         return self._dispatcher.run(calls.all_gather_coalesced(outputs, inputs, opts, other))
@@ -213,7 +213,7 @@ class SidelaneGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """``all_gather``."""
+        """Make an ``all_gather``."""
         opts = _with_timeout(opts or c10d.AllgatherOptions(), timeout)
         inputs, outputs = _listed(inputs), outputs if isinstance(outputs[0], list | tuple) else [outputs]
         other = lambda: self._other.allgather(outputs, inputs, opts)  # noqa: E731
@@ -230,7 +230,7 @@ class SidelaneGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """``all_to_all_single``."""
+        """Make an ``all_to_all_single``."""
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         sizes = list(output_split_sizes or ()), list(input_split_sizes or ())
 
@@ -251,13 +251,13 @@ class SidelaneGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """``all_to_all``."""
+        """Make an ``all_to_all``."""
         opts = _with_timeout(opts or dist.AllToAllOptions(), timeout)
         other = lambda: self._other.alltoall(outputs, inputs, opts)  # noqa: E731
         return self._dispatcher.run(calls.all_to_all_list(outputs, inputs, opts, other))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
-        """``reduce_scatter_tensor``."""
+        """Make a ``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
 
         def make() -> GroupCall:
@@ -271,7 +271,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several ``reduce_scatter_tensor``."""
+        """Make several ``reduce_scatter_tensor``."""
         opts = opts or dist.ReduceScatterOptions()
         other = lambda: self._other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
         return self._dispatcher.run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
@@ -281,7 +281,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        """``reduce_scatter``."""
+        """Make a ``reduce_scatter``."""
         opts = _with_timeout(_reducing(opts, dist.ReduceScatterOptions), timeout)
         outputs, inputs = _listed(outputs), inputs if isinstance(inputs[0], list | tuple) else [inputs]
         other = lambda: self._other.reduce_scatter(outputs, inputs, opts)  # noqa: E731
@@ -290,7 +290,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.run(calls.reduce_scatter_list(outputs[0], inputs[0], opts, other))
 
     def allreduce(self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """``all_reduce``."""
+        """Make an ``all_reduce``."""
         opts, tensors = _with_timeout(_reducing(opts, dist.AllreduceOptions), timeout), _listed(tensors)
 
         def make() -> GroupCall:
@@ -301,7 +301,7 @@ class SidelaneGroup(dist.ProcessGroup):
         return self._dispatcher.run_alike("all_reduce", _reduction(opts), tensors, opts, make)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Several ``all_reduce``."""
+        """Make several ``all_reduce``."""
         opts = opts or dist.AllreduceCoalescedOptions()
         return self._dispatcher.run(
             calls.all_reduce(tensors, opts, lambda: self._other.allreduce_coalesced(tensors, opts))
@@ -310,7 +310,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
-        """``broadcast``."""
+        """Make a ``broadcast``."""
         opts, tensors = _with_timeout(_rooted(opts, dist.BroadcastOptions, root), timeout), _listed(tensors)
         other = lambda: self._other.broadcast(tensors, opts)  # noqa: E731
         if len(tensors) != 1 or opts.rootTensor:
@@ -322,7 +322,7 @@ class SidelaneGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: Tensors, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
-        """``scatter``."""
+        """Make a ``scatter``."""
         opts, outputs = _with_timeout(_rooted(opts, dist.ScatterOptions, root), timeout), _listed(outputs)
         nested = [inputs] if len(inputs) and isinstance(inputs[0], torch.Tensor) else inputs
         other = lambda: self._other.scatter(outputs, nested, opts)  # noqa: E731
@@ -331,14 +331,14 @@ class SidelaneGroup(dist.ProcessGroup):
     def gather(
         self, outputs: Any, inputs: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
-        """``gather``."""
+        """Make a ``gather``."""
         opts, inputs = _with_timeout(_rooted(opts, dist.GatherOptions, root), timeout), _listed(inputs)
         nested = [outputs] if len(outputs) and isinstance(outputs[0], torch.Tensor) else outputs
         other = lambda: self._other.gather(nested, inputs, opts)  # noqa: E731
         return self._dispatcher.run(calls.gather(nested[0] if nested else [], inputs[0], opts, other))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """``barrier``; on GPUs the host waits for it, as it does with NCCL."""
+        """Make a ``barrier``; on GPUs the host waits for it, as it does with NCCL."""
         self._dispatcher.require()
         opts = _with_timeout(opts or dist.BarrierOptions(), timeout)
         device = torch.device("cpu")
@@ -358,40 +358,40 @@ class SidelaneGroup(dist.ProcessGroup):
         call = calls.make("barrier", [stands_for_it], [], lambda: self._other.barrier(opts), job, opts)
         return self._dispatcher.run(call)
 
-    # --- what Sidelane has not ----------------------------------------------------------------------------------------
+    # --- operations that Sidelane lacks -------------------------------------------------------------------------------
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None, *, root: int = 0
     ) -> dist.Work:
-        """``reduce``."""
+        """Make a ``reduce``."""
         opts, tensors = _with_timeout(_rooted(opts, dist.ReduceOptions, root), timeout), _listed(tensors)
         return self._dispatcher.run(
             calls.make("reduce", [], tensors, lambda: self._other.reduce(tensors, opts), None, opts)
         )
 
     def allgather_coalesced(self, outputs: Any, inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """``all_gather_coalesced``, which torch has deprecated."""
+        """Make an ``all_gather_coalesced``, which torch has deprecated."""
         opts = opts or c10d.AllgatherOptions()
         other = lambda: self._other.allgather_coalesced(outputs, inputs, opts)  # noqa: E731
         return self._dispatcher.run(calls.make("all_gather_coalesced", inputs, [], other, None, opts))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
-        """``send`` to a rank of the group."""
+        """Make a ``send`` to a rank of the group."""
         call = calls.make("send", tensors, [], lambda: self._other.send(tensors, dst, tag), None, None)
         return self._dispatcher.pass_on(call, [dst])
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
-        """``recv`` from a rank of the group."""
+        """Make a ``recv`` from a rank of the group."""
         call = calls.make("recv", tensors, [], lambda: self._other.recv(tensors, src, tag), None, None)
         return self._dispatcher.pass_on(call, [src])
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
-        """``recv`` from whoever sends."""
+        """Make a ``recv`` from any rank that sends."""
         call = calls.make("recv", tensors, [], lambda: self._other.recv_anysource(tensors, tag), None, None)
         return self._dispatcher.pass_on(call, range(self.size()))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Gloo's."""
+        """Make Gloo's ``monitored_barrier``."""
         self._dispatcher.require()
         self._other.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
@@ -431,12 +431,12 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _reduction(opts: Any) -> Any:
-    """What reductions have in common, as a key: torch's own number of it."""
+    """Return torch's number of a reduction, as a key."""
     return getattr(opts.reduceOp, "op", opts.reduceOp)
 
 
 def _reducing(opts: Any, kind: type[Any]) -> Any:
-    """Options of a reduction, where the caller gave its operation alone, or nothing."""
+    """Return options of a reduction if the caller gave only its operation, or nothing."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -446,7 +446,7 @@ def _reducing(opts: Any, kind: type[Any]) -> Any:
 
 
 def _rooted(opts: Any, kind: type[Any], root: int) -> Any:
-    """Options of a call with a root, where the caller gave the root alone."""
+    """Return options of a call with a root if the caller gave only the root."""
     if isinstance(opts, kind):
         return opts
     made = kind()

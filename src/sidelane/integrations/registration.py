@@ -10,7 +10,8 @@ DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
-    """Tell ``torch.distributed`` the name ``sidelane``. Idempotent; what is installed with pip needs no call.
+    """Register the name ``sidelane`` in ``torch.distributed``. Idempotent; not needed if the package is installed with
+    pip.
 
     The package names this function as an entry point, which torch calls: in the group ``torch.backends`` when it is
     imported (2.5 and later, unless ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), in the group ``torch.distributed.backends``
@@ -24,7 +25,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """Make the group: what torch calls in ``init_process_group`` and ``new_group``."""
+    """Make the group for ``init_process_group`` and ``new_group`` of torch."""
     from sidelane.integrations.process_group import SidelaneGroup
 
     return SidelaneGroup.of_options(options, backend_options)

@@ -1,7 +1,7 @@
-"""Calls like one that Sidelane made before: what was decided for that one holds for them, and takes no time again.
+"""Repeated calls: the decisions of an earlier call of Sidelane hold for calls like it, and take no time again.
 
-That is so for a synchronous call of the same operation, dtype and device on tensors which a communicator takes as they
-are. Everything else of a call (``calls``, ``staged``, ``dispatch``) is decided anew each time.
+That applies to a synchronous call of the same operation, dtype and device on tensors which a communicator takes as they
+are. All other decisions (``calls``, ``staged``, ``dispatch``) are made anew for each call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from sidelane.session import Communicator
 
 Key = tuple[str, Hashable, torch.dtype, torch.device]
-"""Operation as torch calls it, its reduction or root, dtype and device of all tensors."""
+"""Key of repeated calls: torch's name of the operation, its reduction or root, dtype and device of all tensors."""
 
 METHODS = {
     "all_gather_into_tensor": "all_gather",
@@ -24,20 +24,20 @@ METHODS = {
     "broadcast": "broadcast",
     "reduce_scatter_tensor": "reduce_scatter",
 }
-"""Operations that are remembered, and methods of a communicator that make them."""
+"""Methods of a communicator, by the name of the remembered operation."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Again:
-    """How to make such calls.
+    """Decisions for calls that are alike.
 
     Attributes:
-        communicator: that makes them.
-        method: of it.
-        options: of each call: its reduction or root.
-        rows: what the ledger calls them, by the variant that was chosen.
+        communicator: communicator that makes them.
+        method: method of the communicator.
+        options: options of each call: its reduction or root.
+        rows: keys of the ledger's rows, by the variant that was chosen.
     """
 
     communicator: Communicator
@@ -50,12 +50,12 @@ class Again:
         return cls(communicator, getattr(communicator, METHODS[operation]), options, {})
 
     def make(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make a call on these tensors, the output first; autograd hears nothing of it, as of all calls."""
+        """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
         self.method(*[tensor.data for tensor in tensors], **self.options)
 
 
 def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """True if a communicator takes these tensors as they are."""
+    """Return True if a communicator takes these tensors as they are."""
     for tensor in tensors:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
             return False

@@ -1,12 +1,12 @@
 """Buffers that FSDP2's parameters are gathered into, taken again and again, in one order on all ranks.
 
-What is free must be free on all ranks, and the same buffer be taken on all of them: else one rank makes a new one,
-which is a collective, and another one does not, or a gather writes where a peer does not look. Nothing is agreed upon
-for that. It rests on program order alone: ranks train one model, so FSDP2 gathers and frees its layers in one order on
-all of them, and a buffer is free when FSDP2 frees its last parameter (``RingPart.release``), no matter who still
-refers to it. References go in no such order: threads of other backends, and Python's collector of cycles, drop theirs
-when they get to it. Where a gather is dropped before its parameters had it (an error, which ends the communicator on
-all ranks), the last reference does it.
+A free buffer must be free on all ranks, and all ranks must take the same one: otherwise one rank makes a new one, which
+is a collective, and another one does not, or a gather writes to memory that a peer does not read. The ranks do not
+communicate for that; they rely on program order: ranks train one model, so FSDP2 gathers and frees its layers in one
+order on all of them, and a buffer is free when FSDP2 frees its last parameter (``RingPart.release``), even if other
+references to it remain. The order of references would not be the same on all ranks: threads of other backends, and
+Python's collector of cycles, drop theirs at any time. If a gather is dropped before its parameters had it (an error,
+which ends the communicator on all ranks), the last reference releases the buffer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from sidelane.memory.storage import storage_of
 
 
 class NoRoom(UnavailableError):
-    """There is no symmetric memory left for one more buffer; nothing has happened."""
+    """Error: no symmetric memory is left for one more buffer; nothing has been changed."""
 
 
 class Ring:
     """Symmetric buffers that are taken again when all of their parts were released. See the module.
 
     Args:
-        allocate: a new buffer of so many bytes. Collective.
-        device: of the buffers.
+        allocate: function that returns a new buffer of so many bytes. Collective.
+        device: device of the buffers.
 
     Attributes:
         behind_backward: a backward has freed parameters since the last one was taken.
@@ -46,16 +46,16 @@ class Ring:
         self.behind_backward = False
 
     def take(self, nbytes: int, stream: Any, *, at_once: bool) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A buffer, ordered on ``stream`` behind what used it before; and what to call when it is free.
+        """Return a buffer, ordered on ``stream`` behind its last use, and a function to call when it is free again.
 
         Args:
-            nbytes: of the buffer.
-            stream: on which it is used first.
-            at_once: one that has become free since the last time will do. What used it may run still: a gather that
-                shall run next to that takes an older one, or a new one.
+            nbytes: size of the buffer in bytes.
+            stream: stream of its first use.
+            at_once: accept a buffer that has become free since the last call. Its last use may run still: a gather that
+                shall overlap with that use takes an older buffer, or a new one.
 
         Raises:
-            NoRoom: on all ranks alike.
+            NoRoom: no memory is left; on all ranks alike.
         """
         found = next((one for one in tuple(self._free) if one.matches(nbytes, self._turn, at_once)), None)
         if found is None:
@@ -71,7 +71,7 @@ class Ring:
         return whole, lambda: self._came_back(whole)
 
     def clear(self) -> None:
-        """Let go of what is free."""
+        """Drop the free buffers."""
         self._free.clear()
 
     def _came_back(self, whole: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Free:
-    """A buffer, behind what it is free, and when it became so."""
+    """A free buffer, the event of its last use, and the turn in which it became free."""
 
     whole: torch.Tensor
     event: Any
@@ -97,8 +97,9 @@ class RingPart:
     """Memory of one parameter.
 
     Attributes:
-        memory: its bytes, with a storage of their own.
-        release: gives it back: once, however often it is called, and with the last reference at the latest.
+        memory: bytes of the parameter, with a storage of their own.
+        release: function that gives it back once, however often it is called, and with the last reference at the
+            latest.
     """
 
     memory: torch.Tensor
@@ -106,18 +107,18 @@ class RingPart:
 
     @classmethod
     def empty(cls, device: torch.device) -> RingPart:
-        """Of a parameter of which nobody has anything."""
+        """Return a part without memory, for a parameter without elements."""
         return cls(torch.empty(0, dtype=torch.uint8, device=device), lambda: None)
 
 
 def cut(whole: torch.Tensor, places: Sequence[int], sizes: Sequence[int], free: Callable[[], None]) -> list[RingPart]:
-    """Parts of a buffer.
+    """Cut a buffer into parts.
 
     Args:
         whole: the buffer.
-        places: where each begins, in bytes.
-        sizes: bytes of each; 0 for parts without memory.
-        free: called when all were given back.
+        places: offset of each part in bytes.
+        sizes: size of each part in bytes; 0 for parts without memory.
+        free: function called when all parts were given back.
     """
     count = _Countdown(sum(map(bool, sizes)), free)
     made = []
@@ -131,7 +132,7 @@ def cut(whole: torch.Tensor, places: Sequence[int], sizes: Sequence[int], free: 
 
 
 class _Once:
-    """Calls what it was given the first time that it is called, by whichever thread."""
+    """Function that runs at its first call only, in whichever thread."""
 
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = [then]
@@ -145,7 +146,7 @@ class _Once:
 
 
 class _Countdown:
-    """Calls what it was given when it has been called so many times, in any threads."""
+    """Function that runs when it has been called so many times, in any threads."""
 
     def __init__(self, count: int, then: Callable[[], None]) -> None:
         self._count, self._then, self._lock = count, then, threading.Lock()

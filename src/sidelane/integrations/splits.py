@@ -1,8 +1,8 @@
-"""Groups that torch did not make, as ``torch.distributed`` knows its own; ``dist.split_group`` of Sidelane groups.
+"""Register groups that torch did not make in ``torch.distributed``; replace ``dist.split_group`` for Sidelane groups.
 
 Torch splits a group whose backend splits a communicator of one device, to which the default group must be bound. A
-Sidelane group needs neither: its parts are groups of their own, made with the store of the group. A program that took
-torch's function by its name before it made a group (``from torch.distributed import split_group``) has that one still.
+Sidelane group needs neither: its parts are groups of their own, made with the store of the group. A program that
+imported torch's function before it made a group (``from torch.distributed import split_group``) still calls torch's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = w
 
 
 def take_over(kind: type[Any]) -> None:
-    """Split groups of a kind by their own method ``split_group``; those of others stay with torch."""
+    """Split groups of a kind by their own method ``split_group``; torch still splits those of other kinds."""
 
     @keep_compilers_out
     def split_group(
@@ -59,15 +59,15 @@ def take_over(kind: type[Any]) -> None:
 def register(
     made: dist.ProcessGroup, name: str, store: dist.Store, backend: Any, devices: str, ranks: Sequence[int]
 ) -> None:
-    """Let torch know a group that it did not make.
+    """Register a group in torch that torch did not make.
 
     Args:
         made: the group.
-        name: by which functional collectives find it.
-        store: of its ranks alone.
-        backend: what ``dist.get_backend`` says.
-        devices: which backend has which, as torch writes it.
-        ranks: of the group, in the world.
+        name: name by which functional collectives find it.
+        store: store of its ranks alone.
+        backend: result of ``dist.get_backend``.
+        devices: devices and their backends, as torch writes them.
+        ranks: ranks of the group, in the world.
     """
     world, tag = c10d._world, f"ptd:{name}"
     world.pg_map[made] = backend, store
@@ -81,7 +81,7 @@ def register(
 
 
 def _checked(parts: list[list[int]] | None, size: int) -> list[list[int]]:
-    """Each part in order. Raises ValueError for what is no split of so many ranks."""
+    """Return each part in order. Raises ValueError for lists that are no split of so many ranks."""
     if not parts or not all(parts):
         raise ValueError(f"split_group: split_ranks (value={parts}, allowed=lists of one rank and more)")
     every = list(itertools.chain.from_iterable(parts))

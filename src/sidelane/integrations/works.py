@@ -1,4 +1,4 @@
-"""What the calls of the process group return, as ``torch.distributed`` knows such things."""
+"""Works: results of the process group's calls, with torch's interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
 
 _LOOK_S = 0.5
-_PATIENCE_S = 2.0  # a rank may have done its part before it went: what it sent may still be on its way
-_GAVE_UP = "Operation timed out"  # what torch says of a wait that ends before its call
+_PATIENCE_S = 2.0  # a rank may have completed its part before it ended: its bytes may still be on their way
+_GAVE_UP = "Operation timed out"  # torch's text for a wait that ends before its call
 
 
 class EndedWork(Work):
@@ -48,11 +48,11 @@ class HostWork(Work):
     """A call that runs on a thread of this process.
 
     Args:
-        future: of the call.
-        outputs: what it writes.
-        timeout: of ``wait`` without one; 0 for none.
-        late: says who has not come, for the text of a time-out, and names them.
-        interrupted: called where Ctrl-C reaches somebody who waits.
+        future: future of the call.
+        outputs: tensors that it writes.
+        timeout: time-out of a ``wait`` without one; 0 for none.
+        late: function that returns the ranks that have not come, as text for a time-out and as numbers.
+        interrupted: function called if Ctrl-C reaches a thread that waits.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class HostWork(Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         if os.getpid() != self._maker and not self._future.done():
-            raise forks.refusal("call under way", self._maker)  # the thread that would end it is there alone
+            raise forks.refusal("call under way", self._maker)  # the thread that would end it runs only in the parent
         limit = timeout if timeout > NO_TIMEOUT else self._timeout
         try:
             done = self._future.has_ended(limit.total_seconds() if limit > NO_TIMEOUT else None)
@@ -103,28 +103,28 @@ class HostWork(Work):
 
 
 class PeerWatch(Protocol):
-    """Who knows which peers have died."""
+    """Registry of peers that have died."""
 
     def dead(self, peers: Sequence[int]) -> list[int]:
-        """Those of ``peers`` whose processes are gone."""
+        """Return those of ``peers`` whose processes are gone."""
         ...
 
     def explain(self, error: RuntimeError, peers: Sequence[int]) -> None:
-        """For an error of the other group, raise one that names the dead; return where all live."""
+        """Raise an error that names the dead, for an error of the other group; return if all live."""
         ...
 
 
 @untraced
 class OtherWork(dist.Work):
-    """A call of the group that stands behind this one; a failure says which ranks have died.
+    """A call of the group behind this one; its errors name the ranks that have died.
 
     Args:
-        work: what the other group returned.
-        watch: knows the dead.
-        peers: those that the call needs.
-        looks: at the peers while it waits, too: Gloo notices a death only where it talks to the dead rank itself. For
-            calls only whose ``wait`` leaves them as they are when it gives up. That of a send or receive of Gloo ends
-            it, and every connection of the group with it; that of NCCL may abort its communicator.
+        work: work that the other group returned.
+        watch: registry of peers that have died.
+        peers: ranks that the call needs.
+        looks: check the peers while it waits, too: Gloo notices a death only if it talks to the dead rank itself. This
+            is for calls only whose ``wait`` has no side effects when it times out. A timed-out send or receive of Gloo
+            ends the call and every connection of the group; one of NCCL may abort its communicator.
     """
 
     def __init__(self, work: dist.Work, watch: PeerWatch, peers: Sequence[int], *, looks: bool) -> None:
@@ -229,11 +229,11 @@ class StreamWork(EndedWork):
         side = torch.cuda.Stream(self._stream.device)
         side.wait_event(self._event)
         with torch.cuda.stream(side):
-            return super().get_future()  # it remembers this stream, and lets those of callbacks wait for it
+            return super().get_future()  # the future remembers this stream, and makes those of callbacks wait for it
 
 
 def finished(outputs: Sequence[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-    """A future that is done; on GPUs, what callbacks do comes behind the current stream."""
+    """Return a future that is done; on GPUs, its callbacks come behind the current stream."""
     devices: list[Any] = list({tensor.device for tensor in outputs if tensor.is_cuda})
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
     future.set_result(list(outputs))

@@ -1,4 +1,4 @@
-"""An existing process group, with Sidelane in front of it."""
+"""Wrapping of an existing process group, with Sidelane in front of it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from sidelane.modes import keep_compilers_out
 from sidelane.session.session import group_for
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""By group, not by its name: a process that has wrapped an earlier group of that name agrees with one that has not."""
+"""Counters by group, not by name, so that processes agree that have wrapped different groups of one name before."""
 
 
 @keep_compilers_out
 def wrap(group: dist.ProcessGroup | None = None) -> SidelaneGroup:
-    """Put Sidelane in front of a process group: what it does better goes to it, everything else to ``group``.
+    """Put Sidelane in front of a process group: it makes the calls that it has, and ``group`` makes all others.
 
-    Every rank of ``group`` wraps it. What is returned is a group like those of ``dist.new_group``: pass it as
+    Every rank of ``group`` wraps it. The result is a group like those of ``dist.new_group``: pass it as
     ``group=`` wherever torch takes one, and destroy it with ``dist.destroy_process_group(wrapped)``; ``group`` stays.
 
     Args:
-        group: of any backend; None for the default group.
+        group: group of any backend; None for the default group.
 
     Returns:
-        The group for calls.
+        Group for the calls.
 
     Raises:
-        TypeError: ``group`` is no group.
+        TypeError: ``group`` is no process group.
         RuntimeError: ``torch.distributed`` is not initialised.
         ValueError: this process is not in the group.
         CommunicatorClosedError: it is a forked copy of one that is.

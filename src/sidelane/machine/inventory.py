@@ -1,4 +1,4 @@
-"""What a machine offers, in words that fit every vendor. Vendor files fill these in."""
+"""Inventory of a machine in terms that fit every vendor. Vendor files fill it in."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InstalledGpu:
-    """One accelerator. A field is None where the vendor's libraries do not say.
+    """One accelerator. A field is None if the vendor's libraries do not provide it.
 
     Attributes:
-        index: as torch counts devices.
-        name: as the vendor spells it.
-        memory_bytes: of the device.
-        compute_units: SMs or CUs.
-        copy_engines: DMA engines that the driver declares; how many of them serve peers is another matter.
-        links: active links to peers or to a switch.
+        index: number of the device in torch.
+        name: name, as the vendor spells it.
+        memory_bytes: size of the device memory in bytes.
+        compute_units: number of SMs or CUs.
+        copy_engines: number of DMA engines that the driver declares; not all of them may serve peers.
+        links: number of active links to peers or to a switch.
         through_switch: the links end at a switch, which reaches every peer.
-        power_cap_w: limit that the clocks follow.
+        power_cap_w: power limit in watts, which the clocks follow.
     """
 
     index: int
@@ -33,18 +33,18 @@ class InstalledGpu:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accelerators:
-    """The accelerators of one vendor in this machine.
+    """Accelerators of one vendor in this machine.
 
     Attributes:
-        device_type: their name in torch.
-        gpus: in torch's order.
+        device_type: name of the device type in torch.
+        gpus: accelerators in torch's order.
         peer_access: ``peer_access[i][j]``: GPU i reaches the memory of GPU j (itself included).
-        pair_links: direct links between GPUs i and j; None where a switch or nothing is between them.
+        pair_links: number of direct links between GPUs i and j; None if a switch or nothing is between them.
         driver: version of the driver.
-        library: the vendor's library of collectives with its version.
+        library: name and version of the vendor's library of collectives.
         library_uses_copy_engines: that library can be told to move bytes with copy engines.
         symmetric_memory: torch can map memory of one rank into all others.
-        notes: what could not be looked up, and how to make it so.
+        notes: facts that could not be found, and how to make them available.
     """
 
     device_type: str
@@ -60,14 +60,14 @@ class Accelerators:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inventory:
-    """This machine.
+    """Inventory of this machine.
 
     Attributes:
         processor: name of the processor.
-        cores: that this process may use.
-        memory_bytes: of the host.
-        shared_memory_bytes: free for memory that CPU ranks share.
-        accelerators: None when there is none that Sidelane drives.
+        cores: number of cores that this process may use.
+        memory_bytes: size of the host's memory in bytes.
+        shared_memory_bytes: free bytes for memory that CPU ranks share.
+        accelerators: accelerators; None if there is none that Sidelane drives.
     """
 
     processor: str
@@ -78,7 +78,7 @@ class Inventory:
 
 
 def machine_name(device: str, count: int) -> str:
-    """Short name of ``count`` devices.
+    """Return the short name of ``count`` devices.
 
     >>> machine_name("NVIDIA H200", 4), machine_name("AMD Instinct MI300X", 8), machine_name("NVIDIA A100-SXM4-80GB", 2)
     ('h200x4', 'mi300xx8', 'a100x2')

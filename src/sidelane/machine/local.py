@@ -1,4 +1,4 @@
-"""Look at the machine that this process runs on."""
+"""Inspection of the machine that this process runs on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VENDORS = (nvidia,)
 
 
 def device_type_and_count() -> tuple[str, int]:
-    """Accelerators that ranks can run on: their name in torch and their number; ``("cpu", 0)`` without any."""
+    """Return the name in torch and the number of accelerators for ranks; ``("cpu", 0)`` without any."""
     for vendor in VENDORS:
         count = vendor.device_count()
         if count:
@@ -28,7 +28,7 @@ def device_type_and_count() -> tuple[str, int]:
 
 
 def inspect() -> Inventory:
-    """Everything that this machine offers. Initialises the vendor's driver; takes up to a second."""
+    """Return the inventory of this machine. Initialises the vendor's driver; takes up to a second."""
     found = next((vendor for vendor in VENDORS if vendor.device_count()), None)
     return Inventory(
         processor=processor(),
@@ -40,12 +40,12 @@ def inspect() -> Inventory:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -55,12 +55,12 @@ def processor() -> str:
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of drivers and vendor libraries, by name."""
+    """Return the versions of drivers and vendor libraries, by name."""
     return {name: version for vendor in VENDORS for name, version in vendor.software_versions().items()}
 
 
 def power_problem() -> str | None:
-    """Why this machine's GPUs do not tell their power, as far as that can be seen without touching one; else None."""
+    """Return the reason why this machine's GPUs report no power, as far as is visible without using one; else None."""
     if not nvidia.device_count():
         return "there is no GPU here whose power could be read"
     try:
@@ -71,9 +71,9 @@ def power_problem() -> str | None:
 
 
 def power_sensor(index: int) -> PowerSensor:
-    """The power counters of GPU ``index`` as torch counts.
+    """Return the power counters of GPU ``index`` as torch counts.
 
     Raises:
-        UnavailableError: there are none.
+        UnavailableError: the GPU has none.
     """
     return nvidia.NvmlSensor(index)

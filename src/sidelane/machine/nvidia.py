@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: what torch, the driver and NVML say about them (``nvidia_power`` has their power)."""
+"""NVIDIA GPUs: their properties from torch, the driver and NVML, and their power."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from sidelane.machine.inventory import Accelerators, InstalledGpu
 
 
 class NvmlSensor:
-    """The counters of one GPU (see :class:`sidelane.machine.power_sensor.PowerSensor`).
+    """Power counters of one GPU (see :class:`sidelane.machine.power_sensor.PowerSensor`).
 
-    NVML's plain power reading is, from Ampere on, a mean over a second. Its field ``POWER_INSTANT`` is a reading of
-    now, and is taken where the GPU has it.
+    NVML's plain power reading is, from Ampere on, a mean over a second. Its field ``POWER_INSTANT`` is an instantaneous
+    reading, and is taken if the GPU has it.
 
     Args:
-        index: of the GPU as torch counts. NVML counts all of the machine, torch those in ``CUDA_VISIBLE_DEVICES``, so
-            the UUID makes the match.
-        nvml: the module ``pynvml``, or one that stands in for it.
-        uuid: of the GPU; None asks torch.
+        index: number of the GPU in torch. NVML counts all GPUs of the machine, torch those in
+            ``CUDA_VISIBLE_DEVICES``, so the UUID makes the match.
+        nvml: module ``pynvml``, or a substitute.
+        uuid: UUID of the GPU; None takes torch's.
 
     Raises:
-        UnavailableError: no NVML, no such GPU, or it does not tell its power.
+        UnavailableError: there is no NVML, no such GPU, or it does not report its power.
     """
 
     def __init__(self, index: int, *, nvml: Any = None, uuid: str | None = None) -> None:
@@ -37,7 +37,7 @@ class NvmlSensor:
         try:
             self._nvml.nvmlInit()
             self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
-        except Exception as problem:  # every error of NVML is one of its own
+        except Exception as problem:  # NVML has its own class for every error
             raise UnavailableError(f"power: NVML does not know GPU {index} ({name}): {problem}") from problem
         self._field = getattr(self._nvml, "NVML_FI_DEV_POWER_INSTANT", None)
         if self._field is not None and self._instant() is None:
@@ -78,7 +78,7 @@ class NvmlSensor:
 
 
 def load_nvml() -> Any:
-    """The module ``pynvml``.
+    """Return the module ``pynvml``.
 
     Raises:
         UnavailableError: it is not installed, or finds no driver.
@@ -98,12 +98,12 @@ COPY_ENGINE_NCCL = (2, 28)
 
 
 def device_count() -> int:
-    """GPUs that torch sees; 0 with a torch that is built for something else (ROCm also calls its devices cuda)."""
+    """Return the number of GPUs that torch sees; 0 with a torch for ROCm, which also calls its devices cuda."""
     return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
 
 
 def inspect() -> Accelerators:
-    """Everything about the GPUs of this machine (there is at least one)."""
+    """Return the properties of the GPUs of this machine (there is at least one)."""
     count = device_count()
     notes: list[str] = []
     with _nvml(notes) as nvml:
@@ -128,13 +128,13 @@ def inspect() -> Accelerators:
 
 
 def nccl_uses_copy_engines() -> bool:
-    """NCCL can be told to use copy engines: it is new enough, and torch passes the policy on."""
+    """Return True if NCCL can use copy engines: it is new enough, and torch passes the policy on."""
     process_group = getattr(dist, "ProcessGroupNCCL", None)
     return hasattr(process_group, "NCCL_CTA_POLICY_ZERO") and _nccl_version() >= COPY_ENGINE_NCCL
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of CUDA, NCCL and the driver; empty without a GPU."""
+    """Return the versions of CUDA, NCCL and the driver; empty without a GPU."""
     if not device_count():
         return {}
     with _nvml([]) as nvml:
@@ -144,7 +144,7 @@ def software_versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _nvml(notes: list[str]) -> Iterator[Any]:
-    """NVML, or None with a note that says why not."""
+    """Yield NVML, or None with a note about the reason."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -202,7 +202,7 @@ def _copy_engines(index: int, notes: list[str]) -> int | None:
 
 
 def _pair_links(count: int, nvml: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Direct NVLinks between each two GPUs; None where there are none (links that end at a switch have no pair)."""
+    """Return direct NVLinks between each two GPUs; None if there are none (links that end at a switch have no pair)."""
     by_bus = {nvml.nvmlDeviceGetPciInfo(_handle(nvml, index)).busId: index for index in range(count)}
     links = [[0] * count for _ in range(count)]
     for index in range(count):
@@ -223,7 +223,7 @@ def _handle(nvml: Any, index: int) -> Any:
 
 
 def _ask(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call NVML; None where the device does not support the question (every NVML error is a plain Exception)."""
+    """Call NVML; return None if the device does not support the query (every NVML error is a plain Exception)."""
     try:
         return function(*arguments)
     except Exception:

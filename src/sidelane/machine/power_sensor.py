@@ -1,4 +1,4 @@
-"""What a GPU tells of its power, whoever made it. ``machine.local.power_sensor`` opens one."""
+"""Power counters of a GPU of any vendor. ``machine.local.power_sensor`` opens one."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Protocol
 
 
 class PowerSensor(Protocol):
-    """The counters of one GPU.
+    """Power counters of one GPU.
 
     Attributes:
-        averaged: ``watts`` is a mean over about the last second, not of now.
+        averaged: ``watts`` is a mean over about the last second, not instantaneous.
     """
 
     @property
     def averaged(self) -> bool: ...
 
     def watts(self) -> float:
-        """What the GPU draws.
+        """Return the power in watts.
 
         Raises:
-            UnavailableError: it does not tell.
+            UnavailableError: the GPU does not report it.
         """
         ...
 
     def energy_mj(self) -> float | None:
-        """A counter of millijoules that only grows; None where there is none. It moves every 20 to 100 ms."""
+        """Return a counter of millijoules that only grows; None if there is none. It moves every 20 to 100 ms."""
         ...
 
     def close(self) -> None: ...

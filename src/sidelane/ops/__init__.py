@@ -1,4 +1,4 @@
-"""Fused operators: kernels that compute, and send what they have computed while they go on. They need Triton."""
+"""Fused operators: kernels that compute, and send their results while they go on. They need Triton."""
 
 from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm

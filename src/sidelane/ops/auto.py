@@ -1,4 +1,4 @@
-"""``method=`` of the fused operators: fused, split or unfused, as all ranks agree in the first call of a shape.
+"""Choice of ``method=`` for the fused operators: fused, split or unfused, agreed by all ranks in a shape's first call.
 
 Sizes by which an operator's times are measured and looked up:
 
@@ -13,11 +13,11 @@ gemm_all_reduce        rows, columns of x, columns of the result
 all_gather_gemm        rows of a rank, columns of x, columns of the result
 =====================  ==================================================
 
-Calls of the two with ``all_to_all`` and several experts are looked up among such calls, also by how many they are.
+Calls of the two with ``all_to_all`` and several experts are looked up among such calls, also by their number.
 
-What is split has parts that copy engines move (``split_gemm``). The first call of a shape chooses for eager calls and
-for graphs, and makes what both need. Columns of ``x`` may differ between ranks, so that no rank can tell by them that a
-shape is new: their mean in that call counts for all later ones.
+A split operator has parts that copy engines move (``split_gemm``). The first call of a shape chooses for eager calls
+and for graphs, and makes the resources of both. Columns of ``x`` may differ between ranks, so no rank can tell by them
+that a shape is new: their mean in that call counts for all later ones.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from sidelane.session import Communicator
 
 AUTO = "auto"
 MOST_ANSWERS = 1 << 12
-"""Calls that are known again; layouts that change with every call would be too many."""
+"""Largest number of calls that are remembered; layouts that change with every call would be too many."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorWays:
-    """How an operator can be done.
+    """Methods of an operator.
 
     Attributes:
-        eager: methods.
+        eager: methods of eager calls.
         captured: methods inside of a graph.
-        sizes: how many numbers its times are looked up by.
+        sizes: number of sizes by which its times are looked up.
     """
 
     eager: tuple[str, ...] = (FUSED, UNFUSED)
@@ -77,7 +77,7 @@ OPS = {
     "gemm_all_reduce": OperatorWays(_PARTS, _PARTS),
     "all_gather_gemm": OperatorWays(_PARTS, _PARTS),
 }
-"""By operator. A graph has nothing that needs the host, as bags of a table do."""
+"""Methods by operator. A graph has none that needs the host, as bags of a table do."""
 
 
 def method_of(
@@ -92,18 +92,18 @@ def method_of(
     without: Sequence[str] = (),
     experts: int = 1,
 ) -> MethodChoice:
-    """How a call goes. Collective where a shape is new and ``method`` is ``auto``.
+    """Choose the method of a call. Collective if a shape is new and ``method`` is ``auto``.
 
     Args:
-        comm: the ranks.
-        op: the operator.
+        comm: communicator of the ranks.
+        op: name of the operator.
         method: one of its methods, or ``auto``; the same on all ranks.
-        key: what the shapes of all ranks' calls are told apart by.
-        sizes: of this rank.
-        element_bytes: that times are looked up by; alike on all ranks.
-        make: by method, what makes all that it needs before it can be captured; gets the pieces of a split one.
-        without: methods that these arguments do not have; ``key`` says so.
-        experts: of a rank; ``key`` says so.
+        key: key that distinguishes the shapes of calls on all ranks.
+        sizes: sizes of this rank.
+        element_bytes: size of an element in bytes, by which times are looked up; alike on all ranks.
+        make: function of each method that makes its resources before a capture; it gets the pieces of a split one.
+        without: methods that these arguments rule out; ``key`` contains that.
+        experts: number of experts of a rank; ``key`` contains it.
     """
     if method != AUTO:
         return MethodChoice(method, "asked for")
@@ -111,7 +111,7 @@ def method_of(
     known: tuple[MethodChoice, MethodChoice] | None = comm.kept.get((method_of, op, key))
     if known is None:
         if captured:
-            return MethodChoice(OPS[op].captured[0], "a new shape")  # whose making says so
+            return MethodChoice(OPS[op].captured[0], "a new shape")  # making it raises the error
         agreed = _agree(comm, op, sizes)
         eager, in_graph = (
             _choice(comm, op, agreed, element_bytes, captured=is_in, without=without, experts=experts)
@@ -125,10 +125,10 @@ def method_of(
 
 
 def order_of(comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int) -> str:
-    """The order of a shape whose caller leaves it open. Collective, and the same on all ranks.
+    """Return the order for a shape whose caller leaves it open. Collective, and the same on all ranks.
 
-    Inside of a capture, where ranks cannot agree, by this rank's sizes alone: an operator in ``ORDERED`` is proved with
-    orders that differ between ranks, too.
+    Inside of a capture, in which ranks cannot agree, this rank's sizes alone decide: an operator in ``ORDERED`` is
+    proved with orders that differ between ranks, too.
     """
     if is_captured(comm):
         return _order(comm, op, sizes, element_bytes, comm.kept.get(_tables) or ()).order
@@ -137,11 +137,11 @@ def order_of(comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes:
 
 
 def asked_of(words: tuple[object, ...], *tensors: object) -> Hashable:
-    """What the checks of a call and its choice look at, to know it by; None for what is no call of tensors.
+    """Return a key of everything that a call's checks and choice depend on; None if the call has no valid tensors.
 
     Args:
-        words: the operator, its ``method`` and all other arguments that are no tensors.
-        tensors: None for those that are not given. What else than layouts is looked at belongs to ``words``.
+        words: operator, its ``method`` and all other arguments that are no tensors.
+        tensors: tensors, None for missing ones. Properties other than their layout belong into ``words``.
     """
     try:
         return (words, *[t if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors])  # type: ignore[attr-defined]
@@ -150,19 +150,19 @@ def asked_of(words: tuple[object, ...], *tensors: object) -> Hashable:
 
 
 def recalled(comm: Communicator, asked: Hashable) -> MethodChoice | None:
-    """How such a call went before, which was checked then; None if it is new. Each call asks, and looks up no more."""
+    """Return the choice for a known call, which was checked then; None if it is new. Each call begins here."""
     answers: dict[Hashable, tuple[MethodChoice, MethodChoice]] | None = comm.kept.get(recalled)
     if answers is None or asked is None:
         return None
     try:
         known = answers.get(asked)
-    except TypeError:  # a word that is none of those allowed, say a list: checks refuse it
+    except TypeError:  # a word of another type, such as a list: checks refuse it
         return None
     return None if known is None else known[is_captured(comm)]
 
 
 def remember(comm: Communicator, asked: Hashable, op: str, key: Hashable, found: MethodChoice, method: str) -> None:
-    """Know such a call again, eager and in graphs, once :func:`method_of` has found how it goes."""
+    """Remember the choice for such calls, eager and in graphs, once :func:`method_of` has made it."""
     pair = (found, found) if method != AUTO else comm.kept.get((method_of, op, key))
     if pair is None or asked is None:
         return  # in a capture, before the ranks have agreed
@@ -173,7 +173,7 @@ def remember(comm: Communicator, asked: Hashable, op: str, key: Hashable, found:
 
 
 def check_method(comm: Communicator, op: str, method: str) -> None:
-    """Refuse a method that there is not, or that a graph cannot have."""
+    """Refuse a method that is unknown, or that a graph cannot have."""
     ways = OPS[op]
     check_choice(op, "method", method, (AUTO, *ways.eager))
     if method not in (AUTO, *ways.captured) and is_captured(comm):
@@ -190,17 +190,17 @@ def explain(
     without: Sequence[str] = (),
     experts: int = 1,
 ) -> str:
-    """What ``method="auto"`` takes for a shape, and why; and ``order="auto"``, of an operator that has it. Collective
+    """Explain the choice of ``method="auto"`` for a shape, and of ``order="auto"`` if the operator has it. Collective
     the first time, as the times are rank 0's.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         op: one of ``OPS``, the names of the operators that have a ``method``.
         sizes: rows, columns, tokens; tokens, hidden; batch, tables, pooling; or rows, depth, columns.
-        captured: in a graph.
-        dtype: of the weight, tables or rows; None for whatever was measured.
-        without: methods that the call does not have: ``split`` with counts on the device, or with several experts.
-        experts: of a rank, whose rows ``gemm_all_to_all`` and ``all_to_all_gemm`` take apart.
+        captured: the call is in a graph.
+        dtype: dtype of the weight, tables or rows; None for any that was measured.
+        without: methods that the call lacks: ``split`` with counts on the device, or with several experts.
+        experts: number of experts of a rank, whose rows ``gemm_all_to_all`` and ``all_to_all_gemm`` separate.
     """
     with telling_refusals(comm, "explain"):
         check_choice("explain", "op", op, tuple(OPS))
@@ -252,7 +252,7 @@ def _order(
 
 
 def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """One list of sizes for all ranks, whose own may differ."""
+    """Return one list of sizes for all ranks, whose own may differ."""
     _tables(comm)
     own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
     of_all = torch.empty(comm.world_size * len(sizes), dtype=torch.int64, device=comm.device)
@@ -265,7 +265,7 @@ def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ..
 
 
 def _tables(comm: Communicator) -> tuple[FusedTable, ...]:
-    """Those that rank 0 has, on all ranks; the first time collective."""
+    """Return rank 0's tables on all ranks; the first time collective."""
     found: tuple[FusedTable, ...] | None = comm.kept.get(_tables)
     if found is None:
         found = comm.kept[_tables] = _tables_of_rank_0(comm)

@@ -1,9 +1,9 @@
-"""Buffers of an operator that its calls take in turn, whatever streams they come on.
+"""Turns of an operator's buffers: its calls use them one after the other, whatever streams they come on.
 
-Calls of a communicator are ordered behind each other, but what an operator computes in front of a call and behind it is
-work of the caller's stream: a second use on another stream would compute into what the first one still sends::
+Calls of a communicator are ordered behind each other, but an operator's computation before and after a call is work of
+the caller's stream: a second use on another stream would overwrite bytes that the first one still sends::
 
-    stream A   compute into the buffer | its copies, on a stream of the lane | read what came | end
+    stream A   compute into the buffer | its copies, on a stream of the lane | read the results | end
     stream B                                                                                  | compute into the buffer
 """
 
@@ -19,19 +19,20 @@ from sidelane.session import Communicator
 
 
 class BufferTurn:
-    """``with`` it around each use. A use on another stream waits for the end of the one before, on the device.
+    """Context manager around each use of the buffers. A use on another stream waits for the end of the one before, on
+    the device.
 
     Uses on one stream follow each other anyway, and cost no call of the driver. Once there have been two streams, the
-    end of each use is an event. The first time it is all that the other stream had to do by then, as between calls of a
-    communicator.
+    end of each use is an event. The first time the event stands behind all work that the other stream had by then, as
+    between calls of a communicator.
 
-    A graph under capture can wait for nothing outside of it, so that uses of each capture take turns among themselves.
-    Its replays are ordered by who replays.
+    A graph under capture can wait for nothing outside of it, so uses of each capture take turns among themselves.
+    The caller orders its replays.
 
     Args:
-        place: where the caller stands, and whether that is captured.
-        capture_of: the number of the capture that a place is in, never used twice.
-        stream: the caller's; asked only where the place is another one than before.
+        place: function that returns the caller's stream and whether it is captured.
+        capture_of: function that returns the number of a place's capture, never used twice.
+        stream: function that returns the caller's stream; called only if the place has changed.
     """
 
     def __init__(
@@ -53,18 +54,18 @@ class BufferTurn:
         ended = last.ended
         if ended is None and self._capture_of(last.place) == capture:
             ended = last.stream.record_event()
-        if ended is not None:  # else a graph has begun to be recorded there since, which nothing outside can follow
+        if ended is not None:  # otherwise a graph was begun there since, which nothing outside can follow
             self._stream_of().wait_event(ended)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         place, capture = self._place, self._capture
         if capture and kind is not None:
-            return  # that graph will not be
+            return  # that graph will not exist
         last = self._last.get(capture)
         if last is not None and last.place == place and not self._has_several:
             return
         if last is None or last.place != place:
-            if capture:  # those before have ended
+            if capture:  # earlier captures have ended
                 self._last = {number: use for number, use in self._last.items() if number in (0, capture)}
             last = self._last[capture] = _Use(place, self._stream_of())
         if self._has_several:
@@ -72,7 +73,7 @@ class BufferTurn:
 
 
 class _Use:
-    """The last one of a capture, or of all eager calls. ``ended``: None while nobody has asked for it."""
+    """The last use of a capture, or of all eager calls. ``ended``: event of its end, None until it is needed."""
 
     __slots__ = ("ended", "place", "stream")
 
@@ -82,7 +83,7 @@ class _Use:
 
 
 def in_turn(comm: Communicator) -> BufferTurn:
-    """For buffers of an operator. On CPU ranks calls have ended when they return, and there is one place."""
+    """Return the turns of an operator's buffers. On CPU ranks calls end before they return, and share one place."""
     backend, device = comm.lane.backend, comm.device
     if device.type == "cpu":
         return BufferTurn(backend.place, backend.capture_of, lambda: None)

@@ -1,27 +1,27 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""all_to_all_gemm: the first GEMM of experts, which computes tokens' rows as they come from their ranks.
+"""all_to_all_gemm: the first GEMM of experts, which computes rows of tokens as they arrive from their ranks.
 
 Equivalent: an all-to-all with split sizes, then ``y = came @ weight.T`` (``reference.all_to_all_gemm``; the fused
-operators paper, section III, has the other direction). How many rows go from whom to whom may be known on the device
-only, as in ``gemm``, whose ``counts`` say the way back: the columns of these are its rows.
+operators paper, section III, has the other direction). The numbers of rows between ranks may be known on the device
+only, as in ``gemm``, whose ``counts`` describe the way back: the columns of these are its rows.
 
 Any block of two ranks::
 
-    rank 0   first: ready | rows for 1 that nobody sends yet, each tile with its flag | next tiles of 0 | wait: of 1
-    rank 1   first: ready | rows for 0 that nobody sends yet, each tile with its flag | next tiles of 1 | wait: of 0
+    rank 0   first: ready | unsent rows for 1, each tile with its flag | next tiles of 0 | wait: of 1
+    rank 1   first: ready | unsent rows for 0, each tile with its flag | next tiles of 1 | wait: of 0
 
-Blocks take what is to be sent from a common counter, so that each tile of rows is sent once, and a block that computes
-knows that everything is sent or in the hands of a block that runs: hence it may wait, and any grid will do. ``ready``
-says that the last launch has ended, which read what now comes. A launch needs no end together: every row that comes is
-waited for by some tile.
+Blocks take tiles to send from a common counter, so that each tile of rows is sent once, and a block that computes
+knows that everything is sent or in the hands of a running block: hence it may wait, and any grid will do. ``ready``
+says that the last launch has ended, which read the buffer that is now written. A launch needs no common end: some tile
+waits for every row that arrives.
 
 Rows are sent by as many blocks as they have tiles, each for about as long as a tile takes to compute. So blocks take
-tiles of the product from a counter, too: with equal shares, senders were last by all that they had sent (decision 113).
+tiles of the product from a counter, too: with equal shares, senders were last by their time of sending (decision 113).
 
-What is sent is cut into tiles of a sender's rows for a rank, whatever their experts. What is computed is cut by
-experts, so that a tile waits for one tile that was sent, or for two.
+Sent tiles are cut from a sender's rows for a rank, whatever their experts. Computed tiles are cut by expert, so that
+each waits for one sent tile, or for two.
 
 Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first two stay, and the others become rows 0
 to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
@@ -80,20 +80,20 @@ MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 
 class AllToAllGemm(KernelHandle):
-    """The flags, counters and workspace of :func:`all_to_all_gemm` for one shape. Collective: alike on all ranks.
+    """Flags, counters and workspace of :func:`all_to_all_gemm` for one shape. Collective: alike on all ranks.
 
-    It takes ``most_rows * depth`` elements of symmetric memory.
+    The handle takes ``most_rows * depth`` elements of symmetric memory.
 
     Args:
-        comm: the ranks.
-        most_rows: that any rank gets in a call.
-        depth: K, columns of x.
-        columns: H, of the result.
-        dtype: of x, weight and result: float32, float16 or bfloat16.
-        tiles: how the product is cut.
+        comm: communicator of the ranks.
+        most_rows: largest number of rows that any rank gets in a call.
+        depth: K, number of columns of x.
+        columns: H, number of columns of the result.
+        dtype: dtype of x, weight and result: float32, float16 or bfloat16.
+        tiles: tile sizes of the product.
 
     Raises:
-        ValueError, TypeError: a size or dtype that there is not.
+        ValueError, TypeError: a size or dtype is not allowed.
         UnavailableError: inside a capture, or more than 8 ranks.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -122,7 +122,7 @@ class AllToAllGemm(KernelHandle):
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`all_to_all_gemm`, with counts on the device."""
+        """Run the operator as :func:`all_to_all_gemm` does, with counts on the device."""
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
             experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
@@ -169,35 +169,37 @@ def all_to_all_gemm(
     tiles: TileSizes | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
-    """Rows go to the ranks that ``counts`` says, and ``came @ weight.T`` there, in one kernel that computes what has
-    come. A call of the communicator.
+    """Send rows to the ranks of ``counts``, and compute ``came @ weight.T`` there, in one kernel that computes rows as
+    they arrive. A call of the communicator.
 
-    Sums are float32, rounded once. The first call of a shape makes what it needs (:class:`AllToAllGemm`), with all
+    Sums are float32, rounded once. The first call of a shape makes its resources (:class:`AllToAllGemm`), with all
     ranks; later ones may be captured into a graph, with counts that change between replays. ``gemm_all_to_all`` with
-    ``counts.transpose(0, 1).contiguous()`` takes results as they lie here back to where their rows were.
+    ``counts.transpose(0, 1).contiguous()`` takes the results, in the order in which they lie here, back to the rows'
+    ranks.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
-            have different numbers of rows; those beyond what ``counts`` says stay.
-        weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
-            rank: rows for a rank are those for its first expert, then those for the next. These are not split. H and K
-            are alike on all ranks.
-        counts: rows from rank i to rank j in row i, column j, [N, N], to several experts there [N, N, E]; on the device
-            or on the host, as of :func:`sidelane.ops.gemm_all_to_all`.
-        most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
-        tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_all_to_all_gemm`, in a graph with counts that a call before
-            had; ``unfused``, :func:`all_to_all_rows` and a product, of several experts as of ``gemm_all_to_all``; or
-            ``auto``: the fastest one (``ops.explain`` says which, and why), in a graph with other counts ``fused`` in
-            place of ``split``.
+            have different numbers of rows; rows beyond the counts stay.
+        weight: matrix [H, K], of x's dtype: float32, float16 or bfloat16. Or matrices of up to 64 experts, [E, H, K],
+            as many on each rank: rows for a rank are those for its first expert, then those for the next. These are
+            not split. H and K are alike on all ranks.
+        counts: number of rows from rank i to rank j in row i, column j, [N, N], or with several experts there,
+            [N, N, E]; on the device or on the host, as for :func:`sidelane.ops.gemm_all_to_all`.
+        most_rows: largest number of rows that any rank gets, the same on all ranks and in all calls of a shape. Rows
+            beyond it are left out.
+        tiles: tile sizes of the product.
+        method: ``fused``; ``split``, that is :func:`split_all_to_all_gemm`, in a graph only with counts of an earlier
+            call; ``unfused``, :func:`all_to_all_rows` and a product, for several experts as in ``gemm_all_to_all``; or
+            ``auto``: the fastest one (``ops.explain`` names it, with the reason), in a graph with other counts
+            ``fused`` in place of ``split``.
 
     Returns:
-        [most_rows, H]: results of rows from rank 0, from rank 1, and so on, in each of them by experts; behind them
-        anything.
+        Tensor [most_rows, H]: results of rows from rank 0, from rank 1, and so on, each ordered by expert; the rows
+        behind them are undefined.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape, or new counts of the host, inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -213,7 +215,7 @@ def all_to_all_gemm(
         return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
 
     def both(pieces: int) -> None:
-        handle()  # of a graph with other counts
+        handle()  # for a graph with other counts
         split = handle_of(SplitAllToAllGemm, comm, most_of(table, most_rows), depth, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
@@ -252,7 +254,7 @@ def all_to_all_gemm(
 
 @triton.jit
 def _put_rows(gathered_of, peer, x, row, place, row_mask, depth, x_stride, DEPTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """Rows of ``x`` become rows ``place`` of what a peer gathers, DEPTH columns at a time. Weak stores."""
+    """Store rows of ``x`` as rows ``place`` of a peer's gathered rows, DEPTH columns at a time. Weak stores."""
     lane = tl.arange(0, DEPTH)
     source, target = row.to(tl.int64)[:, None] * x_stride, place.to(tl.int64)[:, None] * depth
     for first in range(0, depth, DEPTH):
@@ -263,7 +265,7 @@ def _put_rows(gathered_of, peer, x, row, place, row_mask, depth, x_stride, DEPTH
 
 @triton.jit
 def _pair(counts, sender, receiver, ranks, experts, most_rows, EP: tl.constexpr):
-    """Of the rows from one rank to another: the first one in ``x``, its place there, and how many there is room for."""
+    """Return for rows from one rank to another: the first one in ``x``, its place there, the number that fits."""
     lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
     known = (lane < ranks) & (kind < experts)
     leave = tl.maximum(tl.load(counts + (sender * ranks + lane) * experts + kind, mask=known, other=0), 0)
@@ -304,12 +306,12 @@ def _all_to_all_gemm(
 
     across = tl.cdiv(columns, COLS)
     taken = tl.atomic_add(counters + 3, 1, sem="relaxed", scope="gpu")
-    number = taken  # of a tile, among those of one expert and one rank's rows
+    number = taken  # number of a tile, among those of one expert and one rank's rows
     for turn in range(ranks):
-        source = (rank + ranks - turn) % ranks  # in the order in which they come
+        source = (rank + ranks - turn) % ranks  # in the order of arrival
         first, to, count = _pair(counts, source, rank, ranks, experts, most_rows, EP)
         if turn == 0:
-            count = tl.maximum(tl.minimum(count, rows - first), 0)  # there are no more
+            count = tl.maximum(tl.minimum(count, rows - first), 0)  # no more exist
         own = counts + (source * ranks + rank) * experts
         before = 0  # rows of the experts in front
         for expert in range(experts):
@@ -326,7 +328,7 @@ def _all_to_all_gemm(
                     rows_of, stride = gathered + to.to(tl.int64) * depth, depth
                     stamp(stamps, WAIT, source)
                     wait_acquire(context, source, 1 + top // ROWS, generation)
-                    if EP > 1:  # else tiles are those that were sent
+                    if EP > 1:  # otherwise tiles are the sent ones
                         wait_acquire(context, source, 1 + (tl.minimum(top + ROWS, stop) - 1) // ROWS, generation)
                 stamp(stamps, COMPUTE, source)
                 factor = weight + (rank.to(tl.int64) * 0 + expert) * expert_stride

@@ -1,23 +1,23 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""embedding_all_to_all: bags of all local tables, whose results go straight into the peers' outputs.
+"""embedding_all_to_all: pool the bags of all local tables, and store the results straight into the peers' outputs.
 
 Equivalent: ``embedding_bag`` of each local table over the global batch, an all-to-all, and a copy into the layout
 [local batch, tables x dim] (``reference.embedding_all_to_all``; the fused operators paper, section III.A, Figure 6).
 
-Any block of two ranks, ``remote_first``; s signals a slice whose last bag it is::
+Any block of two ranks, ``remote_first``; s signals a slice after its last bag::
 
     rank 0   first: ready | wait for 1 | bags for 1 -> 1, s.. | wait for 0 | bags for 0, s.. | last: done, wait for all
     rank 1   first: ready | wait for 0 | bags for 0 -> 0, s.. | wait for 1 | bags for 1, s.. | last: done, wait for all
 
-``ready``: this rank's output is free, since all in front of its launch has passed. The first block that runs says so,
-and the last one that ends waits for the others' ``done``: a block waits only for what a block that runs is about to do,
-so that any grid will do, however many of its blocks fit on the GPU. No block waits for a bag of another rank, so that
-ranks may have different orders.
+``ready``: this rank's output is free, since all work in front of its launch has passed. The first running block
+signals it, and the last one that ends waits for the others' ``done``: a block waits only for signals that a running
+block is about to give, so that any grid will do, however many of its blocks fit on the GPU. No block waits for a bag of
+another rank, so ranks may have different orders.
 
-Bags of one table that go to one rank make slices, of a given number of samples. Who ends the last bag of one signals
-it, so that a consumer which runs meanwhile may begin.
+Bags of one table that go to one rank make slices, of a given number of samples. The block that ends the last bag of a
+slice signals it, so that a consumer which runs meanwhile may begin.
 
 Example (Figure 6): 2 ranks, batch 4, slices of 2: samples 0 and 1 go to rank 0, 2 and 3 to rank 1; each table of a rank
 has one slice for each rank. Of the bags for rank 1, number 3 is sample 1 there (3 in the batch) of table 1.
@@ -85,30 +85,30 @@ from sidelane.session import Communicator
 
 OBLIVIOUS_ORDER = tl.constexpr(2)
 _ORDERS = {OBLIVIOUS: 2, REMOTE_FIRST: 3}
-"""An argument, so that one binary serves both: as two they differed by 8% on one rank, where both orders are one. Not 0
-and 1: Triton makes constants of a 1."""
+"""Codes of the orders. They are an argument, so that one binary serves both: two binaries differed by 8% on one rank,
+where both orders are the same. The codes are not 0 and 1, because Triton makes constants of a 1."""
 
 READY, DONE, SLICES = range(3)
-"""Flags; those of slices follow. Of the counters: first program, last program, slices."""
+"""Numbers of flags; those of slices follow. Numbers of counters: first program, last program, slices."""
 
 
 class EmbeddingAllToAll(KernelHandle):
-    """The flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
+    """Flags, counters and output of :func:`embedding_all_to_all` for some tables. Collective.
 
     Args:
-        comm: the ranks.
-        tables: of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
+        comm: communicator of the ranks.
+        tables: tables of this rank, [rows, D] each, contiguous, one dtype (float32, float16, bfloat16). Ranks may have
             different numbers of them; D and the dtype are the same on all.
-        batch: samples of all ranks, one for each and more. Rank r gets ``batch // N`` of them, and one more if
-            ``r < batch % N``.
+        batch: number of samples of all ranks, one for each and more. Rank r gets ``batch // N`` of them, and one more
+            if ``r < batch % N``.
         mode: ``sum`` or ``mean``.
-        slice_bags: samples of a slice; None for no flags of slices.
-        per_unit: programs on each compute unit; None takes as many as have room.
-        rows_at_a_time: of a table, a power of two; None takes as many as have room.
+        slice_bags: number of samples of a slice; None for no flags of slices.
+        per_unit: number of programs on each compute unit; None takes as many as have room.
+        rows_at_a_time: number of rows of a table loaded at a time, a power of two; None takes as many as have room.
 
     Attributes:
-        tables: next to those of the other ranks.
-        context: of the kernel, for consumers of slices.
+        tables: tables of this rank, next to those of the other ranks.
+        context: context of the kernel, for consumers of slices.
 
     Raises:
         ValueError, TypeError: wrong tables or sizes.
@@ -154,14 +154,14 @@ class EmbeddingAllToAll(KernelHandle):
         self.context = self._kernel.context
 
     def flag_of_slice(self, table: int, sample: int) -> int:
-        """The flag by which its owner tells this rank that a slice is here.
+        """Return the flag by which a slice's owner tells this rank that the slice has arrived.
 
         A kernel that is launched once for each call has the same generations, and waits by
         ``wait_acquire(context, owner, flag, generation)``, with the context of this handle.
 
         Args:
-            table: number among the tables of its owner.
-            sample: number among the samples of this rank.
+            table: number of the table among those of its owner.
+            sample: number of the sample among those of this rank.
         """
         if not self.slice_bags:
             raise ValueError(f"{NAME}: slices (value=None, allowed=a handle with slice_bags)")
@@ -176,7 +176,7 @@ class EmbeddingAllToAll(KernelHandle):
         out: torch.Tensor | None = None,
         order: str = AUTO,
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`embedding_all_to_all`."""
+        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
         comm, tables = self.comm, self.tables
         with telling_refusals(comm, NAME):
             check_bags(comm, tables.tables, indices, offsets, per_sample_weights, self.mode, order)
@@ -214,7 +214,7 @@ class EmbeddingAllToAll(KernelHandle):
         return output
 
     def _ordered(self, indices: torch.Tensor, offsets: torch.Tensor) -> str:
-        """What ``auto`` takes. All ranks agree in the first call outside of a capture, whatever they ask for."""
+        """Return the order for ``auto``. All ranks agree in the first call outside of a capture, whatever they pass."""
         comm, tables = self.comm, self.tables
         found = order_of(comm, NAME, _sizes_of(tables.tables, tables.batch, indices, offsets), tables.dtype.itemsize)
         if not is_captured(comm):
@@ -222,7 +222,7 @@ class EmbeddingAllToAll(KernelHandle):
         return found
 
     def place_of(self, output: torch.Tensor) -> tuple[int, int]:
-        """Where a result is that peers write. Raises ValueError and TypeError for what cannot be one."""
+        """Return the place of a result that peers write. Raises ValueError and TypeError for invalid ones."""
         shape = self.tables.output_shape
         check_tensor(NAME, "out", output, self.comm.device, (self.tables.dtype,), (2,))
         if output.shape != shape or not output.is_contiguous():
@@ -246,32 +246,32 @@ def embedding_all_to_all(
     slice_bags: int | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
-    """``embedding_bag`` of all local tables, all-to-all, layout copy, in one kernel. A call of the communicator.
+    """Run ``embedding_bag`` of all local tables, all-to-all and layout copy in one kernel. A call of the communicator.
 
-    Sums are float32, rounded once. The first call with some tables and a batch makes what it needs
+    Sums are float32, rounded once. The first call with some tables and a batch makes its resources
     (:class:`EmbeddingAllToAll`), with all ranks; later ones may be captured into a graph.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         tables: see :class:`EmbeddingAllToAll`. A new list of tables is a new handle, on all ranks together.
         indices: rows of the bags of all local tables, table by table, sample by sample of the global batch; int32 or
-            int64. On the device nobody checks them; ``Config(debug=True)`` does.
-        offsets: where each bag begins, and where the last one ends: [T * B + 1]; int32 or int64.
+            int64. On the device they are checked only with ``Config(debug=True)``.
+        offsets: begin of each bag, and end of the last one: [T * B + 1]; int32 or int64.
         mode: ``sum`` or ``mean``; an empty bag is 0.
-        per_sample_weights: factors of each index, of the tables' dtype or float32, with ``sum`` only. On all ranks, or
+        per_sample_weights: factor of each index, of the tables' dtype or float32, with ``sum`` only. On all ranks, or
             on none.
-        out: [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next call
-            writes again.
-        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: what
-            was measured to be faster for the pooling of the first call, a mean of the ranks (``ops.explain``).
+        out: result [b, A * D], symmetric memory at one place on all ranks. None takes the handle's own, which the next
+            call overwrites.
+        order: ``remote_first``: bags for peers come first; ``oblivious``: bags in the order of ranks; ``auto``: the one
+            that was measured to be faster for the pooling of the first call, a mean of the ranks (``ops.explain``).
         slice_bags: see :class:`EmbeddingAllToAll`; such a call is always fused.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
 
     Returns:
-        [b, A * D]: this rank's samples, with the tables of all ranks in their order.
+        Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -299,7 +299,7 @@ def embedding_all_to_all(
 def _sizes_of(
     tables: Sequence[torch.Tensor], batch: int, indices: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[int, int, int]:
-    """Batch, tables and pooling: what this rank's times are looked up by."""
+    """Return batch, tables and pooling, by which this rank's times are looked up."""
     return batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
 
 
@@ -309,16 +309,16 @@ def _pooled(
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """float32[DP]: a bag."""
+    """Return a pooled bag, float32[DP]."""
     lane, line = tl.arange(0, DP), tl.arange(0, L)
     first = tl.load(offsets + bag).to(tl.int64)
     stop = tl.load(offsets + bag + 1).to(tl.int64)
     rows = tl.load(tables + table).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         rows = tl.multiple_of(rows, 16)
-    result = tl.zeros([L, DP], tl.float32)  # added up once, since that takes more than one thread
+    result = tl.zeros([L, DP], tl.float32)  # summed once at the end, since that takes more than one thread
     at = first
-    coming = tl.load(indices + at + line, mask=at + line < stop, other=0)  # on its way while rows are
+    coming = tl.load(indices + at + line, mask=at + line < stop, other=0)  # loaded while the rows are
     while at < stop:
         there = at + line < stop
         index = coming.to(tl.int64)
@@ -348,7 +348,7 @@ def _embedding_all_to_all(
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
     lane = tl.arange(0, DP)
-    number = program  # of a bag, among those for one rank
+    number = program  # number of a bag, among those for one rank
     for turn in range(ranks):
         peer = ((rank + 1) * (order - OBLIVIOUS_ORDER) + turn) % ranks
         samples = batch // ranks + (peer < batch % ranks).to(tl.int32)

@@ -1,12 +1,12 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""The backward of embedding_all_to_all: gradients of pooled bags travel to the owners of the tables, who scatter them.
+"""The backward of embedding_all_to_all: gradients of pooled bags travel to the tables' owners, which scatter them.
 
 Equivalent: a copy out of the layout [local batch, tables x dim], an all-to-all, and the backward of ``embedding_bag``
 for each local table (autograd of ``reference.embedding_all_to_all``).
 
-Block b of two ranks; it scatters what blocks b have sent, its own rank's first, while the others' is on its way::
+Block b of two ranks; it scatters the gradients of all blocks b, its own rank's first, while the others' travel::
 
     rank 0   ready b | wait 1 | bags of 1 -> 1 | sent b to 1 | scatter own | wait for sent b of 1 | scatter those of 1
     rank 1   ready b | wait 0 | bags of 0 -> 0 | sent b to 0 | scatter own | wait for sent b of 0 | scatter those of 0
@@ -60,12 +60,12 @@ from sidelane.session import Communicator
 
 
 class EmbeddingBackward(KernelHandle):
-    """The flags and workspace of :func:`embedding_all_to_all_backward` for some tables. Collective.
+    """Flags and workspace of :func:`embedding_all_to_all_backward` for some tables. Collective.
 
     Args:
-        comm: the ranks.
-        tables: as in the forward.
-        batch: samples of all ranks.
+        comm: communicator of the ranks.
+        tables: tables as in the forward.
+        batch: number of samples of all ranks.
 
     Raises:
         UnavailableError: inside a capture, or more than 8 ranks.
@@ -96,7 +96,7 @@ class EmbeddingBackward(KernelHandle):
         per_sample_weights: torch.Tensor | None = None,
         sparse: bool = False,
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Run it. Arguments, result and errors as of :func:`embedding_all_to_all_backward`."""
+        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all_backward`."""
         comm, tables, weights = self.comm, self.tables, per_sample_weights
         with telling_refusals(comm, NAME):
             check_bags(comm, tables.tables, indices, offsets, weights, mode)
@@ -145,7 +145,7 @@ class EmbeddingBackward(KernelHandle):
         return parts, weight_grads
 
     def _as_sparse(self, values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
-        """A COO tensor for each table, not coalesced. Waits for the device, to know where tables begin."""
+        """Return a COO tensor for each table, not coalesced. Waits for the device, to read where tables begin."""
         cuts = offsets[:: self.tables.batch].tolist()
         found = []
         for table, (first, stop) in zip(self.tables.tables, itertools.pairwise(cuts), strict=True):
@@ -165,26 +165,26 @@ def embedding_all_to_all_backward(
     per_sample_weights: torch.Tensor | None = None,
     sparse: bool = False,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Gradients of :func:`sidelane.ops.embedding_all_to_all`, in one kernel. A call of the communicator.
+    """Return the gradients of :func:`sidelane.ops.embedding_all_to_all`, in one kernel. A call of the communicator.
 
-    Dense gradients are added up in float32 by atomic additions, in an order that changes, and rounded once; those of
-    rows (``sparse``) are the same bits each time.
+    Dense gradients are added up in float32 by atomic additions, in an order that changes, and rounded once; gradients
+    of rows (``sparse``) are the same bits each time.
 
     Args:
-        comm: the ranks.
-        grad: of the output, [b, A * D], of the tables' dtype.
-        tables: as in the forward.
-        indices: as in the forward.
-        offsets: as in the forward.
-        mode: as in the forward.
-        per_sample_weights: as in the forward.
-        sparse: gradients of rows: a COO tensor a table, not coalesced. Waits for the device.
+        comm: communicator of the ranks.
+        grad: gradient of the output, [b, A * D], of the tables' dtype.
+        tables: argument of the forward.
+        indices: argument of the forward.
+        offsets: argument of the forward.
+        mode: argument of the forward.
+        per_sample_weights: argument of the forward.
+        sparse: return gradients of rows: a COO tensor a table, not coalesced. Waits for the device.
 
     Returns:
-        A gradient for each local table; that of the weights, if there are any.
+        A gradient for each local table; the gradient of the weights, if there are any.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: new tables inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """

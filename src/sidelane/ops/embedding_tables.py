@@ -1,4 +1,4 @@
-"""Tables of embeddings on all ranks: who has how many, which samples belong to whom, and what arguments must be."""
+"""Embedding tables on all ranks: the tables and samples of each rank, and checks of the arguments."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MODES = SUM, MEAN = "sum", "mean"
 MOST_DIM = 1024
 MOST_BAGS = 1 << 30
 MOST_CHECKED = 64
-"""Lists of tables that are known again."""
+"""Largest number of table lists that are remembered."""
 
 WARP_BYTES = 1024
-"""Of a row, that a warp loads at once. Rows shorter than that belong to a warp each, whose threads keep what they add
-up to themselves: threads that exchange sums in the loop took 2.5 times as long (docs/lab/kernels.md)."""
+"""Bytes of a row that a warp loads at once. Shorter rows belong to a warp each, whose threads keep their own sums:
+threads that exchange sums in the loop took 2.5 times as long (docs/lab/kernels.md)."""
 MOST_WARPS = 8
 SUMS = 64
-"""Of a thread, that it adds to: so many elements are on their way to it."""
+"""Sums of a thread: the number of elements that it loads at a time."""
 MOST_ROWS = 8
 UNIT_WARPS = 16
-"""Of all programs of a compute unit: what it has registers for, 128 for each thread."""
+"""Warps of all programs on a compute unit: its registers suffice for so many, with 128 for each thread."""
 
 
 def threads_of(dim: int, element_bytes: int) -> tuple[int, int]:
-    """Warps of a program, and rows that they load at a time, for rows of so many elements."""
+    """Return the warps of a program, and the rows that they load at a time, for rows of so many elements."""
     lanes = power_of_two(dim)
     warps = min(MOST_WARPS, max(1, lanes * element_bytes // WARP_BYTES))
     each = max(1, lanes // (32 * warps))
@@ -43,19 +43,19 @@ def threads_of(dim: int, element_bytes: int) -> tuple[int, int]:
 
 
 class EmbeddingTables:
-    """Some tables of this rank, next to those of its peers, and a batch. Collective.
+    """Tables of this rank, next to those of its peers, and a batch. Collective.
 
     Args:
-        comm: the ranks.
-        tables: of this rank, [rows, D] each.
-        batch: samples of all ranks.
+        comm: communicator of the ranks.
+        tables: tables of this rank, [rows, D] each.
+        batch: number of samples of all ranks.
 
     Attributes:
-        counts: tables of each rank.
-        samples: of each rank: ``batch // N``, and one more if ``rank < batch % N``.
-        width: elements of a row of the output.
+        counts: number of tables of each rank.
+        samples: number of samples of each rank: ``batch // N``, and one more if ``rank < batch % N``.
+        width: number of elements of a row of the output.
         are_aligned: rows of all ranks' tables are multiples of 16 bytes.
-        addresses: of this rank's tables, int64 on the device.
+        addresses: addresses of this rank's tables, int64 on the device.
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
@@ -75,23 +75,23 @@ class EmbeddingTables:
 
     @property
     def output_shape(self) -> tuple[int, int]:
-        """Of this rank's samples."""
+        """Shape of the output for this rank's samples."""
         return self.samples[self.comm.rank], self.width
 
     @classmethod
     def kept(cls, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> EmbeddingTables:
-        """Those that this communicator has; else made, by all ranks together."""
+        """Return this communicator's tables; all ranks make them together if they are new."""
         key = NAME, batch, *checked(comm, tables).key
         return kept(comm, key, lambda: cls(comm, tables, batch))
 
 
 class CheckedTables(NamedTuple):
-    """Tables of which it is known that they are of one kind.
+    """Tables that were checked to be of one kind.
 
     Attributes:
-        tables: kept, so that no other tensor is taken for one of them.
-        addresses, shapes: of each.
-        key: what makes them the same as others.
+        tables: the tensors, kept so that no other tensor can get the identity of one.
+        addresses, shapes: addresses and shapes of the tables.
+        key: key by which lists of tables are compared.
     """
 
     tables: tuple[torch.Tensor, ...]
@@ -100,7 +100,7 @@ class CheckedTables(NamedTuple):
     key: tuple[object, ...]
 
     def are(self, tables: Sequence[torch.Tensor]) -> bool:
-        """True if these are the same tensors, and nobody has put other memory behind one."""
+        """Return True if these are the same tensors, with the same memory behind each."""
         return (
             len(tables) == len(self.tables)
             and all(map(operator.is_, tables, self.tables))
@@ -113,7 +113,7 @@ _shape_of = operator.attrgetter("shape")
 
 
 def batch_of(tables: Sequence[torch.Tensor], offsets: torch.Tensor) -> int:
-    """Samples of all ranks. Raises ValueError if the tables have different numbers of bags."""
+    """Return the samples of all ranks. Raises ValueError if the tables have different numbers of bags."""
     batch, rest = divmod(offsets.numel() - 1, len(tables))
     if rest or batch < 0:
         allowed = f"a multiple of {len(tables)}, and 1"
@@ -129,11 +129,11 @@ def check_offsets(tables: EmbeddingTables, offsets: torch.Tensor) -> None:
 
 
 def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables:
-    """Refuse what are no tables of one kind, and recognise those that were looked at before: 64 of them take the host
+    """Refuse tables that are not of one kind; tables that were checked before are recognised: 64 of them take the host
     10 us then, 58 otherwise (results/cpu/probes.txt).
 
     Raises:
-        TypeError, ValueError: they are none.
+        TypeError, ValueError: the tables are not of one kind.
     """
     if not isinstance(tables, Sequence) or not tables:
         raise TypeError(f"{NAME}: tables (value={type(tables).__name__}, allowed=a list of at least one tensor)")
@@ -162,7 +162,7 @@ def _check_tables(comm: Communicator, tables: Sequence[torch.Tensor]) -> None:
 
 
 def check_sizes(comm: Communicator, tables: Sequence[torch.Tensor], batch: int, slice_bags: int | None = None) -> None:
-    """Refuse batches and slices that there are not. Raises ValueError."""
+    """Refuse invalid batches and slices. Raises ValueError."""
     if batch < comm.world_size:
         raise ValueError(f"{NAME}: batch (value={batch}, allowed={comm.world_size} and more, a sample for each rank)")
     if batch * len(tables) > MOST_BAGS:
@@ -180,10 +180,10 @@ def check_bags(
     mode: str,
     order: str = AUTO,
 ) -> None:
-    """Refuse what are no bags of these tables. With ``Config(debug=True)``, look at all of them, on the host.
+    """Refuse invalid bags of these tables. With ``Config(debug=True)``, check every index on the host.
 
     Raises:
-        TypeError, ValueError: they are not.
+        TypeError, ValueError: the bags are invalid.
     """
     check_choice(NAME, "mode", mode, MODES)
     check_choice(NAME, "order", order, (AUTO, *ORDERS))
@@ -201,7 +201,7 @@ def check_bags(
 
 
 def _check_indices(tables: Sequence[torch.Tensor], indices: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Waits for the device."""
+    """Check indices and offsets by their values. Waits for the device."""
     ends = offsets.tolist()
     if ends[0] != 0 or ends[-1] != indices.numel() or any(a > b for a, b in itertools.pairwise(ends)):
         raise ValueError(f"{NAME}: offsets (value={ends[0]}..{ends[-1]}, allowed=0..{indices.numel()}, not falling)")

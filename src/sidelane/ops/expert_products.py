@@ -1,16 +1,16 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Products of rows by several experts of a rank, for the unfused way of GEMMs whose rows travel by counts.
+"""Products of rows by several experts of a rank, for the unfused method of GEMMs whose rows travel by counts.
 
 Equivalent: a product for each rank and expert. The library's grouped product is one call instead, whose groups end
-where numbers on the device say. It takes a weight for each group, one after the other, so that rows which lie by rank
+at rows given on the device. It takes a weight for each group, one after the other, so that rows ordered by rank
 and then by expert would need each weight once for each rank. So rows lie by expert and then by rank for the product::
 
     all_to_all_gemm   the exchange leaves rows by expert | grouped product | results by rank, a copy
-    gemm_all_to_all   rows by expert, a copy | grouped product | the exchange takes rows from where they are
+    gemm_all_to_all   rows by expert, a copy | grouped product | the exchange takes rows in place
 
-Where the library has no such product, rows lie as they are, and the host has to know how many they are.
+If the library has no such product, rows stay in their order, and the host has to know their number.
 
 Example: 2 ranks, 2 experts, rows [[2, 1], [3, 1]] of a rank. By rank, groups begin at 0, 2, 3 and 6; by expert at 0, 5,
 2 and 6: those of expert 0 first.
@@ -35,19 +35,19 @@ from sidelane.ops.handle import power_of_two
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 ROWS, COLS = 16, 1024
-"""Of what a program of a copy moves."""
+"""Rows and columns that a program of a copy moves."""
 
 ALIGNED_BYTES = 16
-"""Rows of the library's grouped product begin at multiples of them."""
+"""Alignment in bytes of rows in the library's grouped product."""
 
 GENERATIONS = 9, 10
-"""Of compute units, for which the library's grouped product leaves the host alone."""
+"""Generations of compute units on which the library's grouped product does not wait for the host."""
 
 
 def has_grouped_product(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether the library multiplies groups that only the device knows, without the host.
+    """Return True if the library multiplies groups of sizes that only the device knows, without the host.
 
-    Ranks have to agree: ``widths`` are H, and K where it is alike on all ranks.
+    Ranks have to agree: ``widths`` are H, and K if it is alike on all ranks.
     """
     if dtype != torch.bfloat16 or any(width * dtype.itemsize % ALIGNED_BYTES for width in widths):
         return False
@@ -60,17 +60,17 @@ def _generation(device: torch.device) -> int:
 
 
 class ExpertGroups:
-    """Where groups of rows lie by rank and by expert, computed on the device in one launch.
+    """Places of row groups by rank and by expert, computed on the device in one launch.
 
     Args:
-        counts: rows from rank i to rank j, by experts, [N, N, E]; int32 or int64, on the device.
-        rank: this one.
-        rows: there is room for.
-        are_sent: groups are those of the rows that a rank sends; else of those that come.
+        counts: number of rows from rank i to rank j, by experts, [N, N, E]; int32 or int64, on the device.
+        rank: this rank.
+        rows: number of rows that there is room for.
+        are_sent: groups are those of the rows that a rank sends; otherwise of those that arrive.
 
     Attributes:
-        are_sent: as given.
-        moved: int32[N, N, E], in the order of ``counts``: where groups begin by expert.
+        are_sent: the argument.
+        moved: begin of each group by expert, int32[N, N, E], in the order of ``counts``.
     """
 
     def __init__(self, counts: torch.Tensor, rank: int, rows: int, *, are_sent: bool) -> None:
@@ -78,14 +78,13 @@ class ExpertGroups:
         self.are_sent, self._groups = are_sent, n * self._experts
         self.moved = counts.new_empty(counts.shape, dtype=torch.int32)
         self._stops = counts.new_empty(self._experts, dtype=torch.int32)
-        self._own = counts.new_empty(2, self._groups, dtype=torch.int32)  # ends by rank; how far away by expert
+        self._own = counts.new_empty(2, self._groups, dtype=torch.int32)  # ends by rank; distances by expert
         arguments = counts, self.moved, self._stops, self._own, n, self._experts, rank, rows
         launch(_groups, (n,), arguments, {"EP": max(2, power_of_two(self._experts)), "SENT": are_sent})
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[rows, H] of rows that lie by expert, [rows, K]; ``weight`` [E, H, K]. Behind the last group anything.
-
-        Where rows do not begin at multiples of 16 bytes, copies of both are multiplied, with zeros behind each row.
+        """Return products [rows, H] of rows in the order of experts, [rows, K]; ``weight`` [E, H, K]. Rows behind the
+        last group are undefined. If rows do not begin at multiples of 16 bytes, padded copies of both are multiplied.
         """
         if not rows.shape[0]:
             return rows.new_empty(0, weight.shape[-2])
@@ -98,7 +97,7 @@ class ExpertGroups:
         return functional.grouped_mm(rows, weight.transpose(-2, -1), offs=self._stops)
 
     def in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """A copy of rows by the other order: by rank where they came, by expert where they will be sent."""
+        """Return a copy of rows in the other order: by rank if they have arrived, by expert if they will be sent."""
         count, columns = rows.shape
         output = rows.new_empty(count, columns)
         grid = -(-count // ROWS), -(-columns // COLS)
@@ -110,7 +109,7 @@ class ExpertGroups:
 
 
 def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The same by a product for each group, of rows that lie by rank; ``counts``: of each rank, by experts."""
+    """Return the same by a product for each group, of rows by rank; ``counts``: by rank, then by expert."""
     output = rows.new_empty(rows.shape[0], weight.shape[-2])
     ends = itertools.accumulate(itertools.chain.from_iterable(counts), initial=0)
     for group, (first, stop) in enumerate(itertools.pairwise(min(end, rows.shape[0]) for end in ends)):
@@ -121,7 +120,7 @@ def one_by_one(rows: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequen
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def _groups(counts, moved, stops, own, ranks, experts, rank, rows, EP: tl.constexpr, SENT: tl.constexpr):
-    which = tl.program_id(0)  # the rank whose groups they are
+    which = tl.program_id(0)  # the rank of the groups
     lane, kind = tl.arange(0, MAX_RANKS)[:, None], tl.arange(0, EP)[None, :]
     known = (lane < ranks) & (kind < experts)
     pair = which * ranks + lane if SENT else lane * ranks + which

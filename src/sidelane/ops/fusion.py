@@ -1,6 +1,6 @@
-"""A pass of torch.compile that puts fused operators in place of GEMMs and collectives next to them.
+"""Compiler pass for torch.compile: it puts fused operators in place of GEMMs and collectives next to them.
 
-It works on the graphs of aten operators that autograd has left, forward and backward apart, so that gradients are what
+It works on the graphs of aten operators that autograd has left, forward and backward apart, so that gradients stay as
 they were: ``mm`` -> ``all_reduce``, ``mm`` -> ``reduce_scatter_tensor``, ``mm`` -> ``all_to_all_single`` of as many
 rows for each rank, ``all_gather_into_tensor`` -> ``mm``, and ``all_reduce`` -> residual -> RMS norm, each with its
 ``wait_tensor``. Of a GEMM, an all-reduce and a norm, the last two
@@ -48,15 +48,15 @@ _COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor",
 
 
 class Fusion(CustomGraphPass):
-    """Replace unfused patterns on a process group. Each replacement is logged (INFO), each refusal too (DEBUG).
+    """Replacement of unfused patterns on a process group. Each replacement is logged (INFO), each refusal too (DEBUG).
 
-    All ranks must compile the same program: a rank that fuses what another does not ends in a MismatchError. Use it as
+    All ranks must compile the same program: a rank that fuses alone ends in a MismatchError. Use it as
     ``torch.compile(model, options={"post_grad_custom_pre_pass": fusion})`` or, without Inductor,
     ``torch.compile(model, backend=fusion.backend)``.
 
     Args:
-        comm: the ranks of the group, open for as long as compiled code runs.
-        group: whose collectives are replaced, of the same ranks in the same order; None is the default group.
+        comm: communicator of the group's ranks, open for as long as compiled code runs.
+        group: group of the collectives, of the same ranks in the same order; None is the default group.
 
     Raises:
         ValueError: the group has other ranks than the communicator, or another order of them.
@@ -73,7 +73,7 @@ class Fusion(CustomGraphPass):
         """Operators that were put in, in the order of graphs."""
 
     def uuid(self) -> Any:
-        """None: compiled graphs have a communicator's number in them, which says nothing to another process."""
+        """Return None: compiled graphs contain a communicator's number, which is meaningless in another process."""
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
@@ -81,7 +81,7 @@ class Fusion(CustomGraphPass):
         return self
 
     def __call__(self, graph: Graph) -> None:
-        """Replace what fits in a graph of aten operators."""
+        """Replace all matching patterns in a graph of aten operators."""
         for node in list(graph.nodes):
             name = _collective_of(node)
             if name is None:
@@ -102,7 +102,7 @@ class Fusion(CustomGraphPass):
 
     @property
     def backend(self) -> Callable[..., Any]:
-        """A backend of torch.compile that does this and nothing else."""
+        """Backend of torch.compile that runs this pass and nothing else."""
 
         def compiler(module: GraphModule, _: Any) -> Any:
             self(module.graph)
@@ -140,7 +140,7 @@ class Fusion(CustomGraphPass):
         return self._put(graph, wait, fused, x, weight, (wait, node, *between, product))
 
     def _exchange(self, graph: Graph, node: Node) -> str:
-        """Only where each rank sends and gets as many rows: of others' split sizes no rank knows in its program."""
+        """Replace an all-to-all of equal parts: a rank's program does not contain the split sizes of others."""
         given: tuple[Any, ...] = node.args
         product, *splits, group = given
         wait = self._of_the_group(node, group, [])
@@ -154,7 +154,7 @@ class Fusion(CustomGraphPass):
         return self._put(graph, wait, "gemm_all_to_all_evenly", x, weight, (wait, node, *between, product))
 
     def _norm(self, graph: Graph, node: Node) -> str | None:
-        """None if no norm is behind it."""
+        """Replace an all-reduce in front of a norm; return None if no norm is behind it."""
         given: tuple[Any, ...] = node.args
         x, kind, group = given
         if kind != "sum":
@@ -228,7 +228,7 @@ class Fusion(CustomGraphPass):
         )
 
     def _joined(self, wait: Node) -> Moved | None:
-        """What puts the ranks' parts together along another dimension than the first."""
+        """Return the move that joins the ranks' parts along another dimension than the first; None if there is none."""
         n = self._comm.world_size
         cats = {user for part in wait.users for user in (part, *part.users, *(u for v in part.users for u in v.users))}
         found = [moved for cat in cats if (moved := moved_by(cat, n)) is not None and moved.source is wait]
@@ -271,7 +271,7 @@ class Fusion(CustomGraphPass):
         replaced: tuple[Node, ...],
         joined: tuple[list[int], int] | None = None,
     ) -> str:
-        """``joined``: the shape of a rank's part, and along which dimension rows of ranks are put together."""
+        """Put the fused operator in; ``joined``: shape of a rank's part, and the dimension that joins ranks."""
         overload = getattr(torch.ops.sidelane, fused).default
         with graph.inserting_before(last):
             rows = call(graph, _aten.permute.default, weight, [1, 0])
@@ -292,7 +292,7 @@ def _collective_of(node: Node) -> str | None:
 
 
 def product_in_front(node: Node, given: Any, between: list[Node]) -> Node:
-    """The matrix product that a collective is given, by way of views, which are appended to ``between``."""
+    """Return the matrix product in front of a collective; views between them are appended to ``between``."""
     while isinstance(given, Node) and given.target in VIEWS:
         between.append(given)
         given = given.args[0]

@@ -1,12 +1,12 @@
-"""How the pass reads and writes graphs: why a pattern stays, and rows that a collective along another dimension moves.
+"""Graph operations of the pass: refusals, and rows that a collective along another dimension moves.
 
-A collective of two and more dimensions works on the first one. What is scattered along another one is cut there and
-put together along the first; what is gathered there, the other way round::
+A collective of two and more dimensions works on the first one. A tensor to scatter along another one is cut there and
+joined along the first; a gathered one, the other way round::
 
     x [B, S, H] -> split along 1 -> cat along 0 [N B, S/N, H] -> reduce_scatter          parts of S
     x [B, S, H] -> all_gather [N B, S, H] -> split along 0 -> cat along 1 [B, N S, H]    all of S
 
-So rows of a matrix change places. Where there is one of B, they do not.
+So rows of a matrix change places. With a B of one, they do not.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 class UnfitError(Exception):
-    """Why a pattern stays as it is."""
+    """Reason why a pattern stays as it is."""
 
 
 def require(condition: bool, reason: str) -> None:
-    """Let a pattern stay unless that holds."""
+    """Leave a pattern as it is unless a condition holds."""
     if not condition:
         raise UnfitError(reason)
 
 
 def used_once(node: Node, what: str) -> None:
-    """Let a pattern stay if somebody else needs a part of it."""
+    """Leave a pattern as it is if other nodes need a part of it."""
     require(len(node.users) == 1, f"{what} is used {len(node.users)} times")
 
 
@@ -43,11 +43,11 @@ class Moved:
     """Equal parts of one tensor along a dimension, put together along another one.
 
     Attributes:
-        source: what is cut.
-        cut: along which dimension.
-        joined: along which dimension.
-        result: what is put together.
-        nodes: that do it, users first.
+        source: tensor that is cut.
+        cut: dimension along which it is cut.
+        joined: dimension along which the parts are joined.
+        result: joined tensor.
+        nodes: nodes of the pattern, users first.
     """
 
     source: Node
@@ -58,7 +58,7 @@ class Moved:
 
 
 def moved_by(cat: Node, parts: int) -> Moved | None:
-    """What a ``cat`` puts together, if these are all parts of one tensor, in their order, for nobody else."""
+    """Return the move of a ``cat`` that joins all parts of one tensor, in their order, without other users."""
     if cat.target is not _aten.cat.default or cat.kwargs:
         return None
     given: tuple[Any, ...] = cat.args
@@ -81,7 +81,7 @@ def moved_by(cat: Node, parts: int) -> Moved | None:
 
 
 def _place_of(part: Node) -> tuple[Node, int, int, int] | None:
-    """Tensor, dimension, begin and length of a part."""
+    """Return tensor, dimension, begin and length of a part."""
     given: tuple[Any, ...] = part.args
     source: Any = given[0]
     if part.target is operator.getitem and source.target is _aten.split.Tensor:
@@ -105,13 +105,13 @@ def _dim(source: Node, given: Any) -> int:
 
 
 def shaped(graph: Graph, node: Node, shape: list[int]) -> Node:
-    """``node`` in another shape, copied where it must be."""
+    """Return ``node`` in another shape, copied if necessary."""
     value = node.meta["val"]
     return node if list(value.shape) == shape else call(graph, _aten.reshape.default, node, shape)
 
 
 def cut_to_front(graph: Graph, x: Node, shape: list[int], cut: int, parts: int) -> Node:
-    """Rows [R, K], in the order of ``shape`` without its last dimension, in the order of parts along ``cut``.
+    """Reorder rows [R, K], in the order of ``shape`` without its last dimension, by parts along ``cut``.
 
     Example: shape [2, 4, H], cut 1, 2 parts: rows 0 to 7 become 0, 1, 4, 5, 2, 3, 6, 7.
     """
@@ -125,7 +125,7 @@ def cut_to_front(graph: Graph, x: Node, shape: list[int], cut: int, parts: int) 
 
 
 def front_to_cut(graph: Graph, y: Node, shape: list[int], cut: int, parts: int) -> Node:
-    """The other way round: rows of parts, each of ``shape`` without its last dimension, put together along ``cut``."""
+    """Reorder back: rows of parts, each of ``shape`` without its last dimension, are joined along ``cut``."""
     if math.prod(shape[:cut]) == 1:
         return y
     rows, width = y.meta["val"].shape
@@ -135,7 +135,7 @@ def front_to_cut(graph: Graph, y: Node, shape: list[int], cut: int, parts: int) 
 
 
 def call(graph: Graph, target: Any, *arguments: Any) -> Node:
-    """A call in the graph, with its result in ``meta``."""
+    """Insert a call into the graph, with its result in ``meta``."""
     made = graph.call_function(target, arguments)
     values = [one.meta["val"] if isinstance(one, Node) else one for one in arguments]
     made.meta["val"] = target(*values)

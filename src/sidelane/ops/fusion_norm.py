@@ -1,12 +1,12 @@
-"""Where a graph of aten operators adds a residual to what a collective gave, and normalises the sum by RMS.
+"""Search for RMS norms in graphs of aten operators: a residual is added to a collective's result and normalised.
 
-What is found has float32 between the addition and the last rounding, as :func:`sidelane.ops.all_reduce_rms_norm` has;
+Matches have float32 between the addition and the last rounding, as :func:`sidelane.ops.all_reduce_rms_norm` has;
 16-bit values may be rounded once more in front of the weight, which the fused operator leaves out::
 
     total = came [+ residual] -> float32 -> pow 2 -> mean of a row -> + eps -> rsqrt
     result = total * rsqrt [-> dtype] * weight -> dtype
 
-Where nothing has taken it apart, as on GPUs without Inductor, the norm is one operator of aten.
+If no decomposition has run, as on GPUs without Inductor, the norm is one operator of aten.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _ADD = (_aten.add.Tensor, _aten.add.Scalar)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Norm:
-    """One that was found.
+    """A norm that was found.
 
     Attributes:
-        residual: what is added, None for nothing.
-        weight: what is multiplied by, of a row.
-        eps: what the mean of squares gets.
-        total: the sum that is normalised, which others may use.
-        result: of the norm.
+        residual: tensor that is added; None for none.
+        weight: factors of a row.
+        eps: number added to the mean of squares.
+        total: sum that is normalised, which other nodes may use.
+        result: result of the norm.
         between: nodes between both, last first. Gradients may need the reciprocal root, which then stays, of the total.
-        scale: the reciprocal root where it is a second result of the norm, and needed.
+        scale: reciprocal root if it is a second result of the norm, and needed.
     """
 
     residual: Node | None
@@ -47,10 +47,10 @@ class Norm:
     scale: Node | None = None
 
     def take_out(self, graph: Graph) -> None:
-        """Erase what nobody uses, once others have what total and result were."""
+        """Erase unused nodes, once the users of total and result have new inputs."""
         if self.scale is not None:
             with graph.inserting_before(self.scale):
-                norm: Any = self.scale.args[0]  # whose second result it is
+                norm: Any = self.scale.args[0]  # the scale is its second result
                 wide: Node = norm.args[0]
                 if _dtype(wide) != torch.float32:
                     wide = call(graph, torch.ops.prims.convert_element_type.default, wide, torch.float32)
@@ -66,10 +66,10 @@ class Norm:
 
 
 def norm_behind(came: Node) -> Norm | None:
-    """The norm of ``came``, the result of a collective, with a residual or without; None if there is none.
+    """Return the norm of ``came``, the result of a collective, with a residual or without; None if there is none.
 
     Raises:
-        UnfitError: there is one, of which more is needed than a total and a reciprocal root.
+        UnfitError: there is one, but other nodes need more than its total and reciprocal root.
     """
     found = _norm_of(came, None)
     total = _only(came, _aten.add.Tensor)
@@ -96,7 +96,7 @@ def _norm_of(total: Node, residual: Node | None) -> Norm | None:
 
 
 def _norm_of_squares(total: Node, residual: Node | None, wide: Node, square: Node) -> Norm | None:
-    """Return the norm that begins with the squares of what is added up, in 32 bits; None if it is another pattern."""
+    """Return the norm that begins with the squares of a sum in 32 bits; None if it is another pattern."""
     dtype, width = _dtype(total), total.meta["val"].shape[-1]
     mean = _one(square, _aten.mean.dim)
     shifted = None if mean is None or not _is_of_rows(mean) else _one(mean, *_ADD)
@@ -131,7 +131,7 @@ def _norm_of_squares(total: Node, residual: Node | None, wide: Node, square: Nod
 
 
 def _whole_norm(total: Node, residual: Node | None, weighted: tuple[torch.Size, torch.dtype]) -> Norm | None:
-    """The norm as one operator, by a weight of such a kind."""
+    """Return the norm as one operator, with a weight of the given shape and dtype; None if there is none."""
     for user in total.users:
         if user.target is not _aten._fused_rms_norm.default or user.args[0] is not total:
             continue
@@ -151,13 +151,13 @@ def _rounded(node: Node, dtype: torch.dtype) -> Node | None:
 
 
 def _one(node: Node, *targets: object) -> Node | None:
-    """The only one of its users that is such a call, whoever else there is."""
+    """Return the only user that is such a call, whatever other users there are; None if it is not unique."""
     found = [user for user in node.users if user.target in targets]
     return found[0] if len(found) == 1 else None
 
 
 def _only(node: Node, *targets: object) -> Node | None:
-    """Its user, if that is the only one and such a call."""
+    """Return the user if it is the only one and such a call; otherwise None."""
     user = next(iter(node.users), None)
     return user if len(node.users) == 1 and user is not None and user.target in targets else None
 

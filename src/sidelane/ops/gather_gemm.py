@@ -1,14 +1,14 @@
-"""all_gather_gemm: a column-parallel linear layer whose input lies spread over the ranks.
+"""all_gather_gemm: a column-parallel linear layer whose input is spread over the ranks.
 
-Equivalent: ``y = all_gather(x) @ weight.T`` (``reference.all_gather_gemm``), which is the way ``unfused``. The way
-``split``: the library's GEMM of each part of the gathered input, as copy engines bring it. No compute unit moves data.
-Three ranks; what is computed first is there already::
+Equivalent: ``y = all_gather(x) @ weight.T`` (``reference.all_gather_gemm``), which is the method ``unfused``. The
+method ``split`` runs the library's GEMM on each part of the gathered input when copy engines have brought it. No
+compute unit moves data. Three ranks; the part that is computed first needs no copy::
 
     compute      rows of 0 | rows of 2 | rows of 1
     copy engine  rows of 2 | rows of 1 |
 
 Turn t brings the rows of the t-th rank in front of this one, so that every rank sends to one and receives from one
-other. All copies are one program; what computes a part waits for its arrival.
+other. All copies are one program; the product of a part waits for its arrival.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NAME = "all_gather_gemm"
 
 
 class SplitAllGatherGemm:
-    """The buffer and program of :func:`split_all_gather_gemm` for one shape. Collective.
+    """Buffer and program of :func:`split_all_gather_gemm` for one shape. Collective.
 
     Args:
-        comm: the ranks.
-        rows: M, of each rank.
-        depth: K, columns of x.
-        dtype: of x.
-        pieces: of the rows of each rank.
+        comm: communicator of the ranks.
+        rows: M, number of rows of each rank.
+        depth: K, number of columns of x.
+        dtype: dtype of x.
+        pieces: number of pieces of the rows of each rank.
     """
 
     def __init__(self, comm: Communicator, rows: int, depth: int, dtype: torch.dtype, pieces: int) -> None:
@@ -50,7 +50,7 @@ class SplitAllGatherGemm:
         self._program = comm.load(program, {"rows": self._gathered})
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`split_all_gather_gemm`."""
+        """Run the operator. Arguments, result and errors are those of :func:`split_all_gather_gemm`."""
         with torch.no_grad(), self._in_turn:
             return self._run(x, weight)
 
@@ -72,22 +72,22 @@ class SplitAllGatherGemm:
 
 
 def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, method: str = AUTO) -> torch.Tensor:
-    """``all_gather(x) @ weight.T``. A call of the communicator.
+    """Return ``all_gather(x) @ weight.T``. A call of the communicator.
 
-    The first call of a shape makes what it needs, with all ranks; later ones may be captured into a graph.
+    The first call of a shape makes its resources, with all ranks; later ones may be captured into a graph.
 
     Args:
-        comm: the ranks.
-        x: this rank's rows, [M, K]; neighbours in a row are neighbours in memory. As many on each rank.
-        weight: this rank's rows, [H, K], of x's dtype: float32, float16 or bfloat16. As many on each rank.
+        comm: communicator of the ranks.
+        x: rows of this rank, [M, K]; neighbours in a row are neighbours in memory. As many on each rank.
+        weight: rows of this rank, [H, K], of x's dtype: float32, float16 or bfloat16. As many on each rank.
         method: ``split``, that is :func:`split_all_gather_gemm`; ``unfused``, an all-gather and a product; or
-            ``auto``: the faster one (``ops.explain`` says which, and why).
+            ``auto``: the faster one (``ops.explain`` names it, with the reason).
 
     Returns:
         Rows of all ranks, [N * M, H].
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape inside of a capture.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -105,10 +105,10 @@ def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *
 def split_all_gather_gemm(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = 1
 ) -> torch.Tensor:
-    """``all_gather(x) @ weight.T``, part by part as it comes. A call of the communicator.
+    """Return ``all_gather(x) @ weight.T``, computed part by part on arrival. A call of the communicator.
 
-    Arguments, result and errors as of :func:`all_gather_gemm`; ``pieces`` of the rows of each rank, the same on all
-    ranks.
+    Arguments, result and errors are those of :func:`all_gather_gemm`; ``pieces`` is the number of pieces of the rows of
+    each rank, the same on all ranks.
     """
     with telling_refusals(comm, SPLIT_GATHER):
         check_pieces(SPLIT_GATHER, pieces)
@@ -117,7 +117,7 @@ def split_all_gather_gemm(
 
 
 def _handle(comm: Communicator, x: torch.Tensor, pieces: int) -> SplitAllGatherGemm:
-    """What :func:`split_all_gather_gemm` keeps for a shape, made by all ranks together where it is new."""
+    """Return the handle of :func:`split_all_gather_gemm` for a shape; all ranks make it together if it is new."""
     (rows, depth), dtype, pieces = x.shape, x.dtype, pieces or 1
     key = (SPLIT_GATHER, rows, depth, dtype, pieces)
     return kept(comm, key, lambda: SplitAllGatherGemm(comm, rows, depth, dtype, pieces))

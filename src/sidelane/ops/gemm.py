@@ -1,18 +1,18 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""gemm_all_to_all: the last GEMM of experts, whose tiles go to the ranks of their tokens as they are finished.
+"""gemm_all_to_all: the last GEMM of experts, whose finished tiles go straight to the ranks of their tokens.
 
 Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
-operators paper, section III). How many rows go from whom to whom may be known on the device only, so that routing may
-change without the host, and inside of a graph. Without a weight rows go as they are (``rows``).
+operators paper, section III). The numbers of rows between ranks may be known on the device only, so that routing may
+change without the host, and inside of a graph. Without a weight rows go unchanged (``rows``).
 
 Any block of two ranks, ``remote_first``::
 
     rank 0   first: ready | wait for 1 | tiles for 1 -> 1 | wait for 0 | tiles for 0 | last: done, wait for all
     rank 1   first: ready | wait for 0 | tiles for 0 -> 0 | wait for 1 | tiles for 1 | last: done, wait for all
 
-``ready`` and ``done`` are those of ``embedding``, and so is why any grid will do.
+``ready`` and ``done`` are those of ``embedding``, and so is the reason why any grid will do.
 
 Example: 2 ranks, counts [[2, 3], [1, 0]]: of the five rows of rank 0 the first two stay, and the others become rows 0
 to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
@@ -74,16 +74,16 @@ MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileSizes:
-    """How a product is cut: powers of two, 16 and more.
+    """Tile sizes of a product: powers of two, 16 and more.
 
     Attributes:
-        rows: of a tile.
-        columns: of a tile.
-        depth: of what is multiplied at a time.
-        warps: of a program.
-        stages: products whose inputs are loaded ahead, and the one under way.
-        per_unit: programs on each compute unit.
-        group: rows of tiles that are computed column by column: what programs read at the same time stays in the cache.
+        rows: number of rows of a tile.
+        columns: number of columns of a tile.
+        depth: number of columns of ``x`` that are multiplied at a time.
+        warps: number of warps of a program.
+        stages: number of products whose inputs are loaded ahead, and the one under way.
+        per_unit: number of programs on each compute unit.
+        group: rows of tiles that are computed column by column: inputs read at the same time stay in the cache.
     """
 
     rows: int = 128
@@ -96,11 +96,11 @@ class TileSizes:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> TileSizes:
-        """What is taken where nobody says: float32 takes twice the shared memory, and no tensor cores."""
+        """Return the default sizes: float32 takes twice the shared memory, and no tensor cores."""
         return cls(columns=128, depth=32) if dtype == torch.float32 else cls()
 
     def constants(self, depth: int, sent: int, dtype: torch.dtype) -> dict[str, Any]:
-        """What a kernel is compiled for: products ``depth`` deep, and rows of ``sent`` elements that peers get."""
+        """Return a kernel's compile-time constants for products ``depth`` deep, and sent rows of ``sent`` elements."""
         return {
             "ROWS": self.rows,
             "COLS": self.columns,
@@ -127,21 +127,21 @@ class TileSizes:
 
 
 ROW_TILES = TileSizes(rows=32, depth=16, stages=1, per_unit=2)
-"""Of rows that go as they are."""
+"""Tile sizes for rows that are sent unchanged."""
 
 
 class GemmAllToAll(KernelHandle):
-    """The flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
+    """Flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
 
     Args:
-        comm: the ranks.
-        most_rows: that any rank gets in a call.
-        columns: H, of the result.
-        dtype: of x, weight and result: float32, float16 or bfloat16.
-        tiles: how the product, or the rows, are cut.
+        comm: communicator of the ranks.
+        most_rows: largest number of rows that any rank gets in a call.
+        columns: H, number of columns of the result.
+        dtype: dtype of x, weight and result: float32, float16 or bfloat16.
+        tiles: tile sizes of the product, or of the rows.
 
     Raises:
-        ValueError, TypeError: a size or dtype that there is not.
+        ValueError, TypeError: a size or dtype is not allowed.
         UnavailableError: inside a capture, or more than 8 ranks.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -169,12 +169,12 @@ class GemmAllToAll(KernelHandle):
         order: str = REMOTE_FIRST,
         groups: ExpertGroups | None = None,
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`gemm_all_to_all`; no weight sends rows as they are, from
-        or to where ``groups`` has them.
+        """Run the operator. Arguments, result and errors are those of :func:`gemm_all_to_all`; without a weight it
+        sends rows unchanged, from or to the places in ``groups``.
         """
         comm, tiles = self.comm, self._tiles
         with telling_refusals(comm, NAME):
-            of = counts if weight is None else weight  # whose first or last dimension experts are
+            of = counts if weight is None else weight  # its first or last dimension are the experts
             experts = of.shape[-1 if weight is None else 0] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
             check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
             if weight is not None:
@@ -221,36 +221,39 @@ def gemm_all_to_all(
     tiles: TileSizes | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
-    """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, in one kernel. A call of the communicator.
+    """Compute ``x @ weight.T`` and send its rows to the ranks of ``counts``, in one kernel. A call of the communicator.
 
-    Sums are float32, rounded once. The first call of a shape makes what it needs (:class:`GemmAllToAll`), with all
+    Sums are float32, rounded once. The first call of a shape makes its resources (:class:`GemmAllToAll`), with all
     ranks; later ones may be captured into a graph, with counts that change between replays.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         x: rows for rank 0, for rank 1, and so on, [rows, K]; neighbours in a row are neighbours in memory. Ranks may
-            have different numbers of rows; those beyond what ``counts`` says stay.
-        weight: [H, K], of x's dtype: float32, float16 or bfloat16. Or of up to 64 experts, [E, H, K], as many on each
-            rank: rows for a rank are those of the first expert, then those of the next. These are not split.
-        counts: rows from rank i to rank j in row i, column j, [N, N], of several experts [N, N, E]; int32 or int64, the
-            same on all ranks. On the device nobody reads them but the kernel, and nobody checks them;
-            ``Config(debug=True)`` does. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
-            ``split`` is a way, too. A graph replays the counts of the host that it was captured with; a call before
-            must have had them.
-        most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
+            have different numbers of rows; rows beyond the counts stay.
+        weight: matrix [H, K], of x's dtype: float32, float16 or bfloat16. Or matrices of up to 64 experts, [E, H, K],
+            as many on each rank: rows for a rank are those of the first expert, then those of the next. These are
+            not split.
+        counts: number of rows from rank i to rank j in row i, column j, [N, N], or with several experts, [N, N, E];
+            int32 or int64, the same on all ranks. On the device only the kernel reads them, and they are checked only
+            with ``Config(debug=True)``. Or on the host, as lists (on GPUs also a tensor of the CPU), on all ranks: then
+            ``split`` is possible, too. A graph replays the counts of the host that it was captured with; an earlier
+            call must have had them.
+        most_rows: largest number of rows that any rank gets, the same on all ranks and in all calls of a shape. Rows
+            beyond it are left out.
         order: ``remote_first``: tiles for peers come first; ``oblivious``: tiles in the order of ranks.
-        tiles: how the product is cut.
-        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs with counts that a call had;
-            ``unfused``, a product and :func:`all_to_all_rows`, of several experts with counts on the device in bfloat16
-            only, with multiples of 8 columns, on GPUs with the library's grouped product; or ``auto``: the fastest one
-            (``ops.explain`` says which, and why), in a graph with other counts ``fused`` in place of ``split``.
+        tiles: tile sizes of the product.
+        method: ``fused``; ``split``, that is :func:`split_gemm_all_to_all`, in graphs only with counts of an earlier
+            call; ``unfused``, a product and :func:`all_to_all_rows`, for several experts with counts on the device in
+            bfloat16 only, with multiples of 8 columns, on GPUs with the library's grouped product; or ``auto``: the
+            fastest one (``ops.explain`` names it, with the reason), in a graph with other counts ``fused`` in place of
+            ``split``.
 
     Returns:
-        [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
-        shape writes it again.
+        Tensor [most_rows, H]: rows from rank 0, from rank 1, and so on; the rows behind them are unchanged. The next
+        call of this shape overwrites it.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape, or new counts of the host, inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -264,7 +267,7 @@ def gemm_all_to_all(
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
     def both(pieces: int) -> None:
-        handle()  # of a graph with other counts
+        handle()  # for a graph with other counts
         split = handle_of(SplitGemmAllToAll, comm, most_of(table, most_rows), columns, dtype)
         split.routings.of(table, pieces or DEFAULT_PIECES)
 
@@ -296,7 +299,7 @@ def gemm_all_to_all(
 
 
 def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:
-    """What sends rows as they are, kept for a shape; made by all ranks together where it is new."""
+    """Return the handle that sends rows unchanged, for a shape; all ranks make it together if it is new."""
     key = (NAME, "rows", most_rows, columns, dtype)
     return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))
 
@@ -306,7 +309,7 @@ def tile_product(
     x, weight, row, column, row_mask, depth, x_stride, weight_stride, columns,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """float32[ROWS, COLS]: a tile. Rows and columns that there are not are those of a row or column that there is."""
+    """Return a tile, float32[ROWS, COLS]. Rows and columns out of range are computed from ones in range."""
     lane = tl.arange(0, DEPTH)
     result = tl.zeros([ROWS, COLS], tl.float32)
     xs = x + tl.where(row_mask, row, 0).to(tl.int64)[:, None] * x_stride + lane[None, :]
@@ -327,7 +330,7 @@ def tile_product(
 
 @triton.jit
 def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles, column by column, then the next."""
+    """Return row and column of a tile: GROUP rows of tiles, column by column, then the next GROUP."""
     first = number // (GROUP * across) * GROUP
     inside, high = number % (GROUP * across), tl.minimum(row_tiles - first, GROUP)
     return first + inside % high, inside // high
@@ -350,7 +353,7 @@ def _gemm_all_to_all(
     known = (lane < ranks) & (kind < experts)
     sent = tl.load(counts + (rank * ranks + lane) * experts + kind, mask=known, other=0).to(tl.int32)
     across = tl.cdiv(columns, COLS)
-    number = program  # of a tile, among those of one expert for one rank
+    number = program  # number of a tile, among those of one expert for one rank
     for turn in range(ranks):
         peer = (rank + 1 + turn) % ranks if REMOTE_FIRST else turn
         came = tl.load(counts + (lane * ranks + peer) * experts + kind, mask=known, other=0).to(tl.int32)
@@ -360,7 +363,7 @@ def _gemm_all_to_all(
             first = tl.sum(tl.where((lane < peer) | before, sent, 0))
             to = tl.sum(tl.where(lane < rank, came, 0)) + tl.sum(tl.where(before, sent, 0))
             target = to
-            if moved is not None:  # rows of an expert lie in a row, here or there
+            if moved is not None:  # rows of an expert are contiguous, here or there
                 group = tl.load(moved + (rank * ranks + peer) * experts + expert)
                 if TAKEN:
                     first = group

@@ -1,8 +1,9 @@
 """gemm_reduce_scatter and gemm_all_reduce: row-parallel linear layers for many tokens.
 
-Equivalent: ``y = x @ weight.T``, then a reduce-scatter of its rows, or an all-reduce (``reference``), which is the way
-``unfused``. The way ``split``: the library's GEMM in parts that travel as those of ``split_gemm`` do. Every rank gets
-its rows from all ranks, adds them up (in float32, rounded once more) and, for an all-reduce, gathers. Two ranks::
+Equivalent: ``y = x @ weight.T``, then a reduce-scatter of its rows, or an all-reduce (``reference``), which is the
+method ``unfused``. The method ``split`` runs the library's GEMM in parts that travel as those of ``split_gemm`` do.
+Every rank gets its rows from all ranks, adds them up (in float32, rounded once more) and, for an all-reduce, gathers.
+Two ranks::
 
     compute      rows of 1 | rows of 0           | add rows of 0 | gather
     copy engine            | rows of 1 -> 1      |
@@ -29,11 +30,11 @@ class SplitGemmReduce:
     """Buffers of :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce` for one shape. Collective.
 
     Args:
-        comm: the ranks.
-        rows: M, of the whole result.
-        columns: H, of the result.
-        dtype: of x, weight and result: float32, float16 or bfloat16.
-        gathers: every rank gets everything: an all-reduce.
+        comm: communicator of the ranks.
+        rows: M, number of rows of the whole result.
+        columns: H, number of columns of the result.
+        dtype: dtype of x, weight and result: float32, float16 or bfloat16.
+        gathers: every rank gets the whole result: an all-reduce.
     """
 
     def __init__(self, comm: Communicator, rows: int, columns: int, dtype: torch.dtype, *, gathers: bool) -> None:
@@ -46,12 +47,12 @@ class SplitGemmReduce:
         self._in_turn = in_turn(comm)
 
     def make(self, pieces: int) -> None:
-        """All that a capture needs. Collective where it is new."""
+        """Make all resources of a capture. Collective if they are new."""
         self._moved.routings.of(self._table, pieces)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`split_gemm_reduce_scatter`."""
-        with self._in_turn:  # until what came has been added up
+        """Run the operator. Arguments, result and errors are those of :func:`split_gemm_reduce_scatter`."""
+        with self._in_turn:  # until the received parts have been added up
             return self._run(x, weight, pieces)
 
     def _run(self, x: torch.Tensor, weight: torch.Tensor, pieces: int) -> torch.Tensor:
@@ -70,22 +71,22 @@ class SplitGemmReduce:
 def gemm_reduce_scatter(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, method: str = AUTO
 ) -> torch.Tensor:
-    """``x @ weight.T`` whose rows are added up, each rank its share. A call of the communicator.
+    """Compute ``x @ weight.T`` and add its rows up, each rank its share. A call of the communicator.
 
-    The first call of a shape makes what it needs, with all ranks; later ones may be captured into a graph.
+    The first call of a shape makes its resources, with all ranks; later ones may be captured into a graph.
 
     Args:
-        comm: the ranks.
-        x: this rank's columns, [M, K]; M is a multiple of the ranks, K the same on all.
-        weight: this rank's columns, [H, K], of x's dtype: float32, float16 or bfloat16.
+        comm: communicator of the ranks.
+        x: columns of this rank, [M, K]; M is a multiple of the ranks, K the same on all.
+        weight: columns of this rank, [H, K], of x's dtype: float32, float16 or bfloat16.
         method: ``split``, that is :func:`split_gemm_reduce_scatter` or :func:`split_gemm_all_reduce`; ``unfused``, a
-            product and a collective behind it; or ``auto``: the faster one (``ops.explain`` says which, and why).
+            product and a collective behind it; or ``auto``: the faster one (``ops.explain`` names it, with the reason).
 
     Returns:
-        This rank's rows, [M / N, H].
+        Rows of this rank, [M / N, H].
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape inside of a capture.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -93,12 +94,12 @@ def gemm_reduce_scatter(
 
 
 def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, method: str = AUTO) -> torch.Tensor:
-    """``y = x @ weight.T; comm.all_reduce(y)``, for more tokens than ``gemv_all_reduce`` takes.
+    """Compute ``y = x @ weight.T; comm.all_reduce(y)``, for more tokens than ``gemv_all_reduce`` takes.
 
-    Arguments and errors as of :func:`gemm_reduce_scatter`, with any number of rows.
+    Arguments and errors are those of :func:`gemm_reduce_scatter`, with any number of rows.
 
     Returns:
-        [M, H], the same bits on every rank. The next call of this shape writes it again.
+        Tensor [M, H], the same bits on every rank. The next call of this shape overwrites it.
     """
     return _reduced(comm, x, weight, method, gathers=True)
 
@@ -106,10 +107,10 @@ def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *
 def split_gemm_reduce_scatter(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = DEFAULT_PIECES
 ) -> torch.Tensor:
-    """``x @ weight.T`` whose rows are added up, each rank its share, part by part. A call of the communicator.
+    """Compute ``x @ weight.T`` and add its rows up, each rank its share, part by part. A call of the communicator.
 
-    Arguments, result and errors as of :func:`gemm_reduce_scatter`; ``pieces`` of the rows for each peer, the same on
-    all ranks.
+    Arguments, result and errors are those of :func:`gemm_reduce_scatter`; ``pieces`` is the number of pieces of the
+    rows for each peer, the same on all ranks.
     """
     return _split(comm, x, weight, pieces, gathers=False)
 
@@ -117,10 +118,10 @@ def split_gemm_reduce_scatter(
 def split_gemm_all_reduce(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, pieces: int = DEFAULT_PIECES
 ) -> torch.Tensor:
-    """``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
+    """Compute ``y = x @ weight.T; comm.all_reduce(y)``, part by part. A call of the communicator.
 
-    Arguments, result and errors as of :func:`gemm_all_reduce`; ``pieces`` of the rows for each peer, the same on all
-    ranks.
+    Arguments, result and errors are those of :func:`gemm_all_reduce`; ``pieces`` is the number of pieces of the rows
+    for each peer, the same on all ranks.
     """
     return _split(comm, x, weight, pieces, gathers=True)
 
@@ -152,7 +153,7 @@ def _split(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: in
 
 
 def _handle(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, gathers: bool) -> SplitGemmReduce:
-    """What the split operators keep for a shape, made by all ranks together where it is new."""
+    """Return the handle of the split operators for a shape; all ranks make it together if it is new."""
     rows, columns, dtype = x.shape[0], weight.shape[0], weight.dtype
     key = (SplitGemmReduce, gathers, rows, columns, dtype)
     return kept(comm, key, lambda: SplitGemmReduce(comm, rows, columns, dtype, gathers=gathers))

@@ -3,8 +3,8 @@
 Equivalent: ``y = x @ weight.T; comm.all_reduce(y)`` (``reference.gemv_all_reduce``), with partial results in float32
 that are rounded once.
 
-Every rank adds up everything, and sums carry their own readiness (``gemv_cells.py``). Results that are larger than
-``CELLS_BYTES`` are a product and an all-reduce where nobody says otherwise.
+Every rank adds up all partial results, and sums carry their own readiness (``gemv_cells.py``). By default, results
+larger than ``CELLS_BYTES`` are a product and an all-reduce.
 
 Legend: N ranks; M rows of the weight; K columns, this rank's; T tokens, TP lanes of them: 1, or 16 in dots; a tile is
 ROWS rows of all tokens; COLS columns are loaded at a time. ``weight`` [M, K], ``x`` [T, K], ``scale`` [1] or [M],
@@ -44,18 +44,18 @@ MOST_ROWS = 1 << 20
 
 
 class GemvAllReduce(KernelHandle):
-    """The flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
+    """Flags and workspace of :func:`gemv_all_reduce` for one shape. Collective: alike on all ranks.
 
     Args:
-        comm: the ranks.
-        rows: of the weight, the same on all ranks.
-        tokens: most that a call has, 1 to 16.
-        dtype: of x and result: float32, float16 or bfloat16.
-        weight_dtype: float8_e4m3fn or float8_e5m2; None is ``dtype``.
-        tiling: how the kernel is cut; None takes what was fastest on an H200.
+        comm: communicator of the ranks.
+        rows: number of rows of the weight, the same on all ranks.
+        tokens: largest number of tokens of a call, 1 to 16.
+        dtype: dtype of x and result: float32, float16 or bfloat16.
+        weight_dtype: dtype of the weight: float8_e4m3fn or float8_e5m2; None is ``dtype``.
+        tiling: tile sizes of the kernel; None takes the fastest ones on an H200.
 
     Raises:
-        ValueError, TypeError: a size or dtype that there is not.
+        ValueError, TypeError: a size or dtype is not allowed.
         UnavailableError: inside a capture, or more than 8 ranks.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -100,7 +100,7 @@ class GemvAllReduce(KernelHandle):
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run it. Arguments, result and errors as of :func:`gemv_all_reduce`."""
+        """Run the operator. Arguments, result and errors are those of :func:`gemv_all_reduce`."""
         comm = self.comm
         with telling_refusals(comm, NAME):
             _check(comm, weight, x, scale, out)
@@ -115,7 +115,7 @@ class GemvAllReduce(KernelHandle):
     def run(
         self, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """The same, of arguments that were checked."""
+        """Run the operator with arguments that were checked."""
         comm, tiling = self.comm, self.tiling
         tokens = 1 if x.dim() == 1 else x.shape[0]
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
@@ -166,29 +166,29 @@ def gemv_all_reduce(
     tiling: Tiling | None = None,
     method: str = AUTO,
 ) -> torch.Tensor:
-    """``y = x @ weight.T; comm.all_reduce(y)`` for few tokens, in one kernel. A call of the communicator.
+    """Compute ``y = x @ weight.T; comm.all_reduce(y)`` for few tokens, in one kernel. A call of the communicator.
 
     Partial results are float32, added up in the order of the ranks and rounded once. The first call of a shape makes
-    what it needs (:class:`GemvAllReduce`), with all ranks; later ones may be captured into a graph.
+    its resources (:class:`GemvAllReduce`), with all ranks; later ones may be captured into a graph.
 
     Args:
-        comm: the ranks.
-        weight: this rank's columns, [M, K]; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; rows may lie
+        comm: communicator of the ranks.
+        weight: columns of this rank, [M, K]; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2; rows may lie
             apart. K may differ by rank.
-        x: this rank's columns of 1 to 16 tokens, [T, K] or [K], of the weight's dtype; with a weight of 8 bits
+        x: columns of this rank of 1 to 16 tokens, [T, K] or [K], of the weight's dtype; with a weight of 8 bits
             float32, float16 or bfloat16.
-        scale: what a weight of 8 bits is multiplied by: float32, of one element, or of one a row, [M]. None for 1. On
-            all ranks or on none; its values are this rank's own.
-        out: for the result, contiguous. None makes a tensor.
-        tiling: how the kernel is cut; None takes what was fastest on an H200.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``), or
+        scale: factor of a weight of 8 bits: float32, of one element, or of one a row, [M]. None for 1. On all ranks or
+            on none; its values are this rank's own.
+        out: tensor for the result, contiguous. None makes one.
+        tiling: tile sizes of the kernel; None takes the fastest ones on an H200.
+        method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``), or
             T * M is more than 131,072. Fused, ranks have 16 bytes of symmetric memory for each element and rank.
 
     Returns:
-        [T, M] or [M], the same bits on every rank.
+        Tensor [T, M] or [M], the same bits on every rank.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape inside of a capture; a device that cannot run it; a tiling that Triton cannot
             compile.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
@@ -256,7 +256,7 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
 
 
 def _is_of_the_compiler(error: Exception) -> bool:
-    """Triton could not make a kernel. Its passes give up with a bare RuntimeError."""
+    """Return True if Triton could not compile a kernel. Its passes fail with a bare RuntimeError."""
     return isinstance(error, CompilationError | OutOfResources | PTXASError) or (
         type(error) is RuntimeError and "PassManager" in str(error)
     )

@@ -3,17 +3,17 @@
 
 """The kernel of gemv_all_reduce whose partial results carry their own readiness (``device/flagged.py``).
 
-One pass, no fence and no meeting; block b of two ranks::
+One pass, without fences or barriers; block b of two ranks::
 
     rank 0   rows of b: weights in one stream, a tile's sums -> cells of all | wait for cells of b | add -> output
     rank 1   rows of b: weights in one stream, a tile's sums -> cells of all | wait for cells of b | add -> output
 
-What keeps memory busy: rows of a block are neighbours, and tiles and columns are one loop, so that loads of the next
-tile are on their way while a tile is added up and sent; STAGES of them are copied to shared memory behind the loop's
-back. A rank sends to itself, too, so that all it adds up lies in one place.
+To keep memory busy, rows of a block are neighbours, and tiles and columns are one loop, so that loads of the next
+tile are on their way while a tile is added up and sent; STAGES of them are copied to shared memory asynchronously. A
+rank sends to itself, too, so that all its terms lie in one place.
 
 Two places for each sender, for even and odd generations, are enough (``kernels/cells.py``): every rank waits for
-something of every other one in each launch. Cells are 0 before the first launch.
+cells of every other one in each launch. Cells are 0 before the first launch.
 
 Legend: as of ``ops/gemv.py``; ``cells`` int64 [2, N, M, TP]; R the power of two from N on; a block has ``rows_each``
 rows, of which it waits for LANES cells at a time. EVEN: tiles are whole.
@@ -37,14 +37,14 @@ LANES = 256
 
 
 def constants_of(tiling: Tiling, *, ranks: int, padded: int, wide: bool, stages: int = 0) -> dict[str, Any]:
-    """Constants and options of the kernel.
+    """Return constants and options of the kernel.
 
     Args:
-        tiling: how it is cut.
-        ranks: of the communicator.
-        padded: TP.
+        tiling: tile sizes of the kernel.
+        ranks: number of ranks of the communicator.
+        padded: TP, number of lanes for tokens.
         wide: WIDE: dots are of float32.
-        stages: that fit; 0 for the tiling's.
+        stages: number of stages that fit; 0 for the tiling's.
     """
     return {
         "N": ranks,
@@ -78,7 +78,7 @@ def _gemv_cells(
     steps = (columns + COLS - 1) // COLS
     tiles = (tl.maximum(last - first, 0) + ROWS - 1) // ROWS
     kind = weight.dtype.element_ty
-    if kind.primitive_bitwidth == 8:  # of which there is no 0 to load in place of what there is not
+    if kind.primitive_bitwidth == 8:  # this dtype has no 0 for masked loads
         weight = weight.to(tl.pointer_type(tl.uint8), bitcast=True)
 
     stamp(stamps, COMPUTE)
@@ -131,7 +131,7 @@ def _gemv_cells(
             came = wait_flagged_of_ranks_relaxed(context, cells, at, mask[None, :] & (sender < N), generation)
             stamp(stamps, ADD)
             total = tl.zeros([LANES], tl.float32)
-            for number in tl.static_range(N):  # in their order; a sum of which all but one are 0 is that one
+            for number in tl.static_range(N):  # in rank order; a sum of which all terms but one are 0 is that term
                 words = tl.sum(tl.where(sender == number, came, 0), axis=0)
                 total += words.to(tl.float32, bitcast=True)
             result = output + (index % TP) * rows + index // TP

@@ -1,4 +1,4 @@
-"""How the kernel of gemv_all_reduce is cut, and what of that fits on a compute unit."""
+"""Tile sizes of the kernel of gemv_all_reduce, and their fit on a compute unit."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from sidelane.ops.handle import check_choice, power_of_two
 
 MOST_TOKENS = 16
 CELLS_BYTES = 512 << 10
-"""Most float32 partial results of a rank that ``auto`` sends in cells; more was not measured (docs/lab/kernels.md)."""
+"""Largest number of bytes of a rank's float32 partial results that ``auto`` sends in cells; more was not measured
+(docs/lab/kernels.md)."""
 
 MOST_STAGES = 8
 EVICTIONS = ("", "evict_first")
 UNIT_REGISTERS = 64 << 10
 SCRATCH_BYTES = 4 << 10
-"""Shared memory of a program for other things than loads: 2 KB and less, as Triton says when it compiles."""
+"""Bytes of shared memory of a program for other things than loads: 2 KB and less, as Triton says when it compiles."""
 
 RESERVED_BYTES = 1 << 10
-"""Of each program, which CUDA takes for itself."""
+"""Bytes of shared memory of each program that CUDA takes for itself."""
 
 LEAST_SHARED_BYTES = 64 << 10
-"""Of a compute unit, where nobody says how much there is."""
+"""Bytes of shared memory of a compute unit, if the driver does not say."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a kernel is cut.
+    """Tile sizes and resources of the kernel.
 
     Attributes:
-        rows: of the weight in a tile, a power of two; for more than one token 16 and more.
-        columns: loaded at a time, a power of two, 16 or more.
-        warps: of a program.
-        per_unit: programs on each compute unit; all of them have to fit at the same time.
-        stages: loads of so many turns less one are on their way, or of as many as shared memory has room
-            for. 1 leaves them in registers.
-        evict: what the cache does with weights, ``evict_first`` or nothing.
+        rows: number of rows of the weight in a tile, a power of two; for more than one token 16 and more.
+        columns: number of columns loaded at a time, a power of two, 16 or more.
+        warps: number of warps of a program.
+        per_unit: number of programs on each compute unit; all of them have to fit at the same time.
+        stages: number of turns whose loads are on their way, and the one under way, as far as shared memory has
+            room. 1 leaves them in registers.
+        evict: cache policy for weights, ``evict_first`` or empty.
     """
 
     rows: int = 16
@@ -59,22 +60,22 @@ class Tiling:
 
     @property
     def most_per_unit(self) -> int:
-        """Most programs on a compute unit: with 128 registers for each of 512 threads (``registers``)."""
+        """Largest number of programs on a compute unit: with 128 registers for each of 512 threads (``registers``)."""
         return max(1, 16 // self.warps)
 
     @property
     def registers(self) -> int:
-        """Most that a thread may have, so that all programs fit on a compute unit at the same time."""
+        """Largest number of registers of a thread with which all programs fit on a compute unit at the same time."""
         return min(255, UNIT_REGISTERS // (32 * self.warps * self.per_unit) // 8 * 8)
 
     def stages_in(self, shared_bytes: int, weight_bytes: int, x_bytes: int, tokens: int) -> int:
-        """How many stages a program gets that has so much shared memory.
+        """Return the number of stages of a program that has so much shared memory.
 
         Args:
-            shared_bytes: that a program may have (:func:`shared_bytes_of`).
-            weight_bytes: of an element of the weight.
-            x_bytes: of an element of x.
-            tokens: whose x is loaded with each part of the weight, 1 or ``MOST_TOKENS``.
+            shared_bytes: bytes that a program may have (:func:`shared_bytes_of`).
+            weight_bytes: size of an element of the weight in bytes.
+            x_bytes: size of an element of x in bytes.
+            tokens: number of tokens whose x is loaded with each part of the weight, 1 or ``MOST_TOKENS``.
 
         >>> tiling = Tiling(16, 512, 4, 2, 4)  # 16 KB of a weight of 2 bytes, and 1 KB of x
         >>> [tiling.stages_in(kilobytes << 10, 2, 2, 1) for kilobytes in (113, 55, 49, 21, 20)]
@@ -85,18 +86,18 @@ class Tiling:
 
 
 OF_DOTS = Tiling(32, 128, 4, 2, 5, "")
-"""For more than one token, which tensor cores multiply."""
+"""Tiling for more than one token, which tensor cores multiply."""
 
 
 def tiling_of(tokens: int) -> Tiling:
-    """What was fastest where it was measured (docs/lab/kernels.md, *GEMVs whose sums are cells*)."""
+    """Return the fastest tiling in the measurements (docs/lab/kernels.md, *GEMVs whose sums are cells*)."""
     return OF_DOTS if tokens > 1 else Tiling()
 
 
 def shared_bytes_of(device: torch.device, per_unit: int) -> int:
-    """Shared memory that each of so many programs on a compute unit may have."""
+    """Return the shared memory in bytes that each of so many programs on a compute unit may have."""
     if device.type == "cpu":
         return 1 << 30
     properties = torch.cuda.get_device_properties(device)
     of_unit = getattr(properties, "shared_memory_per_multiprocessor", LEAST_SHARED_BYTES)
-    return int(of_unit) // per_unit - RESERVED_BYTES  # of one program alone that is what CUDA lets it ask for
+    return int(of_unit) // per_unit - RESERVED_BYTES  # for a single program that is CUDA's limit

@@ -1,4 +1,4 @@
-"""What fused operators share: what they keep on a communicator, and how arguments are refused before anything moves."""
+"""Common parts of fused operators: objects kept on a communicator, and checks of arguments before any transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidelane.session.own_kernel import OwnKernel
 H = TypeVar("H")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels of this process are interpreted; Triton asks the same when it makes them."""
+"""True if kernels of this process are interpreted; Triton reads the same variable when it makes them."""
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -26,18 +26,18 @@ INTERPRETED_PROGRAMS = 3
 
 
 class KernelHandle:
-    """A kernel, and what else an operator keeps for a shape."""
+    """A kernel, and the other resources of an operator for a shape."""
 
     _kernel: OwnKernel
 
     def close(self) -> None:
-        """Let go of flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
+        """Release flags and workspace, once this rank's calls have ended. Idempotent, and no collective."""
         self._kernel.close()
 
 
 @contextlib.contextmanager
 def telling_refusals(comm: Communicator, name: str) -> Iterator[None]:
-    """Arguments are checked inside: what is raised keeps this rank from its next call, and its peers are told."""
+    """Tell the peers about an exception inside: it keeps this rank from its next call."""
     try:
         yield
     except Exception as error:
@@ -46,14 +46,14 @@ def telling_refusals(comm: Communicator, name: str) -> Iterator[None]:
 
 
 def is_captured(comm: Communicator) -> bool:
-    """True while a graph records the caller's stream."""
+    """Return True while a graph records the caller's stream."""
     return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
-    """What an operator keeps with a communicator, made on first use by all ranks together.
+    """Return an operator's object kept on a communicator; all ranks make it together on first use.
 
-    Whatever the mode of the first call is, later ones in other modes write to it.
+    It is made outside of inference mode, so that later calls in any mode can write to it.
     """
     found: H | None = comm.kept.get(key)
     if found is None:
@@ -63,7 +63,7 @@ def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
 
 
 def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:
-    """Programs of a persistent grid: no more than there is work for, and ``per_unit`` on each compute unit."""
+    """Return the programs of a persistent grid: at most ``needed``, and ``per_unit`` on each compute unit."""
     if comm.device.type == "cpu":
         return max(1, min(needed, INTERPRETED_PROGRAMS))
     units = torch.cuda.get_device_properties(comm.device).multi_processor_count
@@ -73,11 +73,11 @@ def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:
 def check_tensor(
     name: str, what: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]
 ) -> None:
-    """Refuse what is no tensor of such dtypes and dimensions on the device.
+    """Refuse an object that is no tensor of such dtypes and dimensions on the device.
 
     Raises:
-        TypeError: it is no tensor, or one of another dtype.
-        ValueError: another device, or other dimensions.
+        TypeError: it is no tensor, or has another dtype.
+        ValueError: it is on another device, or has other dimensions.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: {what} (value={type(tensor).__name__}, allowed=a tensor)")
@@ -97,13 +97,13 @@ def check_dtype(name: str, dtype: object) -> None:
 
 
 def check_choice(name: str, what: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Refuse a word that is none of those allowed. Raises ValueError."""
+    """Refuse a word that is not allowed. Raises ValueError."""
     if value not in allowed:
         raise ValueError(f"{name}: {what} (value={value!r}, allowed={', '.join(allowed)})")
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is no less.
+    """Return the smallest power of two that is no less.
 
     >>> [power_of_two(number) for number in (1, 2, 3, 8, 9)]
     [1, 2, 4, 8, 16]

@@ -1,8 +1,8 @@
 """Fused operators as operators of PyTorch (``torch.ops.sidelane``): with autograd, and whole under ``torch.compile``.
 
-An operator of PyTorch cannot take a communicator, so that it takes the number that :func:`number_of` gives. Gradients
-follow the convention of tensor-parallel layers: what all ranks get alike, a result that was added up, has a gradient
-that all ranks have alike, and nothing is communicated for it. Results are memory of the caller's own.
+An operator of PyTorch cannot take a communicator, so it takes the number that :func:`number_of` gives. Gradients
+follow the convention of tensor-parallel layers: a result that was added up, which all ranks get alike, has a gradient
+that all ranks have alike, and needs no communication. Results are memory of the caller's own.
 
 A compiled graph keeps the order of these calls as it is the same graph on every rank; ranks that compile different
 programs around them may differ in it, which ends in a MismatchError.
@@ -38,7 +38,7 @@ _communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakVal
 
 
 def number_of(comm: Communicator) -> int:
-    """By which the operators know a communicator, in this process."""
+    """Return the number by which the operators know a communicator, in this process."""
     number: int | None = comm.kept.get(number_of)
     if number is None:
         number = comm.kept[number_of] = next(_numbers)
@@ -47,7 +47,7 @@ def number_of(comm: Communicator) -> int:
 
 
 def communicator(number: int) -> Communicator:
-    """The other way round. Raises ValueError if there is none, or no longer."""
+    """Return the communicator of a number. Raises ValueError if there is none, or no longer."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.kept:
         raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
@@ -56,7 +56,7 @@ def communicator(number: int) -> Communicator:
 
 @torch.library.custom_op("sidelane::row_parallel_linear", mutates_args=())
 def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """``all_reduce(x @ weight.T)`` of [T, K] and [M, K]: a GEMV for up to 16 tokens, a GEMM for more, by ``auto``."""
+    """Return ``all_reduce(x @ weight.T)`` of [T, K] and [M, K] by ``auto``: a GEMV up to 16 tokens, else a GEMM."""
     ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
     if 1 <= tokens <= gemv.MOST_TOKENS:
         return gemv.gemv_all_reduce(ranks, weight, x.contiguous())
@@ -95,7 +95,7 @@ row_parallel_linear.register_autograd(_linear_backward, setup_context=_linear_sa
 def all_reduce_rms_norm(
     comm: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`sidelane.ops.all_reduce_rms_norm`; more tokens than it takes go one after the other."""
+    """See :func:`sidelane.ops.all_reduce_rms_norm`; more tokens than its limit are reduced and normalised unfused."""
     if x.shape[0] > rms_norm.MOST_TOKENS or not x.shape[0]:
         return reference.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
     return rms_norm.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
@@ -171,7 +171,7 @@ def embedding_all_to_all_backward(
     per_sample_weights: Tensor | None,
     mode: str,
 ) -> list[Tensor]:
-    """Dense gradients of the tables, then that of the weights, if there are any."""
+    """Return dense gradients of the tables, then that of the weights, if there are any."""
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     found, of_weights = embedding_backward.embedding_all_to_all_backward(
         communicator(comm), grad, tables, indices, offsets, **options
@@ -219,7 +219,7 @@ def _embedding_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         of_weights,
         None,
         None,
-    )  # torch leaves out what is as it is by default
+    )  # torch omits attributes at their defaults
 
 
 embedding_all_to_all.register_autograd(_embedding_gradients, setup_context=_embedding_saves)
@@ -227,7 +227,7 @@ embedding_all_to_all.register_autograd(_embedding_gradients, setup_context=_embe
 
 @torch.library.custom_op("sidelane::gemm_reduce_scatter", mutates_args=())
 def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """This rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
+    """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
     return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows(weight))
 
 
@@ -238,7 +238,7 @@ def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("sidelane::all_gather_gemm", mutates_args=())
 def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
+    """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
     return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows(weight))
 
 
@@ -249,7 +249,7 @@ def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("sidelane::all_gather_rows", mutates_args=())
 def all_gather_rows(comm: int, x: Tensor) -> Tensor:
-    """Rows of all ranks: what gradients of weights need."""
+    """Return the rows of all ranks, for gradients of weights."""
     gathered = x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
     communicator(comm).all_gather(gathered, x.contiguous())
     return gathered
@@ -285,7 +285,7 @@ all_gather_gemm.register_autograd(_all_gather_backward, setup_context=_gemm_save
 
 @torch.library.custom_op("sidelane::gemm_all_reduce", mutates_args=())
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """The sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
+    """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
     result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows(weight))
     return result.clone()  # the next call writes into it
@@ -301,7 +301,7 @@ gemm_all_reduce.register_autograd(_linear_backward, setup_context=_linear_saves)
 
 @torch.library.custom_op("sidelane::gemm_all_to_all", mutates_args=())
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that came, zeros."""
+    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
     ranks = communicator(comm)
     came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
     return _with_zeros(came, counts[:, ranks.rank].sum())
@@ -314,7 +314,7 @@ def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> T
 
 @torch.library.custom_op("sidelane::gemm_all_to_all_evenly", mutates_args=())
 def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
+    """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
     ranks, rows = communicator(comm), x.shape[0]
     given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
     return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
@@ -327,7 +327,7 @@ def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("sidelane::all_to_all_gemm", mutates_args=())
 def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
-    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results, zeros. Gradients come back to no more than
+    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results are zeros. Gradients come back to no more than
     ``most_sent`` rows of any rank, alike on all.
     """
     ranks = communicator(comm)
@@ -342,7 +342,7 @@ def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most
 
 @torch.library.custom_op("sidelane::rows_there", mutates_args=())
 def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """Rows of all ranks for this one, [most_rows, K], and zeros: what gradients of its weight need."""
+    """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
     ranks = communicator(comm)
     return _with_zeros(all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows), counts[:, ranks.rank].sum())
 
@@ -354,10 +354,11 @@ def _(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
 
 @torch.library.custom_op("sidelane::rows_back", mutates_args=())
 def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
-    """The other way than ``gemm_all_to_all``: [sent, H], rows to the ranks they came from; zeros where none was sent.
+    """Return rows to the ranks that they came from, [sent, H]: the way back of ``gemm_all_to_all``; zeros for unsent
+    ones.
 
-    ``rows`` has the same height on all ranks. That many may come back from each of them, which is all that ranks know
-    alike of what one has sent: so much symmetric memory it takes.
+    ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
+    all ranks know of a rank's sent rows: so much symmetric memory it takes.
     """
     ranks = communicator(comm)
     n, most = ranks.world_size, rows.shape[0]
@@ -426,13 +427,13 @@ all_to_all_gemm.register_autograd(_dispatch_backward, setup_context=_dispatch_sa
 
 
 def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:
-    """Rows of the caller's own; zeros behind so many."""
+    """Return rows in memory of the caller's own, with zeros behind so many."""
     is_there = torch.arange(rows.shape[0], device=rows.device) < count
     return torch.where(is_there[:, None], rows, torch.zeros_like(rows))
 
 
 def _were_taken(counts: Tensor, rank: int, rows: int, most: int) -> Tensor:
-    """Which of the first rows of a rank were sent, and had room there."""
+    """Return a mask of the first rows of a rank that were sent, and had room there."""
     own, before = counts[rank], counts[:rank].sum(0)
     ends = own.cumsum(0)
     row = torch.arange(rows, device=counts.device)
@@ -442,7 +443,7 @@ def _were_taken(counts: Tensor, rank: int, rows: int, most: int) -> Tensor:
 
 
 def _by_expert(rows: Tensor, counts: Tensor) -> list[Tensor]:
-    """Rows of each expert, zeros in place of others; ``counts``: of a rank or its experts, in turn, [N, E]."""
+    """Return the rows of each expert, zeros in place of others; ``counts``: of a rank or its experts, [N, E]."""
     ends = counts.reshape(-1).cumsum(0)
     experts = counts.shape[-1]
     expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True) % experts
@@ -450,5 +451,5 @@ def _by_expert(rows: Tensor, counts: Tensor) -> list[Tensor]:
 
 
 def in_rows(matrix: Tensor) -> Tensor:
-    """One whose neighbours in a row are neighbours in memory, as kernels take it."""
+    """Return a matrix whose neighbours in a row are neighbours in memory, as kernels require."""
     return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()

@@ -1,5 +1,5 @@
-"""Layers that take the place of PyTorch's: fused with the collective behind them, trained, compiled and cast by
-``torch.autocast`` as they are.
+"""Layers in place of PyTorch's, fused with the collective behind them. They are trained, compiled and cast by
+``torch.autocast`` as PyTorch's are.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from sidelane.session import Communicator
 
 
 class RowParallelLinear(nn.Module):
-    """``nn.Linear`` whose input features lie on different ranks; all of them get the result.
+    """Layer like ``nn.Linear`` whose input features lie on different ranks; all of them get the result.
 
     Up to 16 tokens go through :func:`sidelane.ops.gemv_all_reduce`; more through :func:`sidelane.ops.gemm_all_reduce`.
 
     Args:
-        comm: the ranks, open for as long as this is used.
-        in_features: of all ranks; rank r has those of ``split_evenly(in_features, N)``.
-        out_features: of the result.
-        bias: one that is added once, the same parameter on every rank.
-        dtype: float32, float16 or bfloat16; None is PyTorch's default.
+        comm: communicator of the ranks, open for as long as this is used.
+        in_features: number of input features of all ranks; rank r has those of ``split_evenly(in_features, N)``.
+        out_features: number of features of the result.
+        bias: add a bias once, the same parameter on every rank.
+        dtype: dtype of the layer: float32, float16 or bfloat16; None is PyTorch's default.
 
     Attributes:
-        weight: [out_features, own features].
-        columns: which features of all are this rank's.
+        weight: parameter [out_features, own features].
+        columns: range of this rank's features among all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RowParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, comm: Communicator, linear: nn.Linear) -> RowParallelLinear:
-        """This rank's columns of a whole layer."""
+        """Make this rank's columns of a whole layer."""
         has_bias = linear.bias is not None
         made = cls(comm, linear.in_features, linear.out_features, bias=has_bias, dtype=linear.weight.dtype)
         with torch.no_grad():
@@ -67,7 +67,7 @@ class RowParallelLinear(nn.Module):
         return made
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., own features] to [..., out_features], the same on every rank."""
+        """Map [..., own features] to [..., out_features], the same on every rank."""
         rows, weight = _autocast(x.reshape(-1, x.shape[-1]), self.weight)
         y: torch.Tensor = library.row_parallel_linear(self._comm, rows, weight)
         y = y if self.bias is None else y + self.bias.to(y.dtype)
@@ -78,24 +78,24 @@ class RowParallelLinear(nn.Module):
 
 
 class EmbeddingBagAllToAll(nn.Module):
-    """A list of ``nn.EmbeddingBag`` on every rank, the exchange of what they pool, and its layout. Collective.
+    """List of ``nn.EmbeddingBag`` on every rank, the exchange of the pooled bags, and its layout. Collective.
 
     Args:
-        comm: the ranks, open for as long as this is used.
-        num_embeddings: rows of each table of this rank.
-        embedding_dim: of all tables of all ranks.
+        comm: communicator of the ranks, open for as long as this is used.
+        num_embeddings: number of rows of each table of this rank.
+        embedding_dim: dimension of all tables of all ranks.
         mode: ``sum`` or ``mean``.
-        sparse: gradients of tables are those of the rows that were looked up, COO tensors that are not coalesced, as
-            ``nn.EmbeddingBag(sparse=True)`` has them. Compiled code leaves such a layer to eager code, and backward
-            waits for the device.
-        dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
+        sparse: make gradients of the tables for the looked-up rows only, COO tensors that are not coalesced, as
+            ``nn.EmbeddingBag(sparse=True)`` does. Compiled code leaves such a layer to eager code, and backward waits
+            for the device.
+        dtype: dtype of the layer, on all ranks: float32, float16 or bfloat16; None is PyTorch's default.
 
     Attributes:
-        tables: this rank's, [rows, embedding_dim] each.
-        table_count: of all ranks.
+        tables: parameters of this rank, [rows, embedding_dim] each.
+        table_count: number of tables of all ranks.
 
     Raises:
-        ValueError, TypeError: sizes that there are not.
+        ValueError, TypeError: a size is not allowed.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
 
@@ -127,15 +127,15 @@ class EmbeddingBagAllToAll(nn.Module):
     def forward(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """This rank's samples of all tables.
+        """Return this rank's samples of all tables.
 
         Args:
             indices: rows of all bags of the local tables, table by table, over the samples of all ranks; int32, int64.
-            offsets: where bags begin, and where the last one ends, [tables * batch + 1].
-            per_sample_weights: of each index, with ``sum`` only.
+            offsets: begin of each bag, and end of the last one, [tables * batch + 1].
+            per_sample_weights: factor of each index, with ``sum`` only.
 
         Returns:
-            [own samples, table_count * embedding_dim], as of :func:`sidelane.ops.embedding_all_to_all`.
+            Tensor [own samples, table_count * embedding_dim], as of :func:`sidelane.ops.embedding_all_to_all`.
         """
         tables = list(self.tables)
         call = _with_gradients_of_rows if self.sparse else library.embedding_all_to_all
@@ -150,21 +150,23 @@ class EmbeddingBagAllToAll(nn.Module):
 
 
 class ExpertCombine(nn.Module):
-    """The last linear layer of each rank's experts, the way back of its rows, and the sum over each token's experts.
+    """Last linear layer of each rank's experts, the way back of its rows, and the sum over each token's experts.
 
     The host never waits for the routing, forward or backward. Gradients take symmetric memory for ``most_rows`` rows
     from each rank, and work on all rows for each expert of a rank.
 
     Args:
-        comm: the ranks, open for as long as this is used.
-        in_features: of a row, on all ranks.
-        out_features: of a token.
-        most_rows: that come to any rank, on all ranks: its tokens times their experts, with the worst routing.
-        experts: of each rank, up to 64; None for one.
-        dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
+        comm: communicator of the ranks, open for as long as this is used.
+        in_features: number of features of a row, on all ranks.
+        out_features: number of features of a token.
+        most_rows: largest number of rows that come to any rank, alike on all: its tokens times their experts, with the
+            worst routing.
+        experts: number of experts of each rank, up to 64; None for one.
+        dtype: dtype of the layer, on all ranks: float32, float16 or bfloat16; None is PyTorch's default.
 
     Attributes:
-        weight: of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features, in_features].
+        weight: matrix of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features,
+            in_features].
     """
 
     def __init__(
@@ -184,19 +186,19 @@ class ExpertCombine(nn.Module):
         self.weight = _experts_weight(comm, in_features, out_features, experts, dtype)
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """This rank's tokens.
+        """Return this rank's tokens.
 
         Args:
             x: rows of this rank's experts, those for tokens of rank 0 first, then rank 1, and for a rank those of the
                 first expert, then the next; [rows, in_features].
-            counts: rows from rank i to rank j in row i, column j, with ``experts`` of each of them, [N, N, experts];
-                int32 or int64, on the device, alike on all ranks.
-            slots: by which of the rows that come, those from rank 0 first, each token has its experts' results;
+            counts: number of rows from rank i to rank j in row i, column j, with ``experts`` of each of them,
+                [N, N, experts]; int32 or int64, on the device, alike on all ranks.
+            slots: numbers of the arriving rows, those from rank 0 first, with the results of each token's experts;
                 [tokens, k], int64.
-            gates: what each is multiplied by, [tokens, k]; 0 where there is none.
+            gates: factor of each result, [tokens, k]; 0 for none.
 
         Returns:
-            [tokens, out_features]; sums are float32, rounded once more.
+            Tensor [tokens, out_features]; sums are float32, rounded once more.
         """
         came: torch.Tensor = library.gemm_all_to_all(self._comm, *_autocast(x, self.weight), counts, self.most_rows)
         return (came[slots].float() * gates.float().unsqueeze(-1)).sum(1).to(came.dtype)
@@ -206,10 +208,10 @@ class ExpertCombine(nn.Module):
 
 
 class ExpertDispatch(nn.Module):
-    """The way of tokens to their experts, and the first linear layer there; :class:`ExpertCombine` is the way back.
+    """Way of tokens to their experts, and the first linear layer there; :class:`ExpertCombine` is the way back.
 
-    The host never waits for the routing, forward or backward. Of the routing ``chosen`` of a rank's tokens, the numbers
-    of their experts among those of all ranks, [tokens, k]::
+    The host never waits for the routing, forward or backward. ``chosen``, the routing of a rank's tokens, has the
+    numbers of their experts among those of all ranks, [tokens, k]::
 
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # rows by rank, and there by expert
@@ -219,17 +221,18 @@ class ExpertDispatch(nn.Module):
         tokens = combine(act(hidden), counts.transpose(0, 1).contiguous(), order.argsort().view(-1, k), gates)
 
     Args:
-        comm: the ranks, open for as long as this is used.
-        in_features: of a token, on all ranks.
-        out_features: of a row, on all ranks.
-        most_rows: that come to any rank, on all ranks, with the worst routing.
-        most_sent: rows of any rank, on all ranks: its tokens times their experts. Gradients take symmetric memory for
-            so many.
-        experts: of each rank, up to 64; None for one.
-        dtype: float32, float16 or bfloat16, on all ranks; None is PyTorch's default.
+        comm: communicator of the ranks, open for as long as this is used.
+        in_features: number of features of a token, on all ranks.
+        out_features: number of features of a row, on all ranks.
+        most_rows: largest number of rows that come to any rank, alike on all, with the worst routing.
+        most_sent: largest number of rows of any rank, alike on all: its tokens times their experts. Gradients take
+            symmetric memory for so many.
+        experts: number of experts of each rank, up to 64; None for one.
+        dtype: dtype of the layer, on all ranks: float32, float16 or bfloat16; None is PyTorch's default.
 
     Attributes:
-        weight: of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features, in_features].
+        weight: matrix of this rank's expert, [out_features, in_features]; of ``experts`` [experts, out_features,
+            in_features].
     """
 
     def __init__(
@@ -250,17 +253,18 @@ class ExpertDispatch(nn.Module):
         self.weight = _experts_weight(comm, in_features, out_features, experts, dtype)
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's experts.
+        """Return the rows of this rank's experts.
 
         Args:
-            tokens: of this rank, [tokens, in_features].
-            counts: rows from rank i to rank j in row i, column j, with ``experts`` to each of them there,
+            tokens: tokens of this rank, [tokens, in_features].
+            counts: number of rows from rank i to rank j in row i, column j, with ``experts`` to each of them there,
                 [N, N, experts]; int32 or int64, on the device, alike on all ranks.
-            rows: of which token each row is that leaves, those for rank 0 first, then rank 1, and for a rank those for
-                its first expert, then the next; up to ``most_sent``, int64.
+            rows: number of the token of each row that leaves, those for rank 0 first, then rank 1, and for a rank those
+                for its first expert, then the next; up to ``most_sent``, int64.
 
         Returns:
-            [most_rows, out_features]: rows from rank 0, from rank 1, and so on, in each of them by experts; then zeros.
+            Tensor [most_rows, out_features]: rows from rank 0, from rank 1, and so on, each ordered by expert; then
+            zeros.
         """
         found: torch.Tensor = library.all_to_all_gemm(
             self._comm, *_autocast(tokens[rows], self.weight), counts, self.most_rows, self.most_sent
@@ -272,7 +276,7 @@ class ExpertDispatch(nn.Module):
 
 
 def _autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of a product in the dtype that ``torch.autocast`` has for products; as they are outside of it."""
+    """Return the factors of a product in the dtype of ``torch.autocast`` for products; unchanged outside of it."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):
         return x, weight
@@ -290,6 +294,6 @@ def _experts_weight(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_gradients_of_rows(*arguments: Any) -> torch.Tensor:
-    """No compiler takes tensors of rows."""
+    """Call the embedding in eager code: no compiler takes tensors of rows."""
     found: torch.Tensor = library.embedding_all_to_all(*arguments, sparse=True)
     return found

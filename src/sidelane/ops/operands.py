@@ -1,4 +1,4 @@
-"""What matrices the GEMMs among fused operators take."""
+"""Operands of the GEMMs among fused operators, and their checks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from sidelane.session import Communicator
 MOST_ELEMENTS = 1 << 40
 
 MOST_EXPERTS = 64
-"""Of a rank: a block holds their counts in registers."""
+"""Largest number of experts of a rank: a block holds their counts in registers."""
 
 MOST_KEPT = 512
-"""Counts of the host that a communicator keeps on the device: more than shapes that are warmed up before they are
-captured."""
+"""Largest number of counts of the host that a communicator keeps on the device: more than the shapes that are warmed up
+before a capture."""
 
 Counts = torch.Tensor | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
-"""Rows from rank i to rank j in row i, column j; of several experts a rank, one number for each there."""
+"""Type of counts: rows from rank i to rank j in row i, column j; with several experts a rank, one for each there."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Routed:
-    """What the counts of a call make of it.
+    """Counts of a call in all their forms, and the methods that they allow.
 
     Attributes:
-        table: the counts as numbers, in tuples; None where the host does not have them.
-        counts: on the device.
-        experts: of a rank; None where the weight is a matrix.
+        table: the counts as numbers, in tuples; None if the host does not have them.
+        counts: tensor of the counts on the device.
+        experts: number of experts of a rank; None if the weight is a matrix.
         grouped: products of experts are the library's grouped one.
-        without: ways that the call does not have.
+        without: methods that the call lacks.
     """
 
     table: Any
@@ -50,7 +50,7 @@ class Routed:
 
     @property
     def numbers(self) -> Any:
-        """The counts as numbers where the host has them, or their device is the host."""
+        """Counts as numbers if the host has them, or their device is the host."""
         assert self.table is not None or self.counts.device.type == "cpu"
         return self.counts.tolist() if self.table is None else self.table
 
@@ -60,8 +60,8 @@ class _OnDevice:
     """Counts of the host.
 
     Attributes:
-        counts: on the device.
-        sent: rows that each rank sends.
+        counts: tensor of the counts on the device.
+        sent: number of rows that each rank sends.
         in_a_graph: a graph reads them, so that they must stay.
     """
 
@@ -71,7 +71,7 @@ class _OnDevice:
 
 
 def check_operands(name: str, comm: Communicator, x: object, weight: object, *, scatters: bool = False) -> None:
-    """Refuse matrices without a product, or one that cannot be scattered. Raises ValueError or TypeError."""
+    """Refuse matrices without a product, or with one that cannot be scattered. Raises ValueError or TypeError."""
     check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
     assert isinstance(weight, torch.Tensor)
     check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
@@ -100,12 +100,12 @@ def check_routed(
     *,
     depth_is_alike: bool,
 ) -> Routed:
-    """Refuse what a GEMM next to rows that travel by counts cannot take. Ranks may have columns of ``x`` of their own,
-    unless ``depth_is_alike``.
+    """Refuse arguments that a GEMM next to rows that travel by counts cannot take. Ranks may have columns of ``x`` of
+    their own, unless ``depth_is_alike``.
 
     Raises:
-        ValueError, TypeError: wrong arguments.
-        UnavailableError: inside of a capture, counts of the host that no call before had.
+        ValueError, TypeError: an argument is wrong.
+        UnavailableError: inside of a capture, counts of the host that no earlier call had.
     """
     check_method(comm, name, method)
     table: Any = None
@@ -139,12 +139,12 @@ def check_routed(
 
 
 def on_the_host(comm: Communicator) -> bool:
-    """Whether the host reads the device's memory without waiting for it."""
+    """Return True if the host reads the device's memory without waiting for it."""
     return comm.device.type == "cpu"
 
 
 def _from_host(name: str, comm: Communicator, counts: Counts) -> tuple[Any, _OnDevice]:
-    """Counts as numbers, in tuples, and on the device, where the last ones are kept."""
+    """Return counts as numbers, in tuples, and on the device, where the last ones are kept."""
     try:
         there = torch.as_tensor(counts, device="cpu")
     except (ValueError, TypeError, RuntimeError) as problem:
@@ -179,7 +179,7 @@ def _in_tuples(counts: Any) -> Any:
 
 
 def check_most_rows(name: str, most_rows: int, columns: int) -> None:
-    """Refuse a result that there is not. Raises ValueError."""
+    """Refuse a result of an invalid size. Raises ValueError."""
     if most_rows < 1 or columns < 1 or most_rows * columns > MOST_ELEMENTS:
         allowed = f"1 and more, {MOST_ELEMENTS} together"
         raise ValueError(f"{name}: most_rows, columns of the result (value={most_rows}, {columns}, allowed={allowed})")
@@ -188,10 +188,10 @@ def check_most_rows(name: str, most_rows: int, columns: int) -> None:
 def check_rows(
     name: str, comm: Communicator, x: object, counts: object, most_rows: int, order: str, experts: int | None = None
 ) -> None:
-    """Refuse rows and counts that cannot be sent. ``experts`` of a rank have counts of their own.
+    """Refuse rows and counts that cannot be sent. With ``experts`` of a rank, each has counts of its own.
 
     Raises:
-        ValueError, TypeError: wrong arguments.
+        ValueError, TypeError: an argument is wrong.
     """
     check_choice(name, "order", order, ORDERS)
     check_tensor(name, "x", x, comm.device, FLOATS, (2,))

@@ -1,4 +1,4 @@
-"""The unfused equivalents: what each fused operator does, with PyTorch's operators and a collective behind them.
+"""The unfused equivalents: each fused operator as PyTorch's operators and a collective behind them.
 
 They are the oracle of the fused operators and their baseline. Each takes the arguments of its fused operator.
 """
@@ -17,7 +17,7 @@ from sidelane.session import Communicator
 def gemv_all_reduce(
     comm: Communicator, weight: torch.Tensor, x: torch.Tensor, *, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemv_all_reduce`."""
+    """Return ``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemv_all_reduce`."""
     if weight.dtype != x.dtype:  # of 8 bits
         wide = weight.float()
         weight = (wide if scale is None else wide * scale.view(-1, 1)).to(x.dtype)
@@ -29,7 +29,7 @@ def gemv_all_reduce(
 def all_reduce_rms_norm(
     comm: Communicator, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, eps: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``all_reduce``, an addition and ``rms_norm``; see :func:`sidelane.ops.all_reduce_rms_norm`."""
+    """Run ``all_reduce``, an addition and ``rms_norm``; see :func:`sidelane.ops.all_reduce_rms_norm`."""
     total = x.clone()
     comm.all_reduce(total)
     if residual is not None:
@@ -47,9 +47,9 @@ def embedding_all_to_all(
     mode: str = "sum",
     per_sample_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One ``embedding_bag`` a table, an all-to-all, and a copy; see :func:`sidelane.ops.embedding_all_to_all`.
+    """Run one ``embedding_bag`` a table, an all-to-all, and a copy; see :func:`sidelane.ops.embedding_all_to_all`.
 
-    ``counts`` says how many tables each rank has.
+    ``counts`` is the number of tables of each rank.
     """
     batch, dim = (offsets.numel() - 1) // len(tables), tables[0].shape[1]
     samples = split_evenly(batch, comm.world_size)
@@ -82,7 +82,7 @@ def embedding_all_to_all(
 def gemm_all_to_all(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """``x @ weight.T`` and an all-to-all with split sizes, which the host must know. See :mod:`sidelane.ops.gemm`."""
+    """Run ``x @ weight.T`` and an all-to-all with split sizes that the host knows; see :mod:`sidelane.ops.gemm`."""
     sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
     output = x.new_empty(sum(came), weight.shape[0])
     comm.all_to_all(output, x[: sum(sent)] @ weight.T, output_split_sizes=came, input_split_sizes=sent)
@@ -92,7 +92,7 @@ def gemm_all_to_all(
 def all_to_all_gemm(
     comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """An all-to-all with split sizes, which the host must know, and ``came @ weight.T``. See
+    """Run an all-to-all with split sizes, which the host must know, and ``came @ weight.T``. See
     :func:`sidelane.ops.all_to_all_gemm`.
     """
     sent, came = list(counts[comm.rank]), [row[comm.rank] for row in counts]
@@ -102,26 +102,26 @@ def all_to_all_gemm(
 
 
 def gemm_reduce_scatter(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
+    """Run ``x @ weight.T`` and a reduce-scatter of its rows; see :func:`sidelane.ops.gemm_reduce_scatter`."""
     output = x.new_empty(x.shape[0] // comm.world_size, weight.shape[0])
     comm.reduce_scatter(output, _product(x, weight))
     return output
 
 
 def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemm_all_reduce`."""
+    """Return ``all_reduce(x @ weight.T)``; see :func:`sidelane.ops.gemm_all_reduce`."""
     result = _product(x, weight)
     comm.all_reduce(result)
     return result
 
 
 def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``all_gather(x) @ weight.T``; see :func:`sidelane.ops.all_gather_gemm`."""
+    """Return ``all_gather(x) @ weight.T``; see :func:`sidelane.ops.all_gather_gemm`."""
     gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
     comm.all_gather(gathered, x.contiguous())
     return _product(gathered, weight)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What ``linear`` computes, which takes the host twice as long to come to the same."""
+    """Return ``linear(x, weight)`` by ``mm``, for matrices: ``linear`` takes the host twice as long."""
     return torch.mm(x, weight.t()) if x.dim() == 2 else functional.linear(x, weight)

@@ -1,4 +1,5 @@
-"""all_reduce_rms_norm: what a tensor-parallel decoder does twice a layer, in one kernel, for few tokens.
+"""all_reduce_rms_norm: the all-reduce, residual and norm that a tensor-parallel decoder has twice a layer, for few
+tokens.
 
 Equivalent: ``comm.all_reduce(x); residual = x + residual; y = rms_norm(residual, weight)``
 (``reference.all_reduce_rms_norm``), with float32 between the first addition and the last rounding.
@@ -35,27 +36,27 @@ CELLS, PUSHED = "cells", "pushed"
 SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
 MOST_ROW_BYTES = 32 << 10
-"""A block holds a row in registers."""
+"""Largest size of a row in bytes: a block holds a row in registers."""
 
 CELLS_BYTES = 512 << 10
-"""Most bytes of x that a rank sends to its peers in cells, if ``auto`` chooses. Of two ranks, cells took 6.6 us for
-256 KB and 17.1 for 2 MB, pushed rows 13.8 for 2 MB and 36.9 for 8 MB: lines through these cross here."""
+"""Largest number of bytes of x that a rank sends to its peers in cells, if ``auto`` chooses. Of two ranks, cells took
+6.6 us for 256 KB and 17.1 for 2 MB, pushed rows 13.8 for 2 MB and 36.9 for 8 MB: lines through these cross here."""
 
 
 class AllReduceRmsNorm(KernelHandle):
-    """The workspace of :func:`all_reduce_rms_norm` for one shape. Collective: alike on all ranks.
+    """Workspace of :func:`all_reduce_rms_norm` for one shape. Collective: alike on all ranks.
 
     It takes ``4 * world_size`` times the bytes of the largest input in cells, half of that pushed, in symmetric memory.
 
     Args:
-        comm: the ranks.
-        tokens: most that a call has, 1 to 512.
-        hidden: elements of a row.
-        dtype: float32, float16 or bfloat16.
+        comm: communicator of the ranks.
+        tokens: largest number of tokens of a call, 1 to 512.
+        hidden: number of elements of a row.
+        dtype: dtype of all tensors: float32, float16 or bfloat16.
         schedule: ``cells``, ``pushed`` or ``auto``.
 
     Raises:
-        ValueError, TypeError: a size or dtype that there is not.
+        ValueError, TypeError: a size or dtype is not allowed.
         UnavailableError: inside a capture, or more than 8 ranks.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
@@ -105,7 +106,7 @@ class AllReduceRmsNorm(KernelHandle):
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it. Arguments, results and errors as of :func:`all_reduce_rms_norm`."""
+        """Run the operator. Arguments, results and errors are those of :func:`all_reduce_rms_norm`."""
         with telling_refusals(self.comm, NAME):
             _check(self.comm, x, residual, weight, out, residual_out)
             if (x.shape[1], x.dtype) != (self.hidden, self.dtype) or x.shape[0] > self.tokens:
@@ -123,7 +124,7 @@ class AllReduceRmsNorm(KernelHandle):
         out: torch.Tensor | None,
         residual_out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, of arguments that were checked."""
+        """Run the operator with arguments that were checked."""
         y = torch.empty_like(x) if out is None else out
         total = torch.empty_like(x) if residual_out is None else residual_out
         tensors = [y, total, x, x if residual is None else residual, weight]
@@ -161,29 +162,29 @@ def all_reduce_rms_norm(
     schedule: str = AUTO,
     method: str = AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``comm.all_reduce(x); total = x + residual; y = rms_norm(total, weight, eps)`` in one kernel. A call.
+    """Run ``comm.all_reduce(x); total = x + residual; y = rms_norm(total, weight, eps)`` in one kernel. A call.
 
-    Sums are float32, in the order of the ranks, and what is normalised is not rounded before. The first call of a shape
-    makes what it needs (:class:`AllReduceRmsNorm`), with all ranks; later ones may be captured into a graph.
+    Sums are float32, in the order of the ranks, and are not rounded before they are normalised. The first call of a
+    shape makes its resources (:class:`AllReduceRmsNorm`), with all ranks; later ones may be captured into a graph.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         x: this rank's part of the sum, [T, H], contiguous; 1 to 512 tokens; float32, float16 or bfloat16; rows of whole
             words of 4 bytes, up to 32 KB. It stays as it is.
-        residual: [T, H], the same on all ranks, which nobody checks; None for nothing.
-        weight: of the norm, [H].
-        eps: added to the mean of the squares.
-        out: for ``y``, contiguous; None makes one. It may be ``x``.
-        residual_out: for ``total``, contiguous; None makes one. It may be ``residual``, or ``x``.
-        schedule: ``cells`` (words carry their own readiness, at twice the bytes), ``pushed`` (rows as they are, and a
+        residual: tensor [T, H], the same on all ranks, which is not checked; None for none.
+        weight: weight of the norm, [H].
+        eps: number added to the mean of the squares.
+        out: tensor for ``y``, contiguous; None makes one. It may be ``x``.
+        residual_out: tensor for ``total``, contiguous; None makes one. It may be ``residual``, or ``x``.
+        schedule: ``cells`` (words carry their own readiness, at twice the bytes), ``pushed`` (rows unchanged, with a
             flag behind them), or ``auto``, by bytes.
-        method: ``fused``, ``unfused``, or ``auto``: unfused where that was measured to be faster (``ops.explain``).
+        method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
 
     Returns:
-        ``y`` and ``total``, [T, H]. The same bits on every rank.
+        Tensors ``y`` and ``total``, [T, H]. The same bits on every rank.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """

@@ -3,22 +3,22 @@
 
 """The kernels of all_reduce_rms_norm: one for few bytes, and one for many.
 
-In *cells* every word of data carries its own readiness (``device/flagged.py``), so that nobody meets anybody; a block::
+In *cells* every word of data carries its own readiness (``device/flagged.py``), so that there is no barrier; a block::
 
     rank 0   rows -> cells of all others | count itself | wait for the cells of a row -> add, norm -> outputs | next row
     rank 1   rows -> cells of all others | count itself | wait for the cells of a row -> add, norm -> outputs | next row
 
-What keeps it short: rank and generation are one load away at most (``begin_of``); the weight and, of rows of up to
-MOST_AHEAD words, the residual are on their way while cells are; and a block counts itself while it waits for peers, so
-that no fence stands behind the last row (``end_relaxed`` says why that is enough).
+For low latency, rank and generation are one load away at most (``begin_of``); the weight and, of rows of up to
+MOST_AHEAD words, the residual are loaded while cells are on their way; and a block counts itself while it waits for
+peers, so that no fence stands behind the last row (``end_relaxed`` says why that is enough).
 
-*Pushed*, rows go as they are, half the bytes of cells, and a flag of the block follows them::
+*Pushed* rows go unchanged, half the bytes of cells, and a flag of the block follows them::
 
     rank 0   rows -> places of all others | signal, wait all | add, norm -> outputs, row by row
     rank 1   rows -> places of all others | signal, wait all | add, norm -> outputs, row by row
 
-Block b of every rank has the same rows, and waits only for what blocks b send before they wait. A grid has no more
-blocks than fit on the GPU. Every rank waits for something of every other one in each launch, so that two places for
+Block b of every rank has the same rows, and waits only for the stores that blocks b make before they wait. A grid has
+no more blocks than fit on the GPU. Every rank waits for data of every other one in each launch, so that two places for
 each sender, for even and odd generations, are enough (``kernels/cells.py``).
 
 Legend: N ranks; T tokens, M most tokens of the handle; H hidden size, HP a power of two from it on; C words of 4 bytes
@@ -37,7 +37,7 @@ from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
 from sidelane.kernels.reduce_cells import elements_of, words_of
 
 MOST_AHEAD = 4096
-"""Words of a row whose residual a block holds while it waits. With more, registers would be spilled."""
+"""Words of a row up to which a block holds the residual while it waits. With more, registers would be spilled."""
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _norm_in_cells(
             put_flagged_relaxed(cells_of, (rank + turn) % N, at + lane, own, generation, mask)
 
     factors = elements_of(tl.load(weight + lane, mask=mask, other=0), DTYPE, ELEMENT_BYTES, True)
-    end_relaxed(counters, generation)  # threads meet: what is written below may be what others have read above
+    end_relaxed(counters, generation)  # a barrier of threads: the stores below may overwrite inputs read above
     for row in range(program, tokens, programs):
         stamp(stamps, WAIT)
         own = tl.load(x + row * words + lane, mask=mask, other=0)
@@ -106,7 +106,7 @@ def _norm_pushed(
         at = ((place + rank) * most_tokens + row).to(tl.int64) * hidden
         for turn in tl.static_range(1, N):
             put_weak(staging_of, (rank + turn) % N, at + lane, own, mask, True)
-    signal_all_release(context, program, generation)  # threads meet, as above
+    signal_all_release(context, program, generation)  # a barrier of threads, as above
     stamp(stamps, WAIT)
     wait_all_acquire(context, program, generation)
 

@@ -1,4 +1,4 @@
-"""What GEMMs in parts keep for the counts by which rows travel: programs for copy engines, of the last few routings."""
+"""Programs that GEMMs in parts keep: those for copy engines, for the counts of the last few routings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidelane.session import BoundProgram, Communicator
 
 MOST_PIECES, DEFAULT_PIECES = 64, fused_heuristic.PIECES
 MOST_TABLES = 8
-"""Routings that a communicator keeps programs for; an older one is proved and bound again."""
+"""Largest number of routings whose programs a communicator keeps; an older one is proved and bound again."""
 
 Counts = Sequence[Sequence[int]] | torch.Tensor
 Table = tuple[tuple[int, ...], ...]
@@ -27,7 +27,7 @@ class Routing:
     """The program for one table and number of pieces.
 
     Attributes:
-        program: of all parts.
+        program: program of all parts.
         in_a_graph: a graph holds it, so that it must stay.
     """
 
@@ -39,10 +39,10 @@ class Routings:
     """Programs for some routings between two buffers of every rank.
 
     Args:
-        comm: the ranks.
-        make: the program of a table, pieces, bytes of a row and most rows (``program.pieces``).
+        comm: communicator of the ranks.
+        make: function that makes the program of a table, pieces, bytes of a row and most rows (``program.pieces``).
         sent: rows that leave, [most_rows, columns] in symmetric memory.
-        buffers: of that program, by name, ``sent`` among them.
+        buffers: buffers of that program, by name, ``sent`` among them.
     """
 
     def __init__(self, comm: Communicator, make: Maker, sent: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
@@ -51,12 +51,12 @@ class Routings:
         self.known: dict[tuple[Table, int], Routing] = {}
 
     def of(self, table: Table, pieces: int) -> Routing:
-        """The program for such counts, made by all ranks together where they are new."""
+        """Return the program for such counts; all ranks make it together if they are new."""
         key = table, pieces
         found = self.known.pop(key, None)
         if found is None:
             found = Routing(self._comm.load(self._make(table, pieces, *self._sizes), self._buffers))
-            # What graphs hold stays with them.
+            # Programs that graphs hold stay.
             loose = [known for known, routing in self.known.items() if not routing.in_a_graph]
             if len(loose) >= MOST_TABLES:
                 self.known.pop(loose[0]).program.close()
@@ -65,13 +65,13 @@ class Routings:
 
 
 def suit_graphs(comm: Communicator, kept_as: Hashable, table: Table, pieces: int) -> bool:
-    """Whether a graph can hold a call with such counts: the ranks have made what it needs."""
+    """Return True if a graph can hold a call with such counts: the ranks have made its resources."""
     handle = comm.kept.get(kept_as)
     return handle is not None and (table, pieces) in handle.routings.known
 
 
 def most_of(table: Table, most_rows: int) -> int:
-    """Rows of buffers for what any rank sends or gets: few shapes, whatever the counts.
+    """Return the rows of buffers for any rank's sent or received rows: few shapes, whatever the counts.
 
     >>> most_of(((3, 30), (2, 3)), 10), most_of(((3, 3), (2, 3)), 10)
     (64, 10)
@@ -80,7 +80,7 @@ def most_of(table: Table, most_rows: int) -> int:
 
 
 def check_pieces(name: str, pieces: int) -> None:
-    """Refuse a number of pieces that there is not. Raises ValueError."""
+    """Refuse an invalid number of pieces. Raises ValueError."""
     if not 1 <= pieces <= MOST_PIECES:
         raise ValueError(f"{name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
 
@@ -88,7 +88,7 @@ def check_pieces(name: str, pieces: int) -> None:
 def checked(
     name: str, comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
 ) -> Table:
-    """The counts as numbers. Raises ValueError or TypeError for arguments that a GEMM in parts cannot take."""
+    """Return the counts as numbers. Raises ValueError or TypeError for arguments that a GEMM in parts cannot take."""
     check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
     assert isinstance(weight, torch.Tensor)
     check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))

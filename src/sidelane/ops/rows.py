@@ -1,7 +1,7 @@
 """all_to_all_rows: an all-to-all with split sizes that only the device knows, as routing of experts gives them.
 
 Equivalent: ``comm.all_to_all`` with ``counts`` as split sizes, for which the host has to wait. The kernel is that of
-``gemm``, with rows as they are in place of a product; so are its protocol and its proof.
+``gemm``, with unchanged rows in place of a product; so are its protocol and its proof.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ NAME = "all_to_all_rows"
 
 
 def all_to_all_rows(comm: Communicator, x: torch.Tensor, counts: torch.Tensor, *, most_rows: int) -> torch.Tensor:
-    """Rows to the ranks that ``counts`` says, without the host. A call of the communicator.
+    """Send rows to the ranks of ``counts``, without the host. A call of the communicator.
 
-    The first call of a shape makes what it needs, with all ranks; later ones may be captured into a graph, with counts
+    The first call of a shape makes its resources, with all ranks; later ones may be captured into a graph, with counts
     that change between replays. The way back is the same with ``counts.T.contiguous()``.
 
     Args:
-        comm: the ranks.
+        comm: communicator of the ranks.
         x: rows for rank 0, for rank 1, and so on, [rows, H]; float32, float16 or bfloat16; neighbours in a row are
-            neighbours in memory. Ranks may have different numbers of rows; those beyond what ``counts`` says stay.
-        counts: rows from rank i to rank j in row i, column j; int32 or int64, on the device, the same on all ranks.
-            Nobody checks them but ``Config(debug=True)``.
-        most_rows: that any rank gets, the same on all ranks and in all calls of a shape. What is beyond is left out.
+            neighbours in memory. Ranks may have different numbers of rows; rows beyond the counts stay.
+        counts: number of rows from rank i to rank j in row i, column j; int32 or int64, on the device, the same on all
+            ranks. They are checked only with ``Config(debug=True)``.
+        most_rows: largest number of rows that any rank gets, the same on all ranks and in all calls of a shape. Rows
+            beyond it are left out.
 
     Returns:
-        [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
-        shape writes it again.
+        Tensor [most_rows, H]: rows from rank 0, from rank 1, and so on; the rows behind them are unchanged. The next
+        call of this shape overwrites it.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """

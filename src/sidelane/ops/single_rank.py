@@ -1,8 +1,7 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Kernels that fused operators are compared with: what they compute, at once, without what they send.
-
+"""Kernels of a single rank for comparison with fused operators: the same computation, without sending.
 ``BagKernel`` is the loop of :mod:`sidelane.ops.embedding` over the bags of all tables, results in the order in which an
 all-to-all takes them. ``add_norm`` is a residual and an RMS norm in one kernel.
 
@@ -29,9 +28,9 @@ class BagKernel:
     """Bags of all local tables in one kernel, cut as :func:`sidelane.ops.embedding_all_to_all` cuts them.
 
     Args:
-        comm: whose ranks share the batch.
-        tables: [rows, D] each, contiguous, one dtype.
-        batch: samples of all ranks, a multiple of them.
+        comm: communicator of the ranks that share the batch.
+        tables: tables [rows, D] each, contiguous, one dtype.
+        batch: number of samples of all ranks, a multiple of them.
     """
 
     def __init__(self, comm: Communicator, tables: Sequence[torch.Tensor], batch: int) -> None:
@@ -50,7 +49,7 @@ class BagKernel:
         }
 
     def __call__(self, indices: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Sums of bags, table by table over the samples of all ranks, into ``out`` [N, b, T, D]."""
+        """Store sums of bags, table by table over the samples of all ranks, into ``out`` [N, b, T, D]."""
         arguments = (self._addresses, indices, offsets, out, self._samples, self._ranks, len(self._tables))
         launch(_pool, (self._programs,), arguments, {**self._constants, "num_warps": self._warps})
         return out
@@ -64,7 +63,7 @@ def add_norm(
     total: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """``total = x + residual; out = rms_norm(total, weight, eps)`` of rows [T, H]; contiguous, one dtype."""
+    """Compute ``total = x + residual; out = rms_norm(total, weight, eps)`` of rows [T, H]; contiguous, one dtype."""
     tokens, hidden = x.shape
     warps = 4 if hidden <= 2048 else 8 if hidden <= 8192 else 16
     options = {"HP": power_of_two(hidden), "num_warps": warps}

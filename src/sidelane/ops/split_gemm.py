@@ -2,18 +2,18 @@
 
 Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes, or the all-to-all first (``reference``). No
 compute unit moves data, and the library's GEMM computes, which is faster than any of Triton's (docs/lab/kernels.md).
-What is lost: parts are smaller, and the host has to know how many rows go where; a graph keeps those of its capture.
+The price: parts are smaller, and the host has to know the counts; a graph keeps those of its capture.
 
-Computed and then sent, two ranks, two pieces; the rows that stay come last, and are computed where they belong::
+Computed and then sent, two ranks, two pieces; the rows that stay come last, and are computed in place::
 
     compute      rows for 1, first half | second half     | rows for 0
     copy engine                         | first half -> 1 | second half -> 1
 
-All copies are one program, which waits with the engines from the begin on; each part that is finished releases its own
+All copies are one program, which waits with the engines from the begin on; each finished part releases its own copy
 (``sidelane.program.transform.triggers``), in a graph as a dependency of its copy. Turn t takes the rows for the t-th
 rank behind this one, so that every rank sends to one and receives from one other.
 
-Sent and then computed; what computes a part waits for its arrival, and what is computed first is there already::
+Sent and then computed; the product of a part waits for its arrival, and the first part needs no copy::
 
     compute      rows that stay           | first half of 1 | second half of 1
     copy engine  first half | second half |
@@ -37,16 +37,16 @@ class SplitByCounts:
     """Buffers of a GEMM in parts for some sizes, and programs for some routings. Collective.
 
     Args:
-        comm: the ranks.
-        most_rows: that any rank sends or gets.
-        width: columns of what travels.
-        dtype: float32, float16 or bfloat16.
+        comm: communicator of the ranks.
+        most_rows: largest number of rows that any rank sends or gets.
+        width: number of columns of the rows that travel.
+        dtype: dtype of the rows: float32, float16 or bfloat16.
     """
 
     name: ClassVar[str]
     program: ClassVar[Maker]
     target: ClassVar[str]
-    """Buffer of the program that rows go to."""
+    """Name of the program's buffer that receives the rows."""
 
     def __init__(self, comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> None:
         self.comm, self._most_rows = comm, most_rows
@@ -56,7 +56,7 @@ class SplitByCounts:
         self._in_turn = in_turn(comm)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, table: Table, pieces: int) -> torch.Tensor:
-        """Run it, with the counts as numbers."""
+        """Run the operator, with the counts as numbers."""
         with torch.no_grad(), self._in_turn:
             routing = self.routings.of(table, pieces)
             routing.in_a_graph |= is_captured(self.comm)
@@ -75,7 +75,7 @@ class SplitByCounts:
 
 
 class SplitGemmAllToAll(SplitByCounts):
-    """What :func:`split_gemm_all_to_all` keeps."""
+    """Buffers and programs of :func:`split_gemm_all_to_all`."""
 
     name, program, target = SPLIT_GEMM, split_program, "output"
 
@@ -100,8 +100,8 @@ class SplitGemmAllToAll(SplitByCounts):
         return self._came
 
     def _load(self, x: torch.Tensor, weight: torch.Tensor, parts: Sequence[slice]) -> None:
-        """Compute parts of new sizes once: to load a kernel, or to allocate what it needs, may wait for the device,
-        and so, once the program has begun, for triggers that would never come (docs/internals/prelaunch.md).
+        """Compute parts of new sizes once: loading a kernel, or allocating its memory, may wait for the device, and so,
+        once the program has begun, for triggers that would never come (docs/internals/prelaunch.md).
         """
         cuda = torch.backends.cuda.matmul
         settings = (
@@ -119,7 +119,7 @@ class SplitGemmAllToAll(SplitByCounts):
 
 
 class SplitAllToAllGemm(SplitByCounts):
-    """What :func:`split_all_to_all_gemm` keeps."""
+    """Buffers and programs of :func:`split_all_to_all_gemm`."""
 
     name, program, target = SPLIT_DISPATCH, arriving_program, "came"
 
@@ -150,29 +150,30 @@ def split_gemm_all_to_all(
     most_rows: int,
     pieces: int = DEFAULT_PIECES,
 ) -> torch.Tensor:
-    """``x @ weight.T`` whose rows go to the ranks that ``counts`` says, part by part. A call of the communicator.
+    """Compute ``x @ weight.T`` and send its rows to the ranks of ``counts``, part by part. A call of the communicator.
 
     The first call of a shape allocates, and the first one with some counts proves and binds their program (some
-    milliseconds), with all ranks; those of eight are kept, and of graphs.
+    milliseconds), with all ranks; the programs of the last eight counts are kept, and those of graphs.
 
     Args:
-        comm: the ranks.
-        x: rows for rank 0, for rank 1, and so on, [rows, K]. Ranks may have different numbers of rows; those beyond
-            what ``counts`` says stay.
-        weight: [H, K], of x's dtype: float32, float16 or bfloat16.
-        counts: rows from rank i to rank j in row i, column j; on the host, since the copies are the host's. The same on
-            all ranks.
-        most_rows: that any rank sends or gets, the same on all ranks and in all calls of a shape.
-        pieces: of the rows for each peer, the same on all ranks: more of them begin to travel earlier, and are smaller
-            to compute.
+        comm: communicator of the ranks.
+        x: rows for rank 0, for rank 1, and so on, [rows, K]. Ranks may have different numbers of rows; rows beyond the
+            counts stay.
+        weight: matrix [H, K], of x's dtype: float32, float16 or bfloat16.
+        counts: number of rows from rank i to rank j in row i, column j; on the host, since the copies are the host's.
+            The same on all ranks.
+        most_rows: largest number of rows that any rank sends or gets, the same on all ranks and in all calls of a
+            shape.
+        pieces: number of pieces of the rows for each peer, the same on all ranks: more of them begin to travel earlier,
+            and are smaller to compute.
 
     Returns:
-        [most_rows, H]: rows from rank 0, from rank 1, and so on; behind them what was there. The next call of this
-        shape writes it again: on another stream, have it wait for what reads this.
+        Tensor [most_rows, H]: rows from rank 0, from rank 1, and so on; the rows behind them are unchanged. The next
+        call of this shape overwrites it: on another stream, make it wait for the readers of this one.
 
     Raises:
-        ValueError, TypeError: wrong arguments; nothing has moved.
-        UnavailableError: inside of a capture: a new shape, or counts that no call before had.
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
+        UnavailableError: inside of a capture: a new shape, or counts that no earlier call had.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     with telling_refusals(comm, SPLIT_GEMM):
@@ -189,13 +190,14 @@ def split_all_to_all_gemm(
     most_rows: int,
     pieces: int = DEFAULT_PIECES,
 ) -> torch.Tensor:
-    """Rows go to the ranks that ``counts`` says, and ``came @ weight.T`` there, part by part as it comes. A call of the
-    communicator.
+    """Send rows to the ranks of ``counts``, and compute ``came @ weight.T`` there, part by part on arrival. A call of
+    the communicator.
 
-    Arguments and errors as of :func:`split_gemm_all_to_all`; rows of ``weight`` may differ between ranks in number.
+    Arguments and errors are those of :func:`split_gemm_all_to_all`; rows of ``weight`` may differ between ranks in
+    number.
 
     Returns:
-        [most_rows, H]: results of rows from rank 0, from rank 1, and so on; behind them anything.
+        Tensor [most_rows, H]: results of rows from rank 0, from rank 1, and so on; the rows behind them are undefined.
     """
     with telling_refusals(comm, SPLIT_DISPATCH):
         table = checked(SPLIT_DISPATCH, comm, x, weight, counts, most_rows, pieces)
@@ -206,11 +208,11 @@ S = TypeVar("S", bound=SplitByCounts)
 
 
 def handle_of(kind: type[S], comm: Communicator, most_rows: int, width: int, dtype: torch.dtype) -> S:
-    """What an operator in parts keeps for a shape, made by all ranks together where it is new."""
+    """Return the handle of an operator in parts for a shape; all ranks make it together if it is new."""
     return kept(comm, (kind.name, most_rows, width, dtype), lambda: kind(comm, most_rows, width, dtype))
 
 
 def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
-    """One that the library's GEMM reads as it lies, without a copy that has to be allocated."""
+    """Return a matrix that the library's GEMM reads in place, without a copy that has to be allocated."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return matrix if (across == 1 and down >= columns) or (down == 1 and across >= rows) else matrix.contiguous()

@@ -1,4 +1,4 @@
-"""What the programs of fused operators did and when: computing, sending, waiting, each on a lane of its own."""
+"""Timelines of the programs of fused operators: computing, sending, waiting, each on a lane of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidelane.execute.timeline import Interval, write_chrome_trace
 from sidelane.session import Communicator
 
 LOCAL = "local"
-"""What is computed for the rank itself."""
+"""Label of computation for the rank itself."""
 
 END = KINDS.index("end")
 MOST_STAMPS = 1 << 20
@@ -29,21 +29,21 @@ class Timeline:
             ops.gemv_all_reduce(comm, weight, x)
         timeline.write("gemv.trace.json")  # for Perfetto
 
-    Kernels with stamps are other kernels, compiled when first used and slower where tiles are small; without a timeline
-    nothing of it is in them. The times of a GPU are those of its own global timer, and clocks of different GPUs are
-    taken as they are; CPU ranks have the clock of their host.
+    Kernels with stamps are other kernels, compiled when first used and slower for small tiles; without a timeline
+    kernels contain no stamps. The times of a GPU are those of its own global timer, and clocks of different GPUs are
+    not aligned; CPU ranks have the clock of their host.
 
     Args:
-        comm: the ranks.
-        most_stamps: of a program in one call; what comes behind them is left out.
+        comm: communicator of the ranks.
+        most_stamps: largest number of stamps of a program in one call; later ones are left out.
 
     Attributes:
-        intervals: of all ranks, once ``with`` has ended: group ``rank r``, lane ``workgroup w``, label ``compute for
-            rank 1``, ``send to rank 1``, ``local``, ``add`` or ``wait``. Time 0 is the first stamp.
-        dropped: stamps that had no place.
+        intervals: intervals of all ranks, once ``with`` has ended: group ``rank r``, lane ``workgroup w``, label
+            ``compute for rank 1``, ``send to rank 1``, ``local``, ``add`` or ``wait``. Time 0 is the first stamp.
+        dropped: number of stamps that had no place.
 
     Raises:
-        ValueError: a number of stamps that there is not.
+        ValueError: the number of stamps is out of range.
         RuntimeError: inside of another timeline of the communicator.
         UnavailableError: an operator is captured into a graph.
     """
@@ -74,7 +74,7 @@ class Timeline:
         return write_chrome_trace(path, self.intervals)
 
     def buffer(self, programs: int) -> torch.Tensor:
-        """For the stamps of one launch (``device.stamps``)."""
+        """Return the buffer for the stamps of one launch (``device.stamps``)."""
         device = self._comm.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnavailableError("Timeline: an operator inside of a capture (allowed=eager calls)")
@@ -114,13 +114,13 @@ class Timeline:
 
 
 def stamps_of(comm: Communicator, programs: int) -> tuple[torch.Tensor | None, str]:
-    """A buffer for the stamps of a launch if there is a timeline, and what ranks then compare."""
+    """Return a buffer for the stamps of a launch if there is a timeline, and the word that ranks compare."""
     timeline: Timeline | None = comm.kept.get(Timeline)
     return (None, "") if timeline is None else (timeline.buffer(programs), " with stamps")
 
 
 def label_of(code: int, rank: int) -> str:
-    """What a stamp says, in words.
+    """Return the label of a stamp.
 
     >>> label_of(8 * (1 + 1) + KINDS.index("compute"), 0), label_of(8 * (1 + 1) + KINDS.index("compute"), 1)
     ('compute for rank 1', 'local')

@@ -1,4 +1,4 @@
-"""Several collectives that run as one program: many tensors in one call, with one entry and one exit handshake.
+"""Run several collectives as one program: many tensors in one call, with one entry and one exit handshake.
 
 The program sees one ``input`` and one ``output`` a rank, as always. They are *virtual*: a row of pieces, one for each
 part, that lie anywhere in memory. With three parts of an output of 100, 0 and 300 bytes::
@@ -24,7 +24,7 @@ from sidelane.program.contract import Contract
 _PARTS = several(an(Collective), Collective)
 
 PIECE_ALIGNMENT = 256
-"""Bytes to which pieces begin: a multiple of every element, so that reductions see whole ones."""
+"""Alignment of pieces in bytes: a multiple of every element size, so that reductions see whole elements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Batch:
     """Collectives of one group that begin and end together.
 
     Attributes:
-        name: for people, as ``kind`` is of one collective.
+        name: name of the batch in texts, as ``kind`` names one collective.
         world_size: ranks in the group.
-        parts: what to do. No part may write what another one reads or writes.
+        parts: collectives of the batch. No part may write bytes that another part reads or writes.
 
     Raises:
         TypeError: a field is not of its kind.
-        ValueError: no number of ranks, or a part has another world size.
+        ValueError: the world size is out of range, or a part has another one.
     """
 
     name: str
@@ -54,22 +54,22 @@ class Batch:
                 raise ValueError(f"Batch: ranks of part {number} (value={part.world_size}, allowed={self.world_size})")
 
     names = (Buffer.INPUT, Buffer.OUTPUT)
-    """Of the buffers that callers have."""
+    """Names of the callers' buffers."""
 
     def starts(self, rank: int, buffer: str) -> tuple[int, ...]:
-        """Offset of each part's piece of ``input`` or ``output``."""
+        """Return the offset of each part's piece in ``input`` or ``output``."""
         return self._layout[rank, buffer][0]
 
     def buffer_bytes(self, rank: int, buffer: str) -> int:
-        """Size of a virtual buffer; 0 for one that there is not."""
+        """Return the size of a virtual buffer in bytes; 0 if the batch has no such buffer."""
         return max(self._layout[rank, buffer][1], default=0) if buffer in self.names else 0
 
     def placed(self, part: int, span: Span) -> Span:
-        """Where a span of one part's ``input`` or ``output`` is among the pieces of all."""
+        """Translate a span of one part's ``input`` or ``output`` into a span of the batch's virtual buffer."""
         return Span(span.rank, span.buffer, span.offset + self.starts(span.rank, span.buffer)[part], span.nbytes)
 
     def holds(self, span: Span) -> bool:
-        """True if a span of ``input`` or ``output`` lies within one piece."""
+        """Return True if a span of ``input`` or ``output`` lies within one piece."""
         starts, ends = self._layout[span.rank, span.buffer]
         part = bisect_right(starts, span.offset) - 1
         return part >= 0 and span.offset + span.nbytes <= ends[part]
@@ -89,15 +89,15 @@ class Batch:
         return f"{self.name}({self.world_size} ranks, {tensors}, {nbytes} bytes)"
 
     def __str__(self) -> str:
-        return self._words  # which every call tells the peers
+        return self._words  # cached, as every call sends it to the peers
 
 
 Definition = Collective | Batch | Contract
-"""What a program claims to do."""
+"""Type of a program's specification: the program must have its effect."""
 
 
 def parts_of(definition: Collective | Batch) -> Iterator[tuple[Collective, Callable[[Span], Span]]]:
-    """Each collective of a definition, with what turns its spans into those of the program."""
+    """Yield each collective of a definition with the function that maps its spans to spans of the program."""
     if isinstance(definition, Collective):
         yield definition, _as_it_is
         return
@@ -106,7 +106,7 @@ def parts_of(definition: Collective | Batch) -> Iterator[tuple[Collective, Calla
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Put pieces of these sizes behind each other: where each begins and ends.
+    """Put pieces of these sizes behind each other, and return their starts and their ends.
 
     >>> lay_out([100, 0, 300])
     ((0, 256, 256), (100, 256, 556))

@@ -1,7 +1,7 @@
-"""What each collective means: where its bytes start, where they must end, and how they are combined.
+"""Meaning of each collective: where its bytes start, where they must end, and how they are combined.
 
 Every collective is a set of chunks: the bytes of rank ``i``'s input that belong into rank ``j``'s output. Builders turn
-chunks into commands; ``verify`` checks the outcome against this file and nothing else.
+chunks into commands; ``verify`` checks the outcome against this file only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import accumulate
 from sidelane.fields import an, one_of, optional, put, settle, several, switch, text, whole
 
 MAX_WORLD_SIZE = 4096
-"""Ranks that a description may have: simulated and verified ones, among several nodes."""
+"""Largest number of ranks of a description: it may be simulated, verified, or spread over several nodes."""
 
 MAX_NODE_RANKS = 16
-"""Ranks of one communicator: flags, posts and kernels have room for so many."""
+"""Largest number of ranks of one communicator, which flags, posts and kernels have room for."""
 
 SLOT_ALIGNMENT = 256
-"""Bytes to which staging slots are aligned: copy engines and reducing kernels are fastest on whole vectors."""
+"""Alignment of staging slots in bytes: copy engines and reducing kernels are fastest on whole vectors."""
 
 
 class Buffer(StrEnum):
@@ -30,7 +30,7 @@ class Buffer(StrEnum):
     OUTPUT = "output"
     STAGING = "staging"
 
-    __hash__ = str.__hash__  # that of enumerations is Python, and buffers are looked up by the million
+    __hash__ = str.__hash__  # the hash of an enumeration runs in Python, and buffers are looked up by the million
 
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
@@ -64,13 +64,13 @@ _BUFFERS = {str(buffer): buffer for buffer in Buffer}
 
 
 def _buffer(name: str, value: object) -> str:
-    """Keep the name of a buffer; those that every rank has are members of the enumeration."""
+    """Check the name of a buffer; the names that every rank has become members of the enumeration."""
     plain = text(name, value)
     return _BUFFERS.get(plain, plain)
 
 
 class Kind(StrEnum):
-    """The collectives, by the names that torch.distributed gives them."""
+    """Collectives, by the names that torch.distributed gives them."""
 
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
@@ -86,7 +86,7 @@ ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
 
 
 class ReduceOp(StrEnum):
-    """How elements of the ranks are combined."""
+    """Operation that combines the elements of the ranks."""
 
     SUM = "sum"
     AVG = "avg"
@@ -143,12 +143,12 @@ class Collective:
     """One collective of one size in one group. The functions below make it from sizes of shards.
 
     Attributes:
-        kind: which collective.
+        kind: kind of the collective.
         world_size: ranks in the group.
         counts: ``counts[i][j]`` bytes of rank i's input belong into rank j's output.
         in_place: input and output share memory, as torch.distributed defines it for each kind (see ``input_span``).
-        root: of broadcast, scatter and gather.
-        reduction: of reduce_scatter and all_reduce.
+        root: root of broadcast, scatter and gather.
+        reduction: reduction of reduce_scatter and all_reduce.
         copies_own: False: bytes of a rank's input that belong into its own output stay where they are, and their place
             in the output is left as it was. All_to_all only.
 
@@ -174,7 +174,7 @@ class Collective:
             raise ValueError(f"{self.kind}: {problem}")
 
     def _problem(self) -> str:
-        """What is wrong with the fields together; empty if nothing is."""
+        """Describe the first conflict between the fields; empty if there is none."""
         kind, n, counts = self.kind, self.world_size, self.counts
         if not 1 <= n <= MAX_WORLD_SIZE:
             return f"world_size (value={n}, allowed=1..{MAX_WORLD_SIZE})"
@@ -193,7 +193,7 @@ class Collective:
         return self._problem_of_counts()
 
     def _problem_of_shards(self, reduction: Reduction) -> str:
-        """Say what is wrong with the counts of a reduction; empty if nothing is."""
+        """Describe an error in the counts of a reduction; empty if there is none."""
         first = self.counts[0]
         if any(row is not first and row != first for row in self.counts):
             return "all rows of counts must be the same"
@@ -201,7 +201,7 @@ class Collective:
         return "" if fits else f"shards must hold whole {reduction.dtype} elements (value={first} bytes)"
 
     def _problem_of_counts(self) -> str:
-        """Say what is wrong with the counts for this kind; empty if nothing is."""
+        """Describe an error in the counts for this kind; empty if there is none."""
         kind, n, counts = self.kind, self.world_size, self.counts
         if kind is Kind.ALL_TO_ALL:
             fits = not self.in_place or all(counts[i][j] == counts[j][i] for i in range(n) for j in range(i))
@@ -220,7 +220,7 @@ class Collective:
         return ""
 
     def chunks(self) -> Iterator[Chunk]:
-        """Every chunk with bytes in it, ordered by source, then destination.
+        """Yield every chunk that has bytes, ordered by source, then destination.
 
         >>> [(c.src_rank, c.dst_rank, c.dst_offset) for c in all_gather((4, 2)).chunks()]
         [(0, 0, 0), (0, 1, 0), (1, 0, 4), (1, 1, 4)]
@@ -254,12 +254,12 @@ class Collective:
         return sum(self.counts[0][:dst_rank]) if self.kind is Kind.ALL_REDUCE else 0
 
     def input_bytes(self, rank: int) -> int:
-        """Bytes of the input of ``rank``."""
+        """Return the size of the input of ``rank`` in bytes."""
         row = self.counts[rank]
         return sum(row) if self._sends_distinct else max(row)
 
     def output_bytes(self, rank: int) -> int:
-        """Bytes of the output of ``rank``."""
+        """Return the size of the output of ``rank`` in bytes."""
         if self.kind is Kind.ALL_REDUCE:
             return sum(self.counts[0])
         column = [row[rank] for row in self.counts]
@@ -267,21 +267,21 @@ class Collective:
 
     @property
     def largest_buffer(self) -> int:
-        """Bytes of the largest input or output of any rank."""
+        """Size of the largest input or output of any rank in bytes."""
         return max(max(self.input_bytes(rank), self.output_bytes(rank)) for rank in range(self.world_size))
 
     names = (Buffer.INPUT, Buffer.OUTPUT)
-    """Of the buffers that callers have."""
+    """Names of the callers' buffers."""
 
     def buffer_bytes(self, rank: int, buffer: str) -> int:
-        """Size of a user's buffer; in place, the buffer that is not used has 0 bytes, as one that there is not."""
+        """Return the size of a caller's buffer in bytes; 0 for one that does not exist or that is not used in place."""
         shared = Buffer.INPUT if self.kind is Kind.REDUCE_SCATTER else Buffer.OUTPUT
         if buffer not in self.names or (self.in_place and buffer != shared):
             return 0
         return self.input_bytes(rank) if buffer == Buffer.INPUT else self.output_bytes(rank)
 
     def input_span(self, rank: int, offset: int, nbytes: int) -> Span:
-        """Where bytes of a rank's input lie.
+        """Return the span of bytes of a rank's input.
 
         In place, an all_gather's input is its own shard of the output; the input of all_to_all, all_reduce and
         broadcast is the output; a reduce_scatter's output is its own shard of the input.
@@ -293,7 +293,7 @@ class Collective:
         return Span(rank, Buffer.OUTPUT, offset, nbytes)
 
     def output_span(self, rank: int, offset: int, nbytes: int) -> Span:
-        """Where bytes of a rank's output lie (see ``input_span`` for in-place calls)."""
+        """Return the span of bytes of a rank's output (see ``input_span`` for in-place calls)."""
         if self.in_place and self.kind is Kind.REDUCE_SCATTER:
             return Span(rank, Buffer.INPUT, sum(self.counts[rank][:rank]) + offset, nbytes)
         return Span(rank, Buffer.OUTPUT, offset, nbytes)
@@ -307,16 +307,19 @@ class Collective:
 
 
 def all_gather(shard_bytes: Sequence[int], *, in_place: bool = False) -> Collective:
-    """Every rank receives every rank's shard. ``shard_bytes[i]`` is the size of rank i's; they may differ."""
+    """Describe an all_gather: every rank receives every rank's shard.
+    ``shard_bytes[i]`` is the size of rank i's; they may differ.
+    """
     shards = _sizes("all_gather", shard_bytes)
     counts = tuple((nbytes,) * len(shards) for nbytes in shards)
     return Collective(Kind.ALL_GATHER, len(shards), counts, in_place)
 
 
 def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False, copies_own: bool = True) -> Collective:
-    """Rank i sends ``counts[i][j]`` bytes to rank j. In place needs ``counts[i][j] == counts[j][i]``.
+    """Describe an all_to_all: rank i sends ``counts[i][j]`` bytes to rank j. In place needs ``counts[i][j] ==
+    counts[j][i]``.
 
-    ``copies_own``: see :class:`Collective`; in place nobody copies them anyway, so that it says nothing there.
+    ``copies_own``: see :class:`Collective`; in place they are never copied, so that it has no effect there.
 
     >>> [(c.src_rank, c.dst_rank, c.dst_offset) for c in all_to_all(((4, 4), (4, 4)), copies_own=False).chunks()]
     [(0, 1, 0), (1, 0, 4)]
@@ -326,27 +329,27 @@ def all_to_all(counts: Sequence[Sequence[int]], *, in_place: bool = False, copie
 
 
 def broadcast(nbytes: int, world_size: int, root: int, *, in_place: bool = False) -> Collective:
-    """Every rank receives ``nbytes`` of the root."""
+    """Describe a broadcast: every rank receives ``nbytes`` of the root."""
     return _rooted(Kind.BROADCAST, [nbytes] * _ranks("broadcast", world_size), root, in_place)
 
 
 def scatter(shard_bytes: Sequence[int], root: int) -> Collective:
-    """Rank j receives shard j of the root's input."""
+    """Describe a scatter: rank j receives shard j of the root's input."""
     return _rooted(Kind.SCATTER, shard_bytes, root, in_place=False)
 
 
 def gather(shard_bytes: Sequence[int], root: int) -> Collective:
-    """The root receives every rank's shard."""
+    """Describe a gather: the root receives every rank's shard."""
     return _rooted(Kind.GATHER, shard_bytes, root, in_place=False)
 
 
 def reduce_scatter(shard_bytes: Sequence[int], reduction: Reduction, *, in_place: bool = False) -> Collective:
-    """Rank j receives the reduction of everyone's shard j."""
+    """Describe a reduce_scatter: rank j receives the reduction of everyone's shard j."""
     return _reducing(Kind.REDUCE_SCATTER, shard_bytes, reduction, in_place)
 
 
 def all_reduce(shard_bytes: Sequence[int], reduction: Reduction, *, in_place: bool = False) -> Collective:
-    """Every rank receives the reduction of everyone's input. Rank j reduces ``shard_bytes[j]`` of it."""
+    """Describe an all_reduce: every rank receives the reduction of all inputs; rank j reduces ``shard_bytes[j]``."""
     return _reducing(Kind.ALL_REDUCE, shard_bytes, reduction, in_place)
 
 
@@ -364,7 +367,7 @@ def split_evenly(total: int, world_size: int, granularity: int = 1) -> tuple[int
 
 
 def offsets(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where each of consecutive parts begins."""
+    """Return the offset of each of consecutive parts."""
     return tuple(accumulate(sizes[:-1], initial=0))
 
 

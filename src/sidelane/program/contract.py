@@ -1,7 +1,7 @@
-"""What a program of one's own claims to do: named buffers, and what each of them holds in the end.
+"""Contracts of programs that are no collectives: named buffers, and the contents of each at the end.
 
-The collectives of ``program.collective`` define themselves. Any other movement of bytes, as of a cache from one rank to
-another, is defined by a contract: ``verify`` holds the program to it as it holds others to their collective.
+The collectives of ``program.collective`` define themselves. Any other movement of bytes, such as of a cache from one
+rank to another, is defined by a contract: ``verify`` proves that the program fulfils it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sidelane.program.collective import MAX_WORLD_SIZE, Buffer, Reduction, Span
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """Bytes that a rank holds in the end.
+    """Bytes that a rank holds at the end.
 
     Attributes:
-        dst: which.
-        srcs: what they are made of, as the callers left it: one span, or those that ``reduction`` combines, in order.
-        reduction: None for a copy.
+        dst: span of the bytes.
+        srcs: sources, as the callers left them: one span, or those that ``reduction`` combines, in order.
+        reduction: reduction of the sources; None for a copy.
     """
 
     dst: Span
@@ -41,7 +41,7 @@ _RESULTS = several(an(Result), Result)
 
 
 def _buffer(name: str, value: object) -> tuple[str, tuple[int, ...]]:
-    """Keep the name of a buffer and its bytes on each rank."""
+    """Check the name of a buffer and its bytes on each rank."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{name} (value={value!r}, allowed=a name, and bytes on each rank)")
     return text(name, value[0]), _SIZES(f"{name}: bytes of {value[0]!r}", value[1])
@@ -55,15 +55,15 @@ class Contract:
     """A movement of bytes between named buffers of the ranks; :meth:`of` makes it from a mapping.
 
     Attributes:
-        name: for people.
-        world_size: ranks.
-        sizes: of each buffer, by name, bytes on each rank.
-        results: everything that changes.
-        scratch: buffers of which nobody cares what they hold in the end.
-        computed: buffers that stand for what callers compute while the program is under way. They have no memory: a
+        name: name of the contract in texts.
+        world_size: number of ranks.
+        sizes: bytes of each buffer on each rank, by name.
+        results: all bytes that change.
+        scratch: names of buffers that may hold anything at the end.
+        computed: buffers for the results that callers compute while the program is under way. They have no memory: a
             ``caller`` queue copies from them where the caller's own kernels write, in front of a trigger.
-        used: buffers that stand for what callers make of what has come. They have no memory: a ``caller`` queue copies
-            to them what the caller's own kernels read, behind an arrival.
+        used: buffers for the data that callers read while the program is under way. They have no memory: a ``caller``
+        queue copies to them whatever the caller's own kernels read, behind an arrival.
 
     Raises:
         TypeError, ValueError: see :meth:`of`.
@@ -96,17 +96,18 @@ class Contract:
         """Define a movement.
 
         Args:
-            name: for people.
-            buffers: bytes on each rank, by name of the buffer; ``staging`` is what every program has besides.
-            results: what the buffers hold in the end. Every other byte, but for scratch, must be as the caller left it.
-            scratch: names of buffers that may hold anything in the end.
-            computed: names of buffers that stand for what callers compute meanwhile.
-            used: names of buffers that stand for what callers make meanwhile of what has come.
+            name: name of the contract in texts.
+            buffers: bytes on each rank, by name of the buffer; every program has ``staging`` besides.
+            results: contents of the buffers at the end. Every other byte, but for scratch, must be as the caller left
+                it.
+            scratch: names of buffers that may hold anything at the end.
+            computed: names of buffers for results that callers compute meanwhile.
+            used: names of buffers for data that callers read meanwhile.
 
         Raises:
-            TypeError: a name, a size or a result is something else.
+            TypeError: a name, a size or a result has another type.
             ValueError: no buffers, different numbers of ranks, negative sizes, or a result that does not lie in the
-                buffers, overlaps another one, or does not match what it is made of.
+                buffers, overlaps another one, or does not match its sources.
         """
         if not isinstance(buffers, Mapping):
             raise TypeError(f"Contract: buffers (value={buffers!r}, allowed=bytes on each rank, by name)")
@@ -118,18 +119,18 @@ class Contract:
         return Contract(name, world_size, sizes, _RESULTS("Contract: results", results), **named)
 
     def buffer_bytes(self, rank: int, buffer: str) -> int:
-        """Size of a buffer; 0 where the rank has none of that name."""
+        """Return the size of a buffer in bytes; 0 if the rank has none of that name."""
         sizes = self._by_name.get(buffer)
         return 0 if sizes is None else sizes[rank]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the buffers."""
+        """Names of the buffers."""
         return tuple(self._by_name)
 
     @property
     def bound(self) -> tuple[str, ...]:
-        """Of those that have memory."""
+        """Names of the buffers that have memory."""
         return tuple(name for name in self._by_name if name not in self.computed + self.used)
 
     @cached_property

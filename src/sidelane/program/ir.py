@@ -1,6 +1,6 @@
-"""The program: frozen data that says which engine of which rank executes which commands in which order.
+"""Programs: frozen data that say which engine of which rank executes which commands in which order.
 
-Nothing in here is a pointer, a stream or a device. Operands are spans of symbolic buffers; flags are numbered words in
+Programs hold no pointer, stream or device. Operands are spans of symbolic buffers; flags are numbered words in
 the memory of a rank. Queues run concurrently; only flags order them.
 """
 
@@ -43,7 +43,7 @@ class Value:
             settle(self, base=whole, per_epoch=whole)
 
     def at(self, epoch: int) -> int:
-        """The number that the flag holds or is compared with in invocation ``epoch``."""
+        """Return the number that the flag holds or is compared with in invocation ``epoch``."""
         return self.base + self.per_epoch * epoch
 
     def __str__(self) -> str:
@@ -56,25 +56,25 @@ class Value:
 EPOCH = Value(base=0, per_epoch=1)
 
 RENEWAL_CALLS = 2**26
-"""Calls of a communicator after which it renews its flags, so that none holds anything older: flags are 32-bit words,
-and what is compared must be less than half of their circle apart. Five minutes of calls of 5 us."""
+"""Calls of a communicator after which it renews its flags, so that none holds an older value: flags are 32-bit words,
+and compared values must be less than half of their circle apart. Five minutes of calls of 5 us."""
 
 
 class SignalOp(StrEnum):
-    """What a signal does to its flag."""
+    """Effect of a signal on its flag."""
 
     SET = "set"
     ADD = "add"
 
 
 class Comparison(StrEnum):
-    """When a wait is satisfied: the flag equals the value, or is at least the value."""
+    """Condition of a wait: the flag equals the value, or is at least the value."""
 
     EQ = "=="
     GE = ">="
 
     def holds(self, word: int, value: int) -> bool:
-        """True if a wait for ``value`` goes on while the flag's word is ``word``, as the hardware compares."""
+        """Return True if a wait for ``value`` ends while the flag's word is ``word``, as the hardware compares."""
         return word == value & WORD_MASK if self is Comparison.EQ else reached(word, value)
 
 
@@ -155,7 +155,7 @@ class Signal:
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Wait:
-    """Hold the queue until ``flag`` (in the memory of the queue's own rank) compares with ``value`` as asked."""
+    """Hold the queue until ``flag`` (in the memory of the queue's own rank) fulfils the comparison with ``value``."""
 
     flag: Flag
     value: Value
@@ -187,10 +187,10 @@ _COMMANDS = several(an(*_COMMAND_KINDS), *_COMMAND_KINDS)
 
 
 class EngineKind(StrEnum):
-    """What executes a queue.
+    """Kind of executor of a queue.
 
     ``dma``: a copy engine with access to the peers. ``local``: a copy engine used for bytes that stay on their rank.
-    ``compute``: compute units. ``caller``: whoever calls the collective, in the order of its own work (it fires the
+    ``compute``: compute units. ``caller``: the caller of the collective, in the order of its own work (it fires the
     trigger of a prelaunched program).
     """
 
@@ -244,14 +244,15 @@ class Program:
     """A collective, or several at once, as commands on engines.
 
     Attributes:
-        collective: what the program claims to do, collectives or a contract; ``verify`` holds it to that.
+        collective: specification of the program, collectives or a contract; ``verify`` proves it.
         variant: name of the algorithm, with the transforms applied (``pcpy``, ``b2b+prelaunch``).
         queues: at most one queue for each (rank, engine).
         staging_bytes: size of each rank's staging buffer.
         flag_count: flags in the memory of each rank.
         prelaunched: queues start before the collective is called; triggers fired by the ``caller`` queue hold them.
-        alone: the caller has named no computation that runs next to it. What stays on a rank may take longer then, as
-            long as the links do, if they keep their speed by that.
+        alone: the caller has named no computation that runs next to it. Copies that stay on a rank may then take as
+            long
+        as the links do, if that keeps the links at their speed.
     """
 
     collective: Definition
@@ -271,7 +272,7 @@ class Program:
         return self.collective.world_size
 
     def buffer_bytes(self, rank: int, buffer: str) -> int:
-        """Size in bytes of ``buffer`` on ``rank`` (0 where the program has no such buffer)."""
+        """Return the size in bytes of ``buffer`` on ``rank`` (0 if the program has no such buffer)."""
         if buffer == Buffer.STAGING:
             return self.staging_bytes[rank]
         return self.collective.buffer_bytes(rank, buffer)
@@ -280,7 +281,7 @@ class Program:
         return tuple(queue for queue in self.queues if queue.rank == rank)
 
     def remote_buffers(self) -> frozenset[str]:
-        """Buffers that engines of another rank read or write: these must be in symmetric memory."""
+        """Return the buffers that engines of another rank read or write: these must be in symmetric memory."""
         return frozenset(
             span.buffer
             for queue in self.queues
@@ -298,7 +299,7 @@ class Program:
 
 
 def reads(command: Command) -> tuple[Span, ...]:
-    """Spans that a command reads."""
+    """Return the spans that a command reads."""
     match command:
         case Copy(src=src) | Broadcast(src=src):
             return (src,)
@@ -311,7 +312,7 @@ def reads(command: Command) -> tuple[Span, ...]:
 
 
 def writes(command: Command) -> tuple[Span, ...]:
-    """Spans that a command writes."""
+    """Return the spans that a command writes."""
     match command:
         case Copy(dst=dst) | Reduce(dst=dst):
             return (dst,)
@@ -324,13 +325,13 @@ def writes(command: Command) -> tuple[Span, ...]:
 
 
 def spans(command: Command) -> Iterator[Span]:
-    """Every span that a command touches, reads first."""
+    """Yield every span that a command touches, reads first."""
     yield from reads(command)
     yield from writes(command)
 
 
 def has_epochs(program: Program) -> bool:
-    """True if a signal or wait changes from one invocation to the next; ``transform.freeze`` makes programs without."""
+    """Return True if a signal or wait depends on the invocation; ``transform.freeze`` makes programs without."""
     return any(
         command.value.per_epoch != 0
         for queue in program.queues
@@ -340,7 +341,7 @@ def has_epochs(program: Program) -> bool:
 
 
 def describe(command: Command) -> str:
-    """One line for people."""
+    """Return one line of text about a command."""
     match command:
         case Copy(dst, src):
             return f"copy {dst} <- {src}"

@@ -1,7 +1,8 @@
-"""Collectives that one kernel runs, as data: the counterpart of ``ir.Program`` for compute units. No device in here.
+"""Collectives that one kernel runs, as data: the counterpart of ``ir.Program`` for compute units.
+This module needs no device.
 
-What a :class:`Program` says in commands, a kernel has in its source, so there is less to say: which kernel, and on how
-many thread blocks. Both are the same on every rank, like everything that a rank derives from an agreed call.
+The source of a kernel holds its steps, so a :class:`KernelProgram` only names the kernel and the number of thread
+blocks. Both are the same on every rank, like everything that a rank derives from an agreed call.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from sidelane.program.reduce_chunks import chunks_of
 from sidelane.program.variant import Variant
 
 MOST_RANKS = 8
-"""Ranks that kernels know how to address."""
+"""Largest number of ranks that kernels can address."""
 
 MOST_CELL_BYTES = 256 << 10
-"""Bytes from rank to rank up to which data travels with its own flags; set by the slots (``device/layout.py``)."""
+"""Bytes from rank to rank up to which data travels with its own flags; the slots limit it (``device/layout.py``)."""
 
 MOST_PARCEL_BYTES = 512 << 10
-"""Bytes from rank to rank up to which data travels as parcels; set by the room for them, like the above. Into symmetric
-outputs they gain 0.9 us over pushes there, of 11; into ordinary ones 4 over pulls, of 15."""
+"""Bytes from rank to rank up to which data travels as parcels; the room for them limits it. Against pushes into
+symmetric outputs they gain 0.9 us of 11 there, and against pulls into ordinary outputs 4 us of 15."""
 
 BLOCKS, MOST_BLOCKS = 64, 128
 """Thread blocks that a kernel may have: half of an H200, and for parts from ``LARGE_PART_BYTES`` on nearly all of it.
@@ -36,21 +37,21 @@ in 171, 6 in 181, and 128 wide ones in 164 (probes: docs/lab/probes.md)."""
 LARGE_PART_BYTES = 8 << 20
 
 ALIGNMENT = 16
-"""Of parts in staging, and of the inputs that peers read: else it would be element by element."""
+"""Alignment in bytes of parts in staging and of inputs that peers read; otherwise kernels go element by element."""
 
 
 COPIES_OWN = "copies own parts, too (value=copy_own_part=False)"
-"""Why no kernel runs an all_to_all that leaves them: what they store for their own rank costs them next to nothing."""
+"""Reason why no kernel runs an all_to_all that leaves own parts in place: their stores cost next to nothing."""
 
 
 class Protocol(StrEnum):
-    """How the bytes travel (docs/internals/protocols.md).
+    """Way in which the bytes travel (docs/internals/protocols.md).
 
-    ``cells``: every 4 bytes with a flag of their own, into slots. ``parcels``: as it is, into places of its own.
-    ``relay``: a parcel for each peer, which all others get from there, for broadcasts. ``push``: into the peers'
-    outputs. ``stage``: into their staging, for broadcasts. ``pull``: out of the peers' staging. ``reduce``: the same,
-    for collectives that reduce. ``direct``: these, but out of the peers' inputs, and in two shots into their outputs.
-    ``send``: these in two shots, but into the peers' staging.
+    ``cells``: into slots, every 4 bytes with a flag of their own. ``parcels``: unchanged, into places of their own.
+    ``relay``: a parcel for each peer, from which all other peers get it, for broadcasts. ``push``: into the peers'
+    outputs. ``stage``: into the peers' staging, for broadcasts. ``pull``: out of the peers' staging. ``reduce``: as
+    ``pull``, for collectives that reduce. ``direct``: as ``reduce``, but out of the peers' inputs, and in two shots
+    into their outputs. ``send``: as ``direct`` in two shots, but into the peers' staging.
     """
 
     CELLS = "cells"
@@ -66,11 +67,11 @@ class Protocol(StrEnum):
 
 _COLLECTIVE = an(Collective)
 PROTOCOL, LAUNCHED = one_of(Protocol), at_least(1)
-"""Rules of fields: how the bytes travel, and thread blocks of a launch."""
+"""Rules of the fields ``protocol`` and ``blocks``."""
 
 
 STAGING = (Protocol.STAGE, Protocol.PULL, Protocol.REDUCE, Protocol.SEND)
-"""Protocols that need it."""
+"""Protocols that need staging."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,10 +79,10 @@ class KernelProgram:
     """A collective for one kernel. Make it with :func:`kernel_program`.
 
     Attributes:
-        collective: what to do.
+        collective: collective to run.
         variant: ``one_shot`` or ``two_shot``, one of these on few blocks, or ``two_shot_push``.
-        protocol: how.
-        blocks: most thread blocks of a launch.
+        protocol: way in which the bytes travel.
+        blocks: largest number of thread blocks of a launch.
     """
 
     collective: Collective
@@ -100,27 +101,27 @@ class KernelProgram:
 
     @property
     def two_shot(self) -> bool:
-        """An all_reduce in two steps: every rank reduces a shard, and gives it to all."""
+        """True for an all_reduce in two steps: every rank reduces a shard, and gives it to all."""
         return is_two_shot(self.variant)
 
     @property
     def distinct(self) -> bool:
-        """Each peer gets a part of its own."""
+        """True if each peer gets a part of its own."""
         return is_distinct(self.collective.kind) or self.two_shot
 
     @property
     def part_bytes(self) -> int:
-        """What goes from one rank to another; the first shard of those that an all_reduce in two shots has."""
+        """Bytes from one rank to another; for an all_reduce in two shots, those of the first shard."""
         return part_bytes_of(self.collective, self.variant)
 
     @property
     def total_bytes(self) -> int:
-        """Size of an input; of the root's, where there is one."""
+        """Size of an input in bytes; of the root's, if there is a root."""
         return self.collective.input_bytes(self.collective.root or 0)
 
     @property
     def staging_bytes(self) -> int:
-        """Staging that every rank needs, on top of the slots."""
+        """Bytes of staging that every rank needs, on top of the slots."""
         if self.protocol not in STAGING or not self.part_bytes:
             return 0
         if self.protocol is Protocol.SEND:
@@ -129,7 +130,7 @@ class KernelProgram:
         return part * (self.world_size if self.distinct else 1)
 
     def remote_buffers(self) -> frozenset[str]:
-        """Callers' buffers that peers touch."""
+        """Return the callers' buffers that peers touch."""
         if self.protocol is Protocol.PUSH:
             return frozenset({Buffer.OUTPUT})
         read, stored = (span(0, 0, 0).buffer for span in (self.collective.input_span, self.collective.output_span))
@@ -148,14 +149,14 @@ def kernel_program(
     Args:
         collective: all_gather, all_to_all, reduce_scatter or all_reduce, equal parts for all ranks; a broadcast in
             place.
-        variant: ``one_shot``, or ``two_shot`` for all_reduce; for what reduces also with ``_narrow``, for all_reduce
-            ``two_shot_push``.
+        variant: ``one_shot``, or ``two_shot`` for all_reduce; for reductions also with ``_narrow``, for all_reduce
+        ``two_shot_push``.
         symmetric_input: peers can read the input.
         symmetric_output: peers can write into the output.
-        blocks: most thread blocks of a launch; None for as many as the size is worth.
+        blocks: largest number of thread blocks of a launch; None for a number that suits the size.
 
     Raises:
-        ValueError: too many ranks, or parts that differ.
+        ValueError: too many ranks, or parts of different sizes.
     """
     kind, n = collective.kind, collective.world_size
     if n > MOST_RANKS:
@@ -192,7 +193,7 @@ def _protocol_of(collective: Collective, variant: str, *, symmetric_input: bool,
 
 
 def unfit(collective: Collective) -> str:
-    """Why no kernel runs a collective; empty if one does."""
+    """Return the reason why no kernel runs a collective; empty if one does."""
     if collective.kind is Kind.BROADCAST:
         return "" if collective.in_place else "is for broadcasts in place (value=out of place)"
     if not collective.copies_own:
@@ -203,12 +204,12 @@ def unfit(collective: Collective) -> str:
 
 
 def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) -> bool:
-    """True for reductions that read inputs where they lie if these are symmetric, and stage them otherwise.
+    """Return True for reductions that read symmetric inputs in place, and stage other ones.
 
     Args:
-        kind: which collective.
-        variant: of kernels.
-        part_bytes: from rank to rank in one shot.
+        kind: kind of the collective.
+        variant: name of the kernels' variant.
+        part_bytes: bytes from rank to rank in one shot.
         in_place: input and output share memory.
     """
     if is_two_shot(variant):
@@ -218,12 +219,12 @@ def may_be_direct(kind: Kind, variant: str, part_bytes: int, *, in_place: bool) 
 
 
 def is_distinct(kind: Kind) -> bool:
-    """True where each peer gets a part of its own in one shot."""
+    """Return True if each peer gets a part of its own in one shot."""
     return kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER)
 
 
 def part_bytes_of(collective: Collective, variant: str) -> int:
-    """What goes from one rank to another; the first shard where a variant has two shots."""
+    """Return the bytes from one rank to another; for a variant with two shots, those of the first shard."""
     if is_two_shot(variant):
         return collective.counts[0][0]
     if collective.kind is Kind.ALL_REDUCE:
@@ -232,17 +233,17 @@ def part_bytes_of(collective: Collective, variant: str) -> int:
 
 
 def is_two_shot(variant: str) -> bool:
-    """True for an all_reduce in two steps: every rank reduces a shard, and gives it to all."""
+    """Return True for an all_reduce in two steps: every rank reduces a shard, and gives it to all."""
     return variant.startswith("two_shot")
 
 
 def most_cell_bytes(world_size: int) -> int:
-    """Largest part that is sent as cells, which need one fence less than parcels and double the bytes on the link."""
+    """Return the largest part in bytes that is sent as cells: one fence less than parcels, but twice the bytes."""
     return min(MOST_CELL_BYTES, _CELL_BYTES_OF_A_RANK // max(1, world_size - 1))
 
 
 def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
-    """True for broadcasts as parcels that peers pass on: less to send for the root, one hop more.
+    """Return True for broadcasts as parcels that peers pass on: the root sends less, and the bytes take one hop more.
 
     >>> [_is_worth_relaying(512 << 10, world_size) for world_size in (2, 3, 4, 5, 8)]
     [False, False, False, True, True]
@@ -252,8 +253,8 @@ def _is_worth_relaying(nbytes: int, world_size: int) -> bool:
 
 
 _RELAY_SAVES_BYTES = 1 << 20
-"""What a relay saves the root at least: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
+"""Bytes that a relay must save the root: among four, parcels take 8.6 us for 256 KB and 10.9 for 512 KB, relayed ones
 10.5 and 11.3; 1 MB takes 15.5 as pushes into outputs, relayed 14.5 (docs/lab/probes.md)."""
 
 _CELL_BYTES_OF_A_RANK = 384 << 10
-"""What a rank sends to all its peers where cells and parcels are equally fast; four H200s (docs/lab/kernels.md)."""
+"""Bytes from a rank to all its peers at which cells and parcels are equally fast; four H200s (docs/lab/kernels.md)."""

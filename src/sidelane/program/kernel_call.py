@@ -1,4 +1,4 @@
-"""A launch of a kernel of the caller's own, as data."""
+"""Launches of the caller's own kernels, as data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One launch.
+    """One launch of a kernel.
 
     Attributes:
-        kernel: made by ``triton.jit``.
-        name: for people.
-        grid: how many programs, in one to three dimensions.
-        arguments: in the order of the source: tensors and numbers.
-        options: constants, and what Triton's launcher takes (``num_warps``, ...).
-        board: memory of the host that the kernel's waits look at (``device/layout.py``), of this rank.
+        kernel: kernel made by ``triton.jit``.
+        name: name of the kernel in texts.
+        grid: number of programs, in one to three dimensions.
+        arguments: tensors and numbers, in the order of the source.
+        options: constants, and options of Triton's launcher (``num_warps``, ...).
+        board: address of this rank's host memory that the kernel's waits poll (``device/layout.py``).
     """
 
     kernel: Any
@@ -29,7 +29,7 @@ class KernelCall:
 
     @property
     def collective(self) -> str:
-        """As of programs: what errors and the ledger call it."""
+        """Name of the operation in errors and in the ledger, as of programs."""
         return "kernel"
 
     @property

@@ -1,6 +1,6 @@
 """Lists of tensors that one kernel runs, as data: the counterpart of ``kernel`` for a :class:`Batch`.
 
-All tensors of a call lie behind each other among what a rank sends to another one, each from a multiple of 16 bytes on;
+In the bytes that a rank sends to another one, the tensors of a call lie behind each other, at multiples of 16 bytes;
 with three parts of 100, 0 and 300 bytes from rank to rank::
 
     place    | part 0 | . | part 2                  |
@@ -36,7 +36,7 @@ from sidelane.program.kernel import (
 _BATCH = an(Batch)
 
 LARGE_LIST_BYTES = 2 << 20
-"""Bytes from rank to rank from which on a kernel may have ``MOST_BLOCKS``: a block waits for rows of the table, too."""
+"""Bytes from rank to rank from which a kernel may have ``MOST_BLOCKS``: a block waits for rows of the table, too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,10 @@ class KernelListProgram:
     """Collectives of one kind for one kernel. Make it with :func:`kernel_list_program`.
 
     Attributes:
-        collective: what to do.
+        collective: batch to run.
         variant: ``one_shot`` or ``two_shot``.
-        protocol: how: all of them but ``cells``.
-        blocks: most thread blocks of a launch.
+        protocol: way in which the bytes travel: any but ``cells``.
+        blocks: largest number of thread blocks of a launch.
     """
 
     collective: Batch
@@ -66,42 +66,42 @@ class KernelListProgram:
 
     @property
     def two_shot(self) -> bool:
-        """See :class:`KernelProgram`."""
+        """True for an all_reduce in two steps; see :class:`KernelProgram`."""
         return is_two_shot(self.variant)
 
     @cached_property
     def distinct(self) -> bool:
-        """Each peer gets a part of its own."""
+        """True if each peer gets a part of its own."""
         return any(is_distinct(part.kind) for part in self.collective.parts)
 
     @cached_property
     def reduction(self) -> Reduction | None:
-        """Of all parts; None for what only moves."""
+        """Reduction of all parts; None for collectives that only move bytes."""
         return next((part.reduction for part in self.collective.parts), None)
 
     @cached_property
     def root(self) -> int | None:
-        """Of all parts; None for what has none."""
+        """Root of all parts; None for collectives without one."""
         return next((part.root for part in self.collective.parts), None)
 
     @property
     def gathers(self) -> bool:
-        """An output has a part of every rank."""
+        """True if an output has a part of every rank."""
         return self.reduction is None and self.root is None
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """What goes from one rank to another, of each part."""
+        """Bytes of each part that travel from one rank to another."""
         return tuple(part_bytes_of(part, "one_shot") for part in self.collective.parts)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Where each part begins among what goes from one rank to another, and where the last one ends."""
+        """Offset of each part in the bytes from one rank to another, and the end of the last one."""
         return tuple(accumulate((-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in self.sizes), initial=0))
 
     @property
     def part_bytes(self) -> int:
-        """What goes from one rank to another, of all parts together."""
+        """Bytes from one rank to another, of all parts together."""
         return self.places[-1]
 
     @property
@@ -111,12 +111,12 @@ class KernelListProgram:
 
     @property
     def staging_bytes(self) -> int:
-        """Staging that every rank needs."""
+        """Bytes of staging that every rank needs."""
         return self.total_bytes if self.protocol in STAGING else 0
 
 
 MOST_LISTED = 4096
-"""Tensors of a list that a kernel finds its way among."""
+"""Largest number of tensors in a list that a kernel can search."""
 
 AnyKernelProgram = KernelProgram | KernelListProgram
 
@@ -127,7 +127,7 @@ def kernel_list_program(
     """Choose the kernel for a list.
 
     Args:
-        batch: of all_gathers, all_to_alls, reduce_scatters, all_reduces, or broadcasts in place; reductions of one
+        batch: all_gathers, all_to_alls, reduce_scatters, all_reduces, or broadcasts in place; reductions of one
             operation and dtype, broadcasts of one root.
         variant: ``one_shot``, or ``two_shot`` for all_reduces.
         symmetric_input: peers can read every input.

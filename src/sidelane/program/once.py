@@ -1,4 +1,4 @@
-"""What follows from an object alone, worked out once."""
+"""Cache of values derived from an object alone, each computed once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MOST = 1024
 
 
 class Once(Generic[K, V]):
-    """A function of objects that their owners keep, such as programs, by identity: to hash a program is slower.
+    """Cached function of objects that their owners keep, such as programs, by identity: hashing a program is slower.
 
     Args:
-        make: the function; what it raises is not remembered.
-        most: results kept, with their objects; the oldest goes first.
+        make: function to cache; its exceptions are not remembered.
+        most: largest number of results kept, with their objects; the oldest goes first.
     """
 
     def __init__(self, make: Callable[[K], V], most: int = MOST) -> None:

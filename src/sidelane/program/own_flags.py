@@ -1,4 +1,4 @@
-"""Flags that stay on their rank: an executor has them as events, and a graph as dependencies."""
+"""Flags that stay on their rank: executors turn them into events, and graphs into dependencies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from sidelane.program.ir import EngineKind, Flag, Program, Queue, Signal, Wait
 
 
 def flags_between_own_queues(program: Program, rank: int, split: bool) -> list[Flag]:
-    """Flags by which a queue of ``rank`` waits for another one of the same rank, in a fixed order.
+    """Return the flags by which a queue of ``rank`` waits for another one of the same rank, in a fixed order.
 
     On GPUs they become events: dependencies that the scheduler can see, which matters most inside a graph, where it may
     put two branches on one channel. Triggers of a program that is ``split`` cannot: they are waited for before they are
-    fired.
+    put two branches on one channel. Triggers of a program that is ``split`` cannot: the wait for a trigger comes before
+    it is
     """
     signals: dict[Flag, list[Queue]] = {}
     for queue in program.queues:
@@ -30,5 +31,5 @@ def flags_between_own_queues(program: Program, rank: int, split: bool) -> list[F
 
 
 def waits_for(queue: Queue, flag: Flag) -> bool:
-    """True if a queue waits for a flag."""
+    """Return True if a queue waits for a flag."""
     return any(isinstance(command, Wait) and command.flag == flag for command in queue.commands)

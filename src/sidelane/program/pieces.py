@@ -1,4 +1,4 @@
-"""Programs of GEMMs in parts (``ops.split_gemm``, ``ops.gather_gemm``): what travels, and which part of it when.
+"""Programs of GEMMs in parts (``ops.split_gemm``, ``ops.gather_gemm``): the parts that travel, and their order.
 
 computed, then sent   every part waits for its trigger, and goes to its rank in turn: turn t to the t-th rank behind
 sent, then computed   parts go in the same order; each one is an arrival, behind which it is read
@@ -15,22 +15,22 @@ from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, 
 
 SPLIT_GEMM, SPLIT_GATHER = "split_gemm_all_to_all", "split_all_gather_gemm"
 SPLIT_DISPATCH = "split_all_to_all_gemm"
-"""Names of the operators, and of the programs' contracts."""
+"""Names of the operators and of their programs' contracts."""
 
 
 def going(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
-    """Rows of ``x`` in each part that leaves a rank, in their order: by turn, then by piece; none is empty."""
+    """Return the rows of ``x`` in each part that leaves a rank, ordered by turn, then by piece; none is empty."""
     return [part for _, _, part in _leaving(table, rank, pieces)]
 
 
 def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, most_rows: int) -> Program:
-    """Rows of ``sent`` go into the outputs of the ranks that they are for, each part when its trigger fires.
+    """Send rows of ``sent`` into the outputs of their receivers, each part when its trigger fires.
 
     Args:
-        table: rows from rank i to rank j in row i, column j.
-        pieces: of the rows for each peer.
-        row_bytes: of a row of the result.
-        most_rows: of both buffers.
+        table: number of rows from rank i to rank j in row i, column j.
+        pieces: number of pieces of the rows for each peer.
+        row_bytes: size of a row of the result in bytes.
+        most_rows: number of rows of both buffers.
     """
     n = len(table)
     most = (n - 1) * pieces
@@ -71,9 +71,9 @@ def split_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, m
 
 
 def arriving_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int, most_rows: int) -> Program:
-    """Rows of ``sent`` go into ``came`` of the ranks that they are for; each part is an arrival there.
+    """Send rows of ``sent`` into ``came`` of their receivers; each part is an arrival there.
 
-    Arguments as of :func:`split_program`.
+    The arguments are those of :func:`split_program`.
     """
     copies = []
     for rank in range(len(table)):
@@ -87,7 +87,7 @@ def arriving_program(table: Sequence[Sequence[int]], pieces: int, row_bytes: int
 
 
 def coming(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice]:
-    """Where in ``came`` of a rank the parts lie that arrive, in their order: by turn, then by piece."""
+    """Return the places in ``came`` of the parts that arrive at a rank, ordered by turn, then by piece."""
     n = len(table)
     found = []
     for turn in range(1, n):
@@ -98,13 +98,13 @@ def coming(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[slice
 
 
 def _there(table: Sequence[Sequence[int]], rank: int, to: int, rows: slice) -> slice:
-    """Rows of a rank's ``x`` that are for another one, among those of the output there."""
+    """Return the place in the receiver's output of rows of a rank's ``x`` that are for it."""
     first = sum(row[to] for row in table[:rank]) - sum(table[rank][:to])
     return slice(first + rows.start, first + rows.stop)
 
 
 def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tuple[int, int, slice]]:
-    """Number, receiver and rows of each part; the numbers of parts that would be empty are left out."""
+    """Return number, receiver and rows of each part; the numbers of parts that would be empty are left out."""
     n = len(table)
     found = []
     for turn in range(1, n):
@@ -117,19 +117,19 @@ def _leaving(table: Sequence[Sequence[int]], rank: int, pieces: int) -> list[tup
 
 
 def parts_of(rows: int, pieces: int) -> list[slice]:
-    """Rows in each part; none is empty."""
+    """Return the rows of each part; none is empty."""
     ends = itertools.accumulate(split_evenly(rows, pieces), initial=0)
     return [slice(*pair) for pair in itertools.pairwise(ends) if pair[0] < pair[1]]
 
 
 def gathering_program(world_size: int, rows: int, pieces: int, row_bytes: int) -> Program:
-    """Every rank's rows go to all others, turn by turn; each part of a rank's rows is an arrival.
+    """Send every rank's rows to all others, turn by turn; each part of a rank's rows is an arrival.
 
     Args:
-        world_size: ranks.
-        rows: of each rank, one after the other in the buffer ``rows`` of every rank.
-        pieces: of the rows of a rank.
-        row_bytes: of a row.
+        world_size: number of ranks.
+        rows: number of rows of each rank, one rank after the other in the buffer ``rows`` of every rank.
+        pieces: number of pieces of the rows of a rank.
+        row_bytes: size of a row in bytes.
     """
     copies = []
     for rank, turn in itertools.product(range(world_size), range(1, world_size)):
@@ -142,14 +142,14 @@ def gathering_program(world_size: int, rows: int, pieces: int, row_bytes: int) -
 
 
 def _arriving(name: str, n: int, sizes: Mapping[str, int], copies: Sequence[tuple[int, Copy]]) -> Program:
-    """Copies between ranks, each with a number that the copies from a rank have in their order, and the copies to a
-    rank, too. A rank begins to send to another one once that has no more use for what is there.
+    """Build a program of copies between ranks. A rank begins to send to another one once that one no longer uses the
+    destination.
 
     Args:
-        name: of the contract.
-        n: ranks.
-        sizes: bytes of the buffers of every rank.
-        copies: with their numbers.
+        name: name of the contract.
+        n: number of ranks.
+        sizes: bytes of the buffers of every rank, by name.
+        copies: copies with their numbers: a number is unique among the copies from a rank, and among those to a rank.
     """
     most = max((number for number, _ in copies), default=-1) + 1
 

@@ -1,4 +1,4 @@
-"""What a call is, for those who decide how to run it: legality of algorithms, measured times, rules of thumb."""
+"""Shapes of calls, for the code that chooses how to run them: legality of algorithms, measured times, heuristics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KIND, _COUNT, _BYTES = one_of(Kind), at_least(1), at_least(0)
 
 
 def _gemm_of(name: str, value: object) -> tuple[int, int, int, str]:
-    """Keep the sizes and the dtype of a GEMM."""
+    """Check the sizes and the dtype of a GEMM."""
     if not isinstance(value, tuple | list) or len(value) != 4:
         raise TypeError(f"{name} (value={value!r}, allowed=(m, n, k, dtype))")
     m, n, k = (_COUNT(name, size) for size in value[:3])
@@ -25,17 +25,17 @@ _GEMM = optional(_gemm_of)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Computation:
-    """What runs next to a call, by its time; ``Communicator.beside`` makes one, the same on every rank.
+    """A computation that runs next to a call, by its time; ``Communicator.beside`` makes one, the same on every rank.
 
     Attributes:
-        us: that it takes alone.
+        us: time that it takes alone, in microseconds.
         gemm: (m, n, k, dtype) if it is one.
         copies_hidden: share of the shorter of the two that disappears where copy engines move the bytes.
-        kernels_hidden: likewise where kernels do.
+        kernels_hidden: the same share for calls that kernels run.
 
     Raises:
         TypeError: a field is not of its kind.
-        ValueError: a time that is none, or shares that are not.
+        ValueError: ``us`` is not a positive finite time, or a share is not between 0 and 1.
     """
 
     us: float
@@ -57,11 +57,11 @@ class Computation:
         return f"compute of {self.us:.4g} us{what}"
 
     def together_us(self, comm_us: float, *, by_kernels: bool) -> float:
-        """What both are expected to take.
+        """Return the expected time of both together in microseconds.
 
         Args:
-            comm_us: of the call alone.
-            by_kernels: these move its bytes.
+            comm_us: time of the call alone in microseconds.
+            by_kernels: kernels move its bytes, not copy engines.
 
         >>> Computation(1000.0, copies_hidden=0.9).together_us(500.0, by_kernels=False)
         1050.0
@@ -71,31 +71,31 @@ class Computation:
 
 
 Beside = str | Computation
-"""``nothing``, ``compute``, or a computation by its time."""
+"""Type of the hint ``beside``: ``nothing``, ``compute``, or a computation by its time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallShape:
-    """Everything about a call that the choice looks at; the same on every rank.
+    """Properties of a call that the choice depends on; the same on every rank.
 
     Attributes:
-        kind: which collective.
-        world_size: ranks in the group.
+        kind: kind of the collective.
+        world_size: number of ranks in the group.
         nbytes: gathered size of an all_gather, the largest local buffer of the others.
-        dtype: of the elements; it matters to the reducing collectives only.
+        dtype: dtype of the elements; it matters to the reducing collectives only.
         in_place: input and output share memory; of a list, of some tensor.
         symmetric: peers can write into the output (it lies at one place in symmetric memory); of a reduce_scatter read
             the input, of an all_reduce both.
-        captured: into a graph of the caller's.
-        beside: what runs next to it: ``nothing`` or ``compute``.
+        captured: the call is captured into a graph of the caller's.
+        beside: kind of work next to it: ``nothing`` or ``compute``.
         copies_own: bytes that stay on their rank are copied into its output; of a list, those of every tensor.
         even: every two ranks exchange the same number of bytes, the root and each of the others if there is one (the
             shards of an all_reduce may differ).
-        listed: it is one with many tensors; ``nbytes`` are those of all, the rest is true of every one.
-        tensors: how many.
-        mixed: they are not all for one kind of collective; ``kind`` is that with the most bytes.
-        uniform: they have one reduction and dtype, where they reduce, and one root, where they have any.
-        computation: what runs next to it, where its time is known; ``beside`` is ``compute`` then.
+        listed: it is a call on a list of tensors; ``nbytes`` are those of all, the other fields are true of each.
+        tensors: number of tensors.
+        mixed: the list has several kinds of collective; ``kind`` is that with the most bytes.
+        uniform: all tensors have one reduction and dtype, if they reduce, and one root, if they have any.
+        computation: computation that runs next to it, if its time is known; ``beside`` is ``compute`` then.
     """
 
     kind: Kind
@@ -142,7 +142,7 @@ def check_beside(function: str, beside: object) -> None:
     """Refuse an unknown hint.
 
     Raises:
-        ValueError: with the allowed ones.
+        ValueError: the hint is unknown; the text lists the allowed ones.
     """
     if not isinstance(beside, Computation) and beside not in BESIDE:
         raise ValueError(

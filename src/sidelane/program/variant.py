@@ -1,4 +1,4 @@
-"""What the name of a variant says, such as ``b2b``, ``two_shot_narrow`` or ``pcpy+prelaunch``."""
+"""Names of variants, such as ``b2b``, ``two_shot_narrow`` or ``pcpy+prelaunch``, taken apart."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ PUSH = "_push"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """A name, taken apart once.
+    """Parts of a variant's name.
 
     Attributes:
-        algorithm: how the bytes go: ``b2b``, ``one_shot``. No suffix is part of it.
-        narrow: the kernel leaves nine tenths of the SMs to others.
-        pushes: the kernel stores shards with the ranks that add them up, where others let these fetch them.
-        prelaunched: everything is submitted behind a trigger, ahead of the call.
+        algorithm: name of the algorithm without suffixes: ``b2b``, ``one_shot``.
+        narrow: the kernel leaves nine tenths of the SMs to other kernels.
+        pushes: the kernel stores shards with the ranks that add them up; otherwise those ranks fetch them.
+        prelaunched: all commands are submitted behind a trigger, ahead of the call.
     """
 
     algorithm: str
@@ -29,7 +29,7 @@ class Variant:
     @staticmethod
     @functools.cache
     def of(name: str) -> Variant:
-        """Take a name apart. Suffixes are in the order of ``name``; a name that has none is its algorithm.
+        """Split a name into its parts. Suffixes are in the order of ``name``; a name without suffixes is its algorithm.
 
         >>> Variant.of("two_shot_narrow")
         Variant(algorithm='two_shot', narrow=True, pushes=False, prelaunched=False)
@@ -43,16 +43,16 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What :meth:`of` takes apart."""
+        """Name of the variant with its suffixes; :meth:`of` splits it."""
         suffixes = ((NARROW, self.narrow), (PUSH, self.pushes), (PRELAUNCH, self.prelaunched))
         return self.algorithm + "".join(suffix for suffix, there in suffixes if there)
 
     @property
     def called(self) -> str:
-        """The name of the same without a trigger."""
+        """Name of the same variant without a trigger."""
         return dataclasses.replace(self, prelaunched=False).name
 
     @property
     def wide(self) -> str:
-        """The name of the same with all the SMs that it can use."""
+        """Name of the same variant with all the SMs that it can use."""
         return dataclasses.replace(self, narrow=False).name

@@ -1,4 +1,4 @@
-"""Flags are words of 32 bits, which are compared on a circle: what grows for ever comes round."""
+"""Comparison of flags: words of 32 bits on a circle, where growing values wrap around."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _HALF = 0x80000000
 
 
 def reached(word: int, value: int) -> bool:
-    """True if ``word`` is at least ``value``: the step from value to word is less than half of the circle.
+    """Return True if ``word`` is at least ``value``: the step from value to word is less than half of the circle.
 
     >>> reached(5, 5), reached(4, 5), reached(3, WORD_MASK), reached(WORD_MASK, 3)
     (True, False, True, False)
@@ -16,7 +16,7 @@ def reached(word: int, value: int) -> bool:
 
 
 def as_int32(value: int) -> int:
-    """The word that holds ``value``, read with a sign, as int32 tensors do.
+    """Return the word that holds ``value`` as a signed number, as int32 tensors have it.
 
     >>> as_int32(5), as_int32(-1), as_int32(WORD_MASK), as_int32(_HALF)
     (5, -1, -1, -2147483648)

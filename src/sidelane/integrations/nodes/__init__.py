@@ -1,1 +1,1 @@
-"""Groups on several nodes: which ranks share one, what the steps of a collective are, and who makes them."""
+"""Groups on several nodes: the ranks of each node, the steps of collectives, and the code that makes them."""

@@ -1,4 +1,4 @@
-"""Whether a call among several nodes takes steps within and between them: a rule, alike on all ranks."""
+"""Choice of steps within and between nodes for a call: a rule, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sidelane.sizes import format_bytes
 FLAT, HIERARCHICAL = "flat", "hierarchical"
 
 LEAST_BYTES = 64 << 10
-"""Below it the steps' own time decides, and one call of the group's own backend has fewer. A rule of thumb."""
+"""Bytes of a call below which the steps' own latency decides; the group's backend has fewer. A heuristic."""
 
 PIECE_BYTES, MOST_PIECES = 4 << 20, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodesChoice:
-    """What a call takes, and why.
+    """Chosen way of a call, with the reason.
 
     Attributes:
         name: ``flat``, by the group's own backend, or ``hierarchical``.
-        reason: in words.
-        legal: what there was to choose from.
-        pieces: into which a hierarchical call is cut.
+        reason: reason of the choice, in words.
+        legal: names of the legal choices.
+        pieces: number of pieces of a hierarchical call.
     """
 
     name: str
@@ -35,13 +35,13 @@ class NodesChoice:
 
 
 def choose(kind: Kind | None, nbytes: int, nodes: Nodes, *, without: str = "") -> NodesChoice:
-    """Choose for a call.
+    """Choose the way of a call.
 
     Args:
-        kind: of the collective; None where there are no steps for it.
-        nbytes: of the larger side.
-        nodes: of the group.
-        without: why there are none, in words.
+        kind: kind of the collective; None if there are no steps for it.
+        nbytes: bytes of the larger side.
+        nodes: nodes of the group.
+        without: name of the operation in the text that there are no steps for it.
     """
     why_not = f"no steps for {without}" if kind is None else objection(kind, nodes)
     if why_not:

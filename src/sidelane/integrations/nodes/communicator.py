@@ -42,40 +42,40 @@ from sidelane.session import Communicator
 Tensor = torch.Tensor
 Tensors = Tensor | Sequence[Tensor]
 ON_STREAMS = ("cuda",)
-"""Devices whose far steps are waited for by streams: a thread looks after them (``lookout.py``)."""
+"""Devices whose far steps streams wait for: a thread watches them (``watchdog.py``)."""
 
 SLACK_S = 60.0
-"""By how much the time-out of NCCL itself is later."""
+"""Seconds by which the time-out of NCCL itself is later."""
 
-_FEW = 4  # copies of their own, which GPUs' copy engines make
+_FEW = 4  # largest number of copies made one by one, by the GPU's copy engines
 _FAR_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 class NodesCommunicator:
-    """The collectives that have steps for several nodes (``plan.py``), on tensors that are contiguous, and on lists.
+    """Collectives that have steps for several nodes (``plan.py``), on contiguous tensors and on lists.
 
-    Every rank of the group makes it, and the same calls in one order. A call that fails, or that one rank refuses, ends
-    it: some of its steps may have run.
+    Every rank of the group makes it, and makes the same calls in one order. A call that fails, or that one rank
+    refuses, ends it: some of its steps may have run.
 
     Args:
-        store: of these ranks alone.
-        rank: in the group.
-        ranks: of the group, in the world.
-        nodes: where they are.
-        device: where the tensors are.
-        config: settings; of the near part, and the time-out of the far one.
-        witness: knows the processes.
-        name: of the group, the same on all ranks.
-        beside: what runs next to the near steps; None for ``Config.beside``.
+        store: store of these ranks alone.
+        rank: number of this rank in the group.
+        ranks: ranks of the group, in the world.
+        nodes: nodes of the ranks.
+        device: device of the tensors.
+        config: settings of the near part, and the time-out of the far one.
+        witness: knows the processes that have died.
+        name: name of the group, the same on all ranks.
+        beside: computation next to the near steps; None for ``Config.beside``.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
         PeerError, PeerTimeoutError: a rank failed, or did not come.
 
     Attributes:
-        near: the communicator of this node.
-        pieces: into which the next calls are cut, at most; the same on all ranks.
-        owner: the process that is a rank.
+        near: communicator of this node.
+        pieces: largest number of pieces of the next calls; the same on all ranks.
+        owner: process that is the rank.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NodesCommunicator:
         self._group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/{device.type}/node{node}")
         self._plan = functools.lru_cache(maxsize=256)(make_plan)
         self._far: Any = None
-        self._far_works: Sequence[OtherWork] = ()  # of the call that is under way, or failed
+        self._far_works: Sequence[OtherWork] = ()  # of the call that is under way or has failed
         self._failure: Exception | None = None
         self.near, attempt = self._make_near(store, ranks, f"{name}/{device.type}", device, config)
         store = dist.PrefixStore(f"{attempt}/", store)
@@ -124,7 +124,7 @@ class NodesCommunicator:
         except Exception as error:
             failure = error
         try:
-            # The ranks of a slower node may take their time-out to find out.
+            # The ranks of a slower node may need their whole time-out to fail.
             patience = timedelta(seconds=2 * config.timeout_s)
             attempt = agree_on_a_part(store, self.rank, ranks, name, failure, patience)
         except BaseException:
@@ -175,7 +175,7 @@ class NodesCommunicator:
         self._each(Kind.BROADCAST, tensor, tensor, root=root)
 
     def late(self) -> tuple[str, Sequence[int]]:
-        """Who of this node has not come to the call that this rank is in, in words; and their ranks in the group."""
+        """Return text about the ranks of this node that have not come to the current call, and their group ranks."""
         control, own = self.lane.control, self.nodes.members[self._node]
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
         text = "".join(f"; {control.describe(rank)}" for rank in ranks)
@@ -184,14 +184,14 @@ class NodesCommunicator:
         return text.replace("; rank", "; rank of the node"), [own[rank] for rank in ranks]
 
     def fail(self, error: PeerError) -> None:
-        """Tell the others, on this node and elsewhere, that this rank takes part in no call any more."""
+        """Tell the other ranks, on this node and elsewhere, that this rank takes part in no more calls."""
         with self._telling:
             self._failure = self._failure or error
         self._roll.tell(error.ranks, str(error))
         self.lane.calls.fail(error)
 
     def close(self) -> None:
-        """Let go of everything; calls under way fail, here and on the other ranks. Idempotent. Nothing in a copy."""
+        """Release everything; calls under way fail, here and elsewhere. Idempotent. No effect in a forked copy."""
         if self.owner.is_copied:
             return
         if self._failure is None:
@@ -238,7 +238,7 @@ class NodesCommunicator:
             raise self._fail(error) from error.__cause__ or error
 
     def leave(self, error: PeerError | KeyboardInterrupt) -> None:
-        """End it for what happened to this rank: Ctrl-C, or its end. Calls under way fail, here and on the others."""
+        """End it because of Ctrl-C on this rank, or its exit. Calls under way fail, here and on the other ranks."""
         why = (
             "was interrupted" if isinstance(error, KeyboardInterrupt) else str(error).removeprefix(f"rank {self.rank} ")
         )
@@ -250,10 +250,10 @@ class NodesCommunicator:
 
     @contextlib.contextmanager
     def _looked_after(self) -> Iterator[None]:
-        """A call that streams make is under way until its last step has ended there."""
+        """Keep a call of streams registered until its last step has ended there."""
         is_cuda = self.device.type == "cuda"
         if not self._on_streams or (is_cuda and torch.cuda.is_current_stream_capturing()):
-            yield  # who replays a graph looks after it
+            yield  # the replay of the graph is watched by its caller
             return
         ended: list[Any] = []
         begun = torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always
@@ -264,19 +264,19 @@ class NodesCommunicator:
             ended.append(torch.cuda.current_stream(self.device).record_event().query if is_cuda else _always)
 
     def _attach(self) -> None:
-        """For a thread that asks for events: it must not disturb captures of others."""
+        """Prepare a thread that queries events: it must not disturb captures of other threads."""
         if self.device.type == "cuda":
             backend: Any = self.lane.backend
             backend.executor.driver.attach_thread()
 
     def _end(self, error: PeerError) -> None:
-        """Called by the thread: streams go on, and the next call says why, unless one has said so already."""
+        """Fail the communicator from the watchdog's thread: streams go on, and the next call raises, but only once."""
         with self._telling:
             is_first = self._failure is None
             if is_first:
                 self._failure = self._unsaid = error
         if is_first:
-            self.lane.calls.fail(PeerError(str(error)))  # whose ranks would be those of the node
+            self.lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
         if self.device.type == "cuda":
             backend: Any = self.lane.backend
             backend.executor.watch.fail(error)
@@ -284,11 +284,11 @@ class NodesCommunicator:
             self._far.abort()
 
     def dead(self, peers: Sequence[int]) -> list[int]:
-        """Who is at fault, as far as it is known: for far calls that wait (``works.Watch``)."""
+        """Return the ranks at fault, as far as known: for far calls that wait (``works.PeerWatch``)."""
         return self._roll.known()
 
     def explain(self, error: RuntimeError, peers: Sequence[int]) -> NoReturn:
-        """Raise what a far call has failed with; the others of this node do not wait any longer."""
+        """Raise for the error of a far call; the other ranks of this node stop waiting."""
         raise self._settle(error) from error
 
     def _settle(self, error: Exception, ranks: Sequence[int] = ()) -> PeerError:
@@ -296,8 +296,8 @@ class NodesCommunicator:
         return self._roll.settle(error, ranks, calls=self.lookout.calls)
 
     def _fail(self, error: Exception) -> Exception:
-        """End everything; agree with the others on who is at fault."""
-        if (unsaid := self._take_unsaid()) is not None:  # the thread has, and this call was the first to notice
+        """End everything; agree with the other ranks on the ranks at fault."""
+        if (unsaid := self._take_unsaid()) is not None:  # the thread has failed, and this call is the first to notice
             return unsaid
         if isinstance(error, _NearError):
             own = self.nodes.members[self._node]
@@ -308,20 +308,20 @@ class NodesCommunicator:
             self.near.close()
             if not isinstance(error, PeerError):
                 self._roll.tell((self.rank,), f"failed ({type(error).__name__}: {error})")
-        # To settle takes seconds, in which the thread may have ended.
+        # Settling takes seconds, in which the thread may have ended.
         with self._telling:
             if self._failure is None:
                 self._failure = failure
         return self._take_unsaid() or failure
 
     def _take_unsaid(self) -> PeerError | None:
-        """What the thread ended for, if no call has said so yet: it is said once."""
+        """Return the error of the thread, if no call has raised it yet: it is raised once."""
         with self._telling:
             unsaid, self._unsaid = self._unsaid, None
         return unsaid
 
     def _count(self, kind: Kind, output: Tensor, input: Tensor) -> int:
-        """Elements of a part (of an all_reduce and a broadcast: of the tensor)."""
+        """Return the number of elements of a part (for an all_reduce and a broadcast: of the tensor)."""
         size = self.world_size
         for tensor in (output, input):
             if tensor.device != self.device or not tensor.is_contiguous():
@@ -379,16 +379,16 @@ class NodesCommunicator:
 
 
 class _NearError(Exception):
-    """What a step within the node raised, which numbers its ranks by themselves."""
+    """Error of a step within the node, with the ranks' numbers in the node."""
 
 
 class _Call:
     """One run of a plan.
 
     Attributes:
-        near_op, far_op: of a reduction, in a node and between them.
-        weight: of this node's result.
-        far_works: those that have begun.
+        near_op, far_op: operations of a reduction, in a node and between nodes.
+        weight: weight of this node's result.
+        far_works: works of the far steps that have begun.
     """
 
     near_op: str
@@ -405,7 +405,7 @@ class _Call:
             self._tensors |= {(OUTPUT, number): output, (INPUT, number): input}
 
     def run(self) -> None:
-        """Make the steps."""
+        """Run the steps."""
         try:
             for name, count in self._plan.scratch.items():
                 self._tensors[name, 0] = self._whose._scratch.take(name, count, self._dtype)
@@ -463,7 +463,7 @@ class _Call:
         looks = not self._whose._on_streams
         self.far_works.append(OtherWork(work, self._whose, (), looks=looks))
 
-    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> Any:  # torch types what groups return so
+    def _ask(self, group: Any, step: Far, output: Tensor, input: Tensor) -> Any:  # as torch types the results of groups
         if step.kind is Kind.ALL_GATHER:
             return group._allgather_base(output, input, _options(c10d.AllgatherOptions()))
         if step.kind is Kind.ALL_TO_ALL:

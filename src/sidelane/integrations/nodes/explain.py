@@ -1,4 +1,4 @@
-"""What a call among several nodes takes, why, and which part of it runs where: for people."""
+"""Explanation of a call among several nodes: its choice, the reason, and the place of each part."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ExplainedStep:
     """A step of a rank.
 
     Attributes:
-        where: it runs.
-        what: it does.
-        nbytes: of this rank's side; 0 for none.
+        where: place of the step: a node or a rail.
+        what: description of the step.
+        nbytes: bytes of this rank's side; 0 for none.
     """
 
     where: str
@@ -40,14 +40,14 @@ class ExplainedStep:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explained:
-    """What :func:`explain_nodes` found.
+    """Result of :func:`explain_nodes`.
 
     Attributes:
-        nodes: where ranks are.
-        choice: what the call takes, and why.
-        rank: whose steps are told; the first of the first node.
-        steps: in their order; none where the call goes flat.
-        stays: bytes of scratch in symmetric memory that stay for the calls to come.
+        nodes: nodes of the ranks.
+        choice: chosen way of the call, with the reason.
+        rank: rank whose steps are listed; the first of the first node.
+        steps: steps in their order; none if the call goes flat.
+        stays: bytes of scratch in symmetric memory that later calls use again.
         scratch: bytes of other scratch.
     """
 
@@ -59,7 +59,7 @@ class Explained:
     scratch: int
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON object."""
+        """Return the explanation as one JSON object."""
         return {
             "nodes": [len(ranks) for ranks in self.nodes.members],
             "takes": self.choice.name,
@@ -74,7 +74,7 @@ class Explained:
 
 
 def nodes_of(sizes: Sequence[int]) -> Nodes:
-    """Nodes of so many ranks each, which are neighbours.
+    """Return nodes of so many ranks each, which are neighbours.
 
     >>> nodes_of([2, 3]).of
     (0, 0, 1, 1, 1)
@@ -88,14 +88,14 @@ def nodes_of(sizes: Sequence[int]) -> Nodes:
 
 
 def counts_of(kind: Kind, nbytes: int, dtype: str, ranks: int, tensors: int = 1) -> tuple[tuple[int, ...], int]:
-    """Elements for :func:`make_plan`, of so many tensors, and their bytes each.
+    """Return the numbers of elements for :func:`make_plan`, for so many tensors, and the bytes of an element.
 
     Args:
-        kind: of the collective.
-        nbytes: of the larger side of each tensor; rounded up to whole elements, and to as many for each rank.
-        dtype: of what is reduced; what is only moved is bytes.
-        ranks: of the group.
-        tensors: of a list.
+        kind: kind of the collective.
+        nbytes: bytes of the larger side of each tensor; rounded up to whole elements, and to as many for each rank.
+        dtype: dtype of reduced elements; elements that only move are bytes.
+        ranks: number of ranks of the group.
+        tensors: number of tensors of a list.
     """
     item = ELEMENT_BYTES[dtype]
     parts = 1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else ranks
@@ -105,14 +105,14 @@ def counts_of(kind: Kind, nbytes: int, dtype: str, ranks: int, tensors: int = 1)
 
 
 def explain_nodes(kind: Kind, nodes: Nodes, nbytes: int, dtype: str = "bfloat16", tensors: int = 1) -> Explained:
-    """Find out what a call would do.
+    """Explain a call without making it.
 
     Args:
-        kind: of the collective; a broadcast is from rank 0.
-        nodes: where the ranks are.
+        kind: kind of the collective; a broadcast is from rank 0.
+        nodes: nodes of the ranks.
         nbytes: gathered bytes of an all_gather, the local buffer of the others; of each tensor.
-        dtype: of the elements.
-        tensors: of a list in one call.
+        dtype: dtype of the elements.
+        tensors: number of tensors of a list in one call.
     """
     ranks, rank = len(nodes.of), 0
     steps_for = None if kind in (Kind.SCATTER, Kind.GATHER) else kind

@@ -1,8 +1,8 @@
-"""What the ranks of several nodes tell each other when a call fails: who is gone.
+"""Agreement of the ranks of several nodes, after a call has failed, on the ranks at fault.
 
-A rank knows only of the processes on its own machine whether they live. So whoever fails says in the store of the group
-that it is there, and who is at fault as far as it knows; whoever waits looks there. Where nobody knows, those who have
-not said within a few seconds that they are there are named. The first word counts for all.
+A rank can check only the processes on its own machine. So a rank that fails writes into the store of the group that
+it is present, and the ranks at fault as far as it knows; ranks that wait read the store. If no rank knows, those that
+have not written within a few seconds that they are present are named. The first entry counts for all.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _SLEEP_S = 0.05
 
 
 class RollCall:
-    """See the module.
+    """Roll call of the ranks after a failure; see the module.
 
     Args:
-        store: of the group's calls of one kind of device.
-        rank: in the group.
-        nodes: of the group.
-        ranks: of the group, in the world.
+        store: store of the group's calls of one kind of device.
+        rank: number of this rank in the group.
+        nodes: nodes of the group.
+        ranks: ranks of the group, in the world.
         witness: knows the processes of this machine.
-        timeout: of calls.
+        timeout: time-out of calls.
     """
 
     def __init__(
@@ -51,19 +51,20 @@ class RollCall:
         self._near = tuple(other for other in nodes.members[nodes.of[rank]] if other != rank)
 
     def known(self) -> list[int]:
-        """Those who are known to be at fault."""
+        """Return the ranks known to be at fault."""
         told = self._told()
         return list(told[0]) if told is not None else self._witness.dead(self._near)
 
     def settle(self, error: Exception, ranks: Sequence[int] = (), *, calls: int = 0) -> PeerError:
-        """Agree on who is at fault, with all who are left; takes a few seconds where nobody knows.
+        """Agree with all ranks left on the ranks at fault; this takes a few seconds if no rank knows.
 
         Args:
-            error: what happened here.
-            ranks: at fault as far as it says, if nobody knows better.
-            calls: how many this rank has begun, where others may wait in none (:meth:`answer`); 0 asks nobody.
+            error: error of this rank.
+            ranks: ranks at fault according to the error, if no rank knows better.
+            calls: number of calls that this rank has begun, if others may wait in none (:meth:`answer`); 0 queries
+                none.
         """
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the one who died
+        with contextlib.suppress(RuntimeError):  # the store may have vanished with the rank that died
             self._say_here()
             if calls:
                 self._store.compare_set("roll", "", str(calls))
@@ -82,10 +83,10 @@ class RollCall:
         return kind(f"{self.name(found)}{why}: {error}" if str(error) != why else f"{self.name(found)}{why}", found)
 
     def answer(self, calls: int) -> None:
-        """Say that this rank is there, if somebody has asked who has begun a call that it has begun.
+        """Answer that this rank is present, if a rank has called the roll in a call that this rank has begun.
 
         Args:
-            calls: that it has begun.
+            calls: number of calls that it has begun.
         """
         with contextlib.suppress(RuntimeError, ValueError):
             if not self._has_answered and self._store.check(["roll"]) and int(self._store.get("roll")) <= calls:
@@ -96,7 +97,7 @@ class RollCall:
         self._has_answered = True
 
     def tell(self, ranks: Sequence[int], why: str) -> tuple[tuple[int, ...], str]:
-        """Say who is at fault, unless somebody has said so already; returns what counts."""
+        """Publish the ranks at fault, unless another rank has done so already; return the published entry."""
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("fault", "", json.dumps((tuple(ranks), why)))
             told = self._told()
@@ -105,13 +106,13 @@ class RollCall:
         return tuple(ranks), why
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Ranks for people, with their nodes where they are."""
+        """Return ranks as text, with their nodes."""
         return "".join(
             f"rank {rank} (rank {self._ranks[rank]} of the world, node {self._nodes.of[rank]}) " for rank in ranks
         )
 
     def _told(self) -> tuple[tuple[int, ...], str] | None:
-        with contextlib.suppress(RuntimeError, ValueError):  # what is no word of ours is none
+        with contextlib.suppress(RuntimeError, ValueError):  # an entry in another format counts as none
             if self._store.check(["fault"]):
                 match parsed(self._store.get("fault")):
                     case (tuple(ranks), str(why)) if alike((0,) * len(ranks), ranks):

@@ -1,4 +1,4 @@
-"""Where the ranks of a group are, and the smaller groups that calls among several nodes need."""
+"""Nodes of a group's ranks, and the smaller groups that calls among several nodes need."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NOWHERE = "nowhere"
 
 
 def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, config: Config) -> Nodes:
-    """Ask all ranks of a group on which machine they are. Collective.
+    """Exchange the machines of all ranks of a group. Collective.
 
     Args:
-        store: of the group alone.
-        rank: in the group.
-        ranks: of the group, in the world.
-        timeout: for the last of them.
-        config: may name virtual nodes, in place of the machines.
+        store: store of the group alone.
+        rank: number of this rank in the group.
+        ranks: ranks of the group, in the world.
+        timeout: time-out for the last of them.
+        config: settings, which may name virtual nodes in place of the machines.
 
     Raises:
-        ValueError: it names none for a rank of the group; on all ranks.
+        ValueError: the settings name none for a rank of the group; on all ranks.
         PeerTimeoutError: a rank did not come.
     """
     if len(ranks) == 1:
@@ -41,7 +41,7 @@ def find_nodes(store: dist.Store, rank: int, ranks: Sequence[int], timeout: time
 
 
 def own_node(rank: int, config: Config) -> str:
-    """What the node of this process is called; ``rank`` is its own, in the world."""
+    """Return the name of this process's node; ``rank`` is its rank in the world."""
     named = config.virtual_nodes
     if named is None:
         return ProcessIdentity.own().machine
@@ -49,7 +49,7 @@ def own_node(rank: int, config: Config) -> str:
 
 
 def nodes_named(names: Sequence[str], ranks: Sequence[int], config: Config) -> Nodes:
-    """Where ranks are that have told :func:`own_node`.
+    """Return the nodes of ranks from the names that :func:`own_node` gave them.
 
     Raises:
         ValueError: the settings name no virtual node for one of them.
@@ -64,10 +64,10 @@ def nodes_named(names: Sequence[str], ranks: Sequence[int], config: Config) -> N
 
 
 def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, timeout: timedelta) -> list[str]:
-    """The words of all ranks, in their order. Collective; once for each ``what`` in a store.
+    """Return the words of all ranks, in their order. Collective; once for each ``what`` in a store.
 
     Raises:
-        PeerTimeoutError: a rank did not come. PeerError: it said something else.
+        PeerTimeoutError: a rank did not come. PeerError: it sent another format.
         MismatchError: it runs another version of Sidelane.
     """
     keys = [f"{what}/{other}" for other in range(size)]
@@ -94,22 +94,22 @@ def tell_all(store: dist.Store, what: str, rank: int, size: int, word: str, time
 def agree_on_a_part(
     store: dist.Store, rank: int, ranks: Sequence[int], name: str, failure: Exception | None, timeout: timedelta
 ) -> str:
-    """Have all ranks go on with a part of a communicator, or none: some may lack what others have. Collective.
+    """Make all ranks go on with a part of a communicator, or none: some may lack what others have. Collective.
 
     Args:
-        store: of these ranks alone.
-        rank: in the group.
-        ranks: of the group, in the world.
-        name: of the group and the part.
-        failure: what making the part here raised; None if it is there, or this rank needs none.
-        timeout: for the last rank to say.
+        store: store of these ranks alone.
+        rank: number of this rank in the group.
+        ranks: ranks of the group, in the world.
+        name: name of the group and the part.
+        failure: error of making the part here; None if it was made, or this rank needs none.
+        timeout: time-out for the last rank's answer.
 
     Returns:
-        A name of this attempt, which no other one in this store has.
+        Name of this attempt, which is unique in this store.
 
     Raises:
         UnavailableError: a node lacks something; on all ranks alike.
-        PeerError, PeerTimeoutError: on a rank it went wrong otherwise; one did not come.
+        PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
     word = "made" if failure is None else f"{type(failure).__name__}: {failure}"
     everyone = NodeGroup(dist.PrefixStore("all/", store), rank, ranks, name)
@@ -131,10 +131,10 @@ class NodeGroup(dist.ProcessGroup):
     """Ranks of one node, as a control plane for Sidelane: it has a store and no collectives.
 
     Args:
-        store: of these ranks alone.
-        rank: in it.
+        store: store of these ranks alone.
+        rank: number of this rank in it.
         ranks: its members, in the world.
-        name: the same on all of them, of no other group.
+        name: name of the group, the same on all members and unique.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], name: str) -> None:
@@ -144,10 +144,10 @@ class NodeGroup(dist.ProcessGroup):
         c10d._world.pg_group_ranks[self] = {world: number for number, world in enumerate(ranks)}
 
     def getGroupName(self) -> str:
-        """Under which its ranks meet."""
+        """Return the name under which its ranks meet."""
         return self._name
 
     def close(self) -> None:
-        """Have torch forget it."""
+        """Remove it from torch's tables."""
         c10d._world.pg_map.pop(self, None)
         c10d._world.pg_group_ranks.pop(self, None)

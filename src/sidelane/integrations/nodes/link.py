@@ -1,4 +1,4 @@
-"""What FSDP2's calls of a group on several machines are made by."""
+"""Link for FSDP2's calls of a group on several machines."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from sidelane.program.shape import Beside
 
 
 class NodesLink(Link):
-    """Lanes of nodes, and buffers that are symmetric within each.
+    """Lanes of several nodes, and buffers that are symmetric within each.
 
     Gradients are reduced from ordinary memory: the steps pack them anyway.
 
     Args:
-        group: whose shards they are.
-        device: of the shards.
+        group: group of the shards.
+        device: device of the shards.
         config: settings.
-        store: of these ranks and this link alone.
-        nodes: where the ranks are.
+        store: store of these ranks and this link alone.
+        nodes: nodes of the ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class NodesLink(Link):
         return torch.empty(*size, dtype=dtype, device=self.device)
 
     def is_not_to_come_back(self, tensor: torch.Tensor) -> None:
-        """All of it is ordinary memory."""
+        """Do nothing: all memory is ordinary."""
 
     def memory(self) -> MemoryUse:
         return MemoryUse.of_all(lane.comm.near.memory() for lane in self._lanes)
@@ -97,13 +97,13 @@ class NodesLink(Link):
 
 
 class NodesLane:
-    """A :class:`NodesCommunicator` whose calls may be asynchronous. It is what such calls ask (``order.Guard``).
+    """A :class:`NodesCommunicator` whose calls may be asynchronous. Such calls query it (``order.Guard``).
 
-    Asynchronous calls run on a thread, or on a stream of a GPU; all others behind them. A tensor that the caller drops
-    when it has waited has gone then: the thread lets go of it first.
+    Asynchronous calls run on a thread, or on a stream of a GPU; all others behind them. After a wait, the thread holds
+    no reference to the call's tensors, so a tensor that the caller then drops is freed.
 
     Args:
-        comm: makes the calls.
+        comm: communicator that makes the calls.
     """
 
     def __init__(self, comm: NodesCommunicator) -> None:
@@ -115,13 +115,13 @@ class NodesLane:
     def all_gather(
         self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
-        """See ``Communicator.all_gather``; ``beside`` was said before."""
+        """See ``Communicator.all_gather``; ``beside`` was given before."""
         return self._run(Kind.ALL_GATHER, output, input, async_op, lambda to, given: self.comm.all_gather(to, given))
 
     def reduce_scatter(
         self, output: Tensors, input: Tensors, *, op: str, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
-        """See ``Communicator.reduce_scatter``; ``beside`` was said before."""
+        """See ``Communicator.reduce_scatter``; ``beside`` was given before."""
 
         def make(to: Tensors, given: Tensors) -> None:
             self.comm.reduce_scatter(to, given, op=op)
@@ -129,7 +129,7 @@ class NodesLane:
         return self._run(Kind.REDUCE_SCATTER, output, input, async_op, make)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Bytes that are symmetric in this node; ordinary ones where the node has no more. Collective in a node.
+        """Return bytes that are symmetric in this node; ordinary ones if the node has no more. Collective in a node.
 
         Nodes need not agree: a call takes either.
         """
@@ -145,7 +145,7 @@ class NodesLane:
         return found[0]
 
     def close(self) -> None:
-        """End it; calls under way fail. Nothing in a forked copy."""
+        """End it; calls under way fail. No effect in a forked copy."""
         if self.comm.owner.is_copied:
             return
         self.comm.close()
@@ -167,7 +167,7 @@ class NodesLane:
         self.comm.leave(told)
 
     def end(self, until: float) -> None:
-        """At exit, as ``order.HostOrder`` does."""
+        """End the thread at exit, as ``order.HostOrder`` does."""
         self._thread.cancel()
         if self._thread.end(until):
             return
@@ -213,7 +213,7 @@ class NodesLane:
 
 
 def work_on_stream(backend: Any, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> Work:
-    """What stands for a call of a communicator's ``backend`` that is queued on a stream."""
+    """Return the work of a call of a communicator's ``backend`` that is queued on a stream."""
     from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
 
     assert isinstance(backend, CudaBackend)

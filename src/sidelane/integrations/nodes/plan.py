@@ -1,7 +1,7 @@
-"""The plans of collectives among several nodes: pieces, whose far steps run beside the near ones of others.
+"""Plans of collectives among several nodes, in pieces: the far steps of one run beside the near steps of others.
 
 Near steps are collectives of the ranks of one node, far ones of the ranks of one rail. A far step is begun, and joined
-later: between the two stands the near part of another piece. All ranks of a node have the same near steps, all of a
+later: between the two comes the near part of another piece. All ranks of a node have the same near steps, all of a
 rail the same far ones, in one order; so no two of them can wait for each other.
 
 An all-gather of two pieces::
@@ -54,7 +54,7 @@ Cuts = Sequence[Cut]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank, and where it is."""
+    """A rank and its place in its node."""
 
     nodes: Nodes
     rank: int
@@ -68,17 +68,17 @@ class RankPlace:
 
     @property
     def is_on_rail(self) -> bool:
-        """It takes far steps."""
+        """True if it takes far steps."""
         return self.place < self.nodes.rails
 
     @property
     def most(self) -> int:
-        """Ranks of the largest node."""
+        """Number of ranks of the largest node."""
         return max(map(len, self.nodes.members))
 
 
 class ScratchParts:
-    """Gives out parts of the tensors of scratch. Two pieces are under way at once, so each tensor is there twice."""
+    """Allocator of parts of the scratch tensors. Two pieces are under way at once, so each tensor exists twice."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -86,7 +86,7 @@ class ScratchParts:
         self._turn = 0
 
     def turn(self, number: int) -> None:
-        """What was given to the piece before the last is free again."""
+        """Free the parts of the piece before the last."""
         self._turn = number % 2
         self._taken.clear()
 
@@ -99,14 +99,14 @@ class ScratchParts:
 
 
 def size_of(cuts: Cuts) -> int:
-    """Elements of a run."""
+    """Return the number of elements of a run."""
     return sum(cut.end - cut.begin for cut in cuts)
 
 
 def run(
     buffer: str, part: int, cuts: Cuts, begin: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, ElementSpan]]:
-    """Elements ``begin`` to ``end`` of a part's run: their spans, and where in the run each begins."""
+    """Yield elements ``begin`` to ``end`` of a part's run: the offset of each span in the run, and the span."""
     at = 0
     for cut in cuts:
         first, last = max(begin, at), min(end if end is not None else size_of(cuts), at + cut.end - cut.begin)
@@ -116,17 +116,17 @@ def run(
 
 
 def packing(to: ElementSpan, buffer: str, part: int, cuts: Cuts, begin: int = 0, end: int | None = None) -> Pairs:
-    """Copies of some of a part's run into a row of scratch."""
+    """Return copies of some of a part's run into a row of scratch."""
     return [(to.part(at - begin, span.count), span) for at, span in run(buffer, part, cuts, begin, end)]
 
 
 def unpacking(part: int, cuts: Cuts, given: ElementSpan, begin: int = 0, end: int | None = None) -> Pairs:
-    """Copies from a row of scratch into the result."""
+    """Return copies from a row of scratch into the result."""
     return [(span, given.part(at - begin, span.count)) for at, span in run(OUTPUT, part, cuts, begin, end)]
 
 
 def gathered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Rail ``l`` carries the parts of the ranks ``l, l + L, ...`` of each node, one of each a round."""
+    """Plan an all-gather: rail ``l`` carries the parts of ranks ``l, l + L, ...`` of each node, one of each a round."""
     nodes, size = seat.nodes, size_of(cuts)
     own = NodeBroadcast(
         tuple((place, span) for place, rank in enumerate(seat.own) for _, span in run(OUTPUT, rank, cuts))
@@ -136,7 +136,7 @@ def gathered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
     copies: Pairs = []
     for place in range(seat.place, seat.most, nodes.rails) if seat.is_on_rail else ():
         arrived = scratch.take(ARRIVED, len(nodes.members) * size)
-        # A node without a rank for this round sends what nobody reads.
+        # A node without a rank for this round sends elements that are never read.
         giver = seat.own[place] if place < len(seat.own) else seat.rank
         (_, given), *more = run(OUTPUT, giver, cuts)
         if more:
@@ -155,13 +155,13 @@ def gathered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
             for _, span in run(OUTPUT, rank, cuts)
         )
     )
-    # With one round everybody sends what is its own: the near part may run beside.
+    # With one round every rank sends its own part: the near part may run beside.
     before, beside = ((), (own,)) if seat.most == nodes.rails else ((own,), ())
     return StepGroup((*before, Copies(tuple(sent))), tuple(far), beside, (Copies(tuple(copies)), others))
 
 
 def reduced(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Rail ``l`` adds slice ``l`` of the nodes' sums; ranks beyond the rails reduce what nobody reads."""
+    """Plan an all-reduce: rail ``l`` adds slice ``l`` of the nodes' sums; further ranks reduce unused elements."""
     nodes, size = seat.nodes, size_of(cuts)
     each = -(-size // nodes.rails)
     packed = scratch.take(PACKED, len(seat.own) * each)
@@ -177,7 +177,9 @@ def reduced(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
 
 
 def scattered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Nodes of one size. A node's sums for the ranks ``l`` of all nodes are its rank ``l``'s; its rail adds them up."""
+    """Plan a reduce-scatter among nodes of one size: rank ``l`` of a node has its sums for the ranks ``l`` of all
+    nodes, and its rail adds them up.
+    """
     nodes, size = seat.nodes, size_of(cuts)
     packed = scratch.take(PACKED, len(nodes.of) * size)
     middle, arrived = scratch.take(MIDDLE, len(nodes.members) * size), scratch.take(ARRIVED, size)
@@ -188,7 +190,9 @@ def scattered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
 
 
 def exchanged(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Nodes of one size. The own node's rank ``l`` collects what goes to ranks ``l``, and its rail delivers it."""
+    """Plan an all-to-all among nodes of one size: rank ``l`` of a node collects the parts for all ranks ``l``, and its
+    rail delivers them.
+    """
     nodes, size = seat.nodes, size_of(cuts)
     near, far = len(seat.own), len(nodes.members)
     packed, collected = scratch.take(PACKED, near * far * size), scratch.take(PACKED, near * far * size)
@@ -210,7 +214,7 @@ def exchanged(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
 
 
 def _pack(seat: RankPlace, packed: ElementSpan, cuts: Cuts) -> Copies:
-    """Parts for ``[place][node]``, next to each other."""
+    """Return copies of the parts for ``[place][node]`` next to each other."""
     far, size = len(seat.nodes.members), size_of(cuts)
     pairs: Pairs = []
     for node, ranks in enumerate(seat.nodes.members):
@@ -220,9 +224,9 @@ def _pack(seat: RankPlace, packed: ElementSpan, cuts: Cuts) -> Copies:
 
 
 def scattered_unevenly(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Rail ``l`` adds slice ``l`` of every part; then the ranks of a node hand each other the slices of their parts.
+    """Plan a reduce-scatter: rail ``l`` adds slice ``l`` of every part; then the ranks of a node exchange the slices.
 
-    Rows are ``[node][place]`` with room for ``M`` places; those of places that a node has not are never read.
+    Rows are ``[node][place]`` with room for ``M`` places; those of places that a node lacks are never read.
     """
     nodes, size = seat.nodes, size_of(cuts)
     each = -(-size // nodes.rails)
@@ -239,9 +243,10 @@ def scattered_unevenly(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> St
 
 
 def exchanged_unevenly(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
-    """Rail ``l`` carries slice ``l`` of every part: collected from the own node, and handed on in the other one.
+    """Plan an all-to-all: rail ``l`` carries slice ``l`` of every part, collected in the own node and handed on in the
+    other.
 
-    What it carries to a node of ``t`` ranks is ``[to < t][from < s]``, and from there ``[to < s][from < t]``.
+    To a node of ``t`` ranks it carries ``[to < t][from < s]``, and from there ``[to < s][from < t]``.
     """
     nodes, own = seat.nodes, len(seat.own)
     each = -(-size_of(cuts) // nodes.rails)
@@ -275,7 +280,7 @@ def exchanged_unevenly(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> St
 
 
 def _pack_slices(seat: RankPlace, packed: ElementSpan, cuts: Cuts, each: int) -> Copies:
-    """Slices of parts as ``[rail][node][place]``."""
+    """Return copies of the slices of parts as ``[rail][node][place]``."""
     slots = len(seat.nodes.members) * seat.most
     pairs: Pairs = []
     for rail, (begin, end) in enumerate(_slices(size_of(cuts), each)):
@@ -291,7 +296,7 @@ def _slices(size: int, each: int) -> list[tuple[int, int]]:
 
 
 def told(seat: RankPlace, root: int, cuts: Cuts) -> StepGroup:
-    """The root's node knows it first; rail ``l`` carries slice ``l``."""
+    """Plan a broadcast: the root's node gets it first; rail ``l`` carries slice ``l``."""
     ((_, whole),) = run(OUTPUT, 0, cuts)  # of one tensor
     node, place = seat.nodes.seat(root)
     slices = [whole.part(at, end - at) for at, end in _slices(whole.count, -(-whole.count // seat.nodes.rails))]
@@ -304,10 +309,10 @@ def told(seat: RankPlace, root: int, cuts: Cuts) -> StepGroup:
 
 
 _CUT_AT = 256
-"""Large pieces begin at multiples of it, in elements of a tensor: copies of whole vectors are fastest."""
+"""Alignment of large pieces in elements of a tensor: copies of whole vectors are fastest."""
 
 _MOST_LOPSIDED = 2
-"""A scatter and an exchange move that many times as much within the largest node, at most, as they would flat."""
+"""Largest ratio of two nodes' ranks for a reduce-scatter or an all-to-all: the larger one moves so much more bytes."""
 
 
 def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces: int, root: int = 0) -> NodePlan:
@@ -315,15 +320,15 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce, all_to_all or broadcast.
-        nodes: of the group.
-        rank: in the group.
-        counts: of each tensor, the elements of one part (all_gather, reduce_scatter, all_to_all) or of it (all_reduce,
-            broadcast, which has one tensor).
-        pieces: into which they are cut together, at most; 1 and more.
-        root: rank of a broadcast.
+        nodes: nodes of the group.
+        rank: number of this rank in the group.
+        counts: elements of one part of each tensor (all_gather, reduce_scatter, all_to_all), or of the tensor
+            (all_reduce; broadcast, which has one tensor).
+        pieces: largest number of pieces into which they are cut together; 1 and more.
+        root: root of a broadcast.
 
     Raises:
-        ValueError: there are none (see :func:`objection`), or a number is none of those.
+        ValueError: there are no such steps (see :func:`objection`), or a number is out of range.
     """
     kind = Kind(kind)
     rank, root = (whole(f"make_plan: {what}", n, 0, len(nodes.of) - 1) for what, n in (("rank", rank), ("root", root)))
@@ -358,7 +363,7 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces
 
 
 def objection(kind: Kind, nodes: Nodes) -> str:
-    """Why there are no such steps; "" if there are."""
+    """Return the reason why there are no such steps; "" if there are."""
     if kind in (Kind.SCATTER, Kind.GATHER):
         return "no steps for it"
     largest = max(map(len, nodes.members))
@@ -368,7 +373,7 @@ def objection(kind: Kind, nodes: Nodes) -> str:
 
 
 def _cut(counts: Sequence[int], pieces: int) -> Iterator[tuple[Cut, ...]]:
-    """Several tensors, one behind the other, in pieces of about the same size."""
+    """Cut several tensors, one behind the other, into pieces of about the same size."""
     starts = [0, *itertools.accumulate(counts)]
     total = starts[-1]
     bounds = [0]
@@ -388,7 +393,9 @@ def _cut(counts: Sequence[int], pieces: int) -> Iterator[tuple[Cut, ...]]:
 
 
 def _in_turn(pieces: Sequence[StepGroup]) -> Iterator[Step]:
-    """Each piece's far steps begin before the piece in front of it is finished, and behind the one before that."""
+    """Yield the steps of all pieces: the far steps of a piece begin before the piece in front of it is finished, and
+    behind the one before that.
+    """
     begun = 0
     waiting: tuple[Step, ...] = ()
     for piece in pieces:

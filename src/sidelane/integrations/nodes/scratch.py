@@ -10,13 +10,14 @@ from sidelane.session import Communicator
 
 
 class Scratch:
-    """What near steps read is symmetric memory of the node, which stays for the calls to come; the rest is ordinary.
+    """Scratch tensors: symmetric memory of the node for the inputs of near steps, kept for later calls; others are
+    ordinary.
 
-    Calls have one order, and all ranks of a node take the same. Where the node has no symmetric memory left, and within
+    Calls have one order, and all ranks of a node take the same. If the node has no symmetric memory left, and within
     a capture, all of it is ordinary memory, and near steps stage it.
 
     Args:
-        near: the communicator of the node.
+        near: communicator of the node.
     """
 
     def __init__(self, near: Communicator) -> None:
@@ -24,7 +25,7 @@ class Scratch:
         self._held: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """``count`` uninitialised elements. Collective in the node where more is needed than before.
+        """Return ``count`` uninitialised elements. Collective in the node if more are needed than before.
 
         Raises:
             PeerError, PeerTimeoutError: a rank of the node failed, or did not come.
@@ -46,5 +47,5 @@ class Scratch:
         return held[:nbytes].view(dtype)
 
     def clear(self) -> None:
-        """Let go of it."""
+        """Release the kept memory."""
         self._held.clear()

@@ -1,7 +1,7 @@
-"""What a rank does in a collective among several nodes, as frozen data.
+"""Steps of a rank in a collective among several nodes, as frozen data.
 
-What can be checked without the other ranks is checked where a value is made: numbers are whole, none is negative, names
-and kinds are those that there are. :class:`PlanError` says what is not.
+Each value checks itself, as far as that needs no other rank: numbers are whole, none is negative, names and kinds are
+known. Errors are :class:`PlanError`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from sidelane.program.collective import Kind
 
 INPUT, OUTPUT, PACKED, MIDDLE, ARRIVED = "input", "output", "packed", "middle", "arrived"
-"""Tensors of a call: the caller's, and three of scratch, each of them twice (``packed0``, ``packed1``).
-
-Near steps read ``packed``, far ones ``middle``; ``arrived`` is what far ones bring."""
+"""Names of a call's tensors: the caller's, and three of scratch, each of them twice (``packed0``, ``packed1``).
+Near steps read ``packed``, far ones read ``middle`` and write ``arrived``."""
 
 SCRATCH = tuple(f"{name}{turn}" for name in (PACKED, MIDDLE, ARRIVED) for turn in (0, 1))
 BUFFERS = (INPUT, OUTPUT, *SCRATCH)
@@ -24,11 +23,11 @@ BUFFERS = (INPUT, OUTPUT, *SCRATCH)
 NEAR_KINDS = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 FAR_KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST)
 IN_PLACE = (Kind.ALL_REDUCE, Kind.BROADCAST)
-"""Kinds that have one tensor: what is read is what is written."""
+"""Kinds that have one tensor, which is both read and written."""
 
 
 class PlanError(ValueError):
-    """A plan is wrong; says which rank, step and elements."""
+    """Error in a plan; the text names rank, step and elements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class ElementSpan:
 
     Attributes:
         buffer: one of ``BUFFERS``.
-        tensor: of the caller's list, which; 0 for scratch.
+        tensor: index in the caller's list; 0 for scratch.
     """
 
     buffer: str
@@ -56,11 +55,11 @@ class ElementSpan:
 
     @property
     def end(self) -> int:
-        """Behind the last element."""
+        """Index behind the last element."""
         return self.offset + self.count
 
     def part(self, offset: int, count: int) -> ElementSpan:
-        """Some of it."""
+        """Return ``count`` elements of the span from ``offset`` on."""
         if not 0 <= offset <= offset + count <= self.count:
             raise PlanError(f"Span.part: elements (value={offset} to {offset + count} of {self}, allowed=inside of it)")
         return ElementSpan(self.buffer, self.offset + offset, count, self.tensor)
@@ -72,7 +71,7 @@ class ElementSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Copies:
-    """Elements move within this rank, in any order: (to, from), of one size. None that is written overlaps another."""
+    """Copies within this rank, in any order: (to, from), of one size. No destination overlaps another span."""
 
     pairs: tuple[tuple[ElementSpan, ElementSpan], ...]
 
@@ -92,7 +91,7 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeBroadcast:
-    """Broadcasts in one node, as one call: the root's number there, and what is replaced by the root's."""
+    """Broadcasts in one node, as one call: the root's number there, and the elements that the root's replace."""
 
     parts: tuple[tuple[int, ElementSpan], ...]
 
@@ -122,10 +121,10 @@ class Near:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Far:
-    """A collective of this rank's rail is begun.
+    """Begin of a collective of this rank's rail.
 
     Attributes:
-        kind: which; for an all-reduce and a broadcast ``input`` is ``output``.
+        kind: kind of the collective; for an all-reduce and a broadcast ``input`` is ``output``.
         root: node of a broadcast; 0 for other kinds.
         sent, received: elements to and from each node, for an all-to-all whose parts differ; () for equal ones.
     """
@@ -161,7 +160,7 @@ class Far:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Join:
-    """The ``number``-th far step of this rank, from 0, has ended before the next step begins."""
+    """End of the ``number``-th far step of this rank, from 0: the next step begins behind it."""
 
     number: int
 
@@ -177,16 +176,16 @@ Step = Copies | NodeBroadcast | Near | Far | Join
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What one rank does.
+    """Steps of one rank.
 
     A step ends before the next begins; a far one goes on until it is joined, beside all steps in between and beside
-    other far steps. What one step does at once, and steps under way beside each other, must not touch what another of
-    them writes.
+    other far steps. The accesses of one step, and those of steps under way beside each other, must not touch
+    elements that another of them writes.
 
     Attributes:
-        steps: in their order.
-        scratch: elements of each tensor of scratch. Those of ``packed`` are the same, in one order, on all ranks of a
-            node, which take them together.
+        steps: steps in their order.
+        scratch: number of elements of each scratch tensor. Those of ``packed`` are the same, in one order, on all ranks
+            of a node, which take them together.
     """
 
     steps: tuple[Step, ...]
@@ -204,7 +203,7 @@ class NodePlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepGroup:
-    """What is under way at once: before the far steps, these themselves, beside them, and after them."""
+    """Steps of a piece: those before its far steps, the far steps, those beside them, and those after them."""
 
     before: tuple[Step, ...]
     far: tuple[Far, ...]
@@ -213,10 +212,10 @@ class StepGroup:
 
 
 def whole(what: str, value: Any, least: int = 0, most: int | None = None) -> int:
-    """A whole number from ``least`` to ``most``, as an ``int``.
+    """Return a whole number from ``least`` to ``most`` as an ``int``.
 
     Raises:
-        PlanError: it is something else.
+        PlanError: the value is something else.
     """
     try:
         found = None if isinstance(value, bool) else operator.index(value)
@@ -246,7 +245,7 @@ def _pair(what: str, value: Any, first: type, second: type) -> tuple[Any, Any]:
 
 
 def _collective(step: Near | Far, kinds: tuple[Kind, ...]) -> None:
-    """Settle kind and spans of a step."""
+    """Check kind and spans of a step."""
     name = type(step).__name__
     if step.kind not in kinds:
         raise PlanError(f"{name}: kind (value={step.kind!r}, allowed={', '.join(kinds)})")

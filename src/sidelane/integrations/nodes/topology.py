@@ -1,4 +1,4 @@
-"""Which ranks of a group stand on which node: a value, the same on all ranks."""
+"""Assignment of a group's ranks to nodes: a value, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import cached_property
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """Where the ranks of a group are. Nodes are numbered by their first rank, and need not hold neighbours.
+    """Nodes of a group's ranks. They are numbered by their first rank, and need not hold neighbours.
 
     >>> nodes = Nodes.named(["a", "b", "a", "a", "b"])
     >>> nodes.members, nodes.rails, nodes.seat(3)
     (((0, 2, 3), (1, 4)), 2, (0, 2))
 
     Attributes:
-        of: the node of each rank.
+        of: number of the node of each rank.
     """
 
     of: tuple[int, ...]
@@ -31,13 +31,13 @@ class Nodes:
 
     @classmethod
     def named(cls, names: Sequence[str]) -> Nodes:
-        """Ranks with the same name share a node."""
+        """Return the nodes of ranks by name: ranks with the same name share a node."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names))
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node."""
+        """Ranks of each node."""
         found: dict[int, list[int]] = {}
         for rank, node in enumerate(self.of):
             found.setdefault(node, []).append(rank)
@@ -45,21 +45,21 @@ class Nodes:
 
     @cached_property
     def rails(self) -> int:
-        """Ranks that every node has: rank ``i`` of each node talks to ranks ``i`` of the others, for ``i`` below it."""
+        """Number of ranks that every node has: below it, ranks ``i`` of all nodes talk to each other."""
         return min(map(len, self.members))
 
     @property
     def spans(self) -> bool:
-        """There are several."""
+        """True if there are several nodes."""
         return len(self.members) > 1
 
     @property
     def even(self) -> bool:
-        """All of one size."""
+        """True if all nodes have the same number of ranks."""
         return len({len(ranks) for ranks in self.members}) == 1
 
     def seat(self, rank: int) -> tuple[int, int]:
-        """Node of a rank, and its number there.
+        """Return the node of a rank, and its number there.
 
         Raises:
             ValueError: there is no such rank.
@@ -70,7 +70,7 @@ class Nodes:
         return node, self.members[node].index(rank)
 
     def rail(self, number: int) -> tuple[int, ...]:
-        """The ranks of a rail, one for each node."""
+        """Return the ranks of a rail, one for each node."""
         return tuple(ranks[number] for ranks in self.members)
 
     def __str__(self) -> str:

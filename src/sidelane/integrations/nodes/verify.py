@@ -1,11 +1,11 @@
-"""Proves plans of several nodes: all ranks' steps are carried out at once, on the origins of elements.
+"""Prove plans of several nodes: carry out all ranks' steps at once, on the origins of elements.
 
-A rank's steps follow each other, but for far ones: those run from where they are begun to where they are joined, beside
-all steps in between and beside each other, and in that time read their input and write their output whenever they
-like. Within a step, the copies, and the broadcasts of a spread, run in any order; so do a collective's reads and
-writes. So much is refused as could meet there: two accesses to an element, one of which writes, that no join stands
-between. What is left gives one outcome in every order, and one order of all ranks' steps stands for all others, as
-ranks meet in collectives only: a near one is in step on all ranks of a node, the n-th far one on all ranks of a rail.
+A rank's steps follow each other, but for far ones: those run from their begin to their join, beside all steps in
+between and beside each other, and may read their input and write their output at any time until then. Within a step,
+the copies, and the broadcasts of a node broadcast, run in any order; so do a collective's reads and writes. The proof
+refuses any two accesses to an element, one of which writes, that could meet because no join stands between. All orders
+then give the same outcome, and one order of all ranks' steps stands for all others, as ranks meet in collectives only:
+a near one is in step on all ranks of a node, the n-th far one on all ranks of a rail.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from sidelane.program.collective import REDUCING, Kind
 __all__ = ["PlanError", "verify_plans"]
 
 Origins = frozenset[tuple[int, int, int]]
-"""Of rank, tensor and element: what was added up."""
+"""Rank, tensor and element of each term of a sum."""
 
 Value = tuple[int, Origins] | None
-"""How often a near step has reduced it (which weights an average), and from what; None for what is not to be read."""
+"""Number of near reductions of an element (which weights an average), and its origins; None for unreadable elements."""
 
 
 def verify_plans(
@@ -58,14 +58,14 @@ def verify_plans(
 
     Args:
         kind: all_gather, reduce_scatter, all_reduce (in place), all_to_all or broadcast (in place).
-        nodes: of the group.
+        nodes: nodes of the group.
         counts: elements of each tensor, as for :func:`make_plan`.
-        pieces: as for :func:`make_plan`.
-        root: as for :func:`make_plan`.
-        make: of the plans.
+        pieces: largest number of pieces, as for :func:`make_plan`.
+        root: root of a broadcast.
+        make: function that makes the plans.
 
     Returns:
-        How many steps were carried out.
+        Number of steps that were carried out.
 
     Raises:
         PlanError: a plan is wrong.
@@ -102,7 +102,7 @@ class _Call:
         return f"{self.kind} on {self.nodes}{', in place' if self.in_place else ''}"
 
     def wanted(self, rank: int, tensor: int) -> list[Value]:
-        """What the collective defines for a rank's output."""
+        """Return the collective's specified output of a rank."""
         count, everyone = self.counts[tensor], range(len(self.nodes.of))
         if self.kind in REDUCING:
             begin = rank * count if self.kind is Kind.REDUCE_SCATTER else 0
@@ -113,7 +113,7 @@ class _Call:
 
 
 def _check_scratch(call: _Call, ranks: Sequence[int], plans: Sequence[NodePlan]) -> None:
-    """The ranks of a node take symmetric memory together."""
+    """Check that the ranks of a node take the same symmetric memory."""
     taken = {rank: [item for item in plans[rank].scratch.items() if item[0].startswith(PACKED)] for rank in ranks}
     for rank, items in taken.items():
         if items != taken[ranks[0]]:
@@ -150,7 +150,7 @@ class _Access:
     span: ElementSpan
 
     def meets(self, other: _Access) -> bool:
-        """Both touch an element, and one writes."""
+        """Return True if both touch an element, and one writes."""
         return (
             (self.writes or other.writes)
             and self.memory == other.memory
@@ -159,12 +159,12 @@ class _Access:
 
 
 class _Rank:
-    """One rank: its memory, and how far it has come."""
+    """One rank: its memory, and its position in its plan."""
 
     def __init__(self, call: _Call, rank: int, plan: NodePlan) -> None:
         self.call, self.rank, self.steps, self.at = call, rank, plan.steps, 0
         self.node, self.place = call.nodes.seat(rank)
-        self.far: list[tuple[Far, list[Value], tuple[_Access, ...]]] = []  # with what was there when it was begun
+        self.far: list[tuple[Far, list[Value], tuple[_Access, ...]]] = []  # with the input at its begin
         self.arrived: dict[int, list[Value]] = {}
         self.joined: set[int] = set()
         self._memory: dict[tuple[str, int], list[Value]] = {(name, 0): [None] * n for name, n in plan.scratch.items()}
@@ -199,7 +199,7 @@ class _Rank:
         raise PlanError(f"{self.call}: rank {self.rank} step {self.at}, {self.step}: {why}")
 
     def go_on(self) -> int:
-        """Make the steps that need nobody else; how many."""
+        """Carry out the steps that need no other rank; return their number."""
         begun = self.at
         while True:
             match self.step:
@@ -217,7 +217,7 @@ class _Rank:
             self.at += 1
 
     def check_end(self) -> None:
-        """All far steps have ended, and the outputs are right."""
+        """Check that all far steps have ended, and that the outputs are right."""
         for number, (step, *_) in enumerate(self.far):
             if number not in self.joined:
                 raise PlanError(f"{self.call}: rank {self.rank} ends with far step {number} under way, {step}")
@@ -244,13 +244,13 @@ class _Rank:
         self._memory[memory][begin:end] = values
 
     def check(self, reads: Sequence[ElementSpan], writes: Sequence[ElementSpan]) -> tuple[_Access, ...]:
-        """What this step touches may be touched, in any order and beside the far steps under way."""
+        """Check that this step's accesses are safe in any order and beside the far steps under way; return them."""
         found = [_Access(*self._where(span), False, span) for span in reads]
         for span in writes:
             if span.buffer == INPUT and self.call.kind not in IN_PLACE:
                 self.refuse(f"{span} is the caller's, and is only read")
             found.append(_Access(*self._where(span), True, span))
-        last: dict[bool, _Access] = {}  # of those that read and those that write: what reaches furthest
+        last: dict[bool, _Access] = {}  # the access that reaches furthest, of the reads and of the writes
         for access in sorted(found, key=lambda each: (each.memory, each.begin)):
             for other in last.values():
                 if access.meets(other):
@@ -302,7 +302,7 @@ class _Rank:
             self.refuse(f"{given} elements, and {taken} from {many} ranks")
 
     def begin_near(self, step: Near, many: int) -> list[Value]:
-        """What it gives to a near step."""
+        """Check a near step, and return its input."""
         self._check_sizes(step, many)
         self.check((step.input,), (step.output,))
         return self.read(step.input)
@@ -317,7 +317,7 @@ class _Rank:
 
 
 def _meet(ranks: Sequence[_Rank]) -> int:
-    """A near step, if all ranks of a node have come to one."""
+    """Carry out a near step if all ranks of a node have come to one; return the number of steps."""
     steps = [rank.step for rank in ranks]
     if not all(isinstance(step, Near | NodeBroadcast) for step in steps):
         return 0
@@ -331,7 +331,7 @@ def _meet(ranks: Sequence[_Rank]) -> int:
         for root, span in first.parts:
             told = ranks[root].read(span)
             for rank in ranks:
-                if rank is not ranks[root]:  # which only reads
+                if rank is not ranks[root]:  # the root only reads
                     rank.write(span, told)
     else:
         nears = [step for step in steps if isinstance(step, Near)]
@@ -345,7 +345,7 @@ def _meet(ranks: Sequence[_Rank]) -> int:
 
 
 def _carry(ranks: Sequence[_Rank]) -> None:
-    """The far steps that all ranks of a rail have begun."""
+    """Carry out the far steps that all ranks of a rail have begun."""
     for number in range(len(ranks[0].arrived), min(len(rank.far) for rank in ranks)):
         steps, inputs = [rank.far[number][0] for rank in ranks], [rank.far[number][1] for rank in ranks]
         first = steps[0]
@@ -362,7 +362,7 @@ def _carry(ranks: Sequence[_Rank]) -> None:
 
 
 def _asks(step: Step | None) -> tuple[object, ...]:
-    """What the ranks of a collective must have alike."""
+    """Return the properties of a step that the ranks of a collective must have alike."""
     if isinstance(step, Near):
         return Near, step.kind, step.input.count
     if isinstance(step, Far):
@@ -371,7 +371,7 @@ def _asks(step: Step | None) -> tuple[object, ...]:
 
 
 def _result(kind: Kind, inputs: Sequence[list[Value]], root: int, *, is_near: bool) -> list[list[Value]]:
-    """What a collective gives each rank."""
+    """Return the result of a collective on each rank."""
     many = len(inputs)
     each = len(inputs[0]) // many
     if kind is Kind.ALL_GATHER:
@@ -389,7 +389,7 @@ def _result(kind: Kind, inputs: Sequence[list[Value]], root: int, *, is_near: bo
 def _exchanged(
     ranks: Sequence[_Rank], number: int, steps: Sequence[Far], inputs: Sequence[list[Value]]
 ) -> Iterator[list[Value]]:
-    """An all-to-all whose parts differ."""
+    """Yield the outputs of an all-to-all whose parts differ."""
     for taker, step in enumerate(steps):
         output: list[Value] = []
         for giver, other in enumerate(steps):
@@ -402,7 +402,7 @@ def _exchanged(
 
 
 def _added(values: Sequence[Value], is_near: bool) -> Value:
-    """A sum; None where a part is missing, counts twice, or is weighted otherwise than the others."""
+    """Return a sum; None if a part is missing, counts twice, or is weighted otherwise than the others."""
     parts = [value for value in values if value is not None]
     total = frozenset[tuple[int, int, int]]().union(*(origins for _, origins in parts))
     if len(parts) < len(values) or len(total) != sum(len(origins) for _, origins in parts):

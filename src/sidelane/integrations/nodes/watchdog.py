@@ -1,10 +1,11 @@
-"""Looks after calls among several nodes that no host waits for: those on streams of GPUs.
+"""Watchdog for calls among several nodes that no host waits for: those on streams of GPUs.
 
-NCCL notices a dead node by its own time-out only, names nobody, and ends the process. Here a thread of each rank sees
-how long the call under way takes, and what the others have said; it ends the call with an error that names the ranks.
+NCCL notices a dead node by its own time-out only, names no rank, and ends the process. Here a thread of each rank
+watches the duration of the call under way and the other ranks' entries; it ends the call with an error that names the
+ranks.
 
-A rank that cannot go on calls the roll with the number of its call. Who has come to that call answers, be it that its
-own part has ended; who has not is at fault.
+A rank that cannot go on calls the roll with the number of its call. Ranks that have come to that call answer, even if
+their own part has ended; ranks that have not are at fault.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sidelane.integrations.nodes.failures import RollCall
 from sidelane.memory import ending
 
 _LOOK_S = 0.5
-_PATIENCE_S = 2.0  # a rank may have done its part before it went
+_PATIENCE_S = 2.0  # a rank may have completed its part before it ended
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,10 +29,10 @@ class CallUnderWay:
     """A call under way.
 
     Attributes:
-        number: of the call, from 1.
-        begun: says that what was queued in front of it has ended.
-        ended: says that it has.
-        since: when it was seen to have begun, by the clock of the thread.
+        number: number of the call, from 1.
+        begun: function that returns True once the work queued in front of it has ended.
+        ended: function that returns True once it has ended.
+        since: time at which it was seen to have begun, by the clock of the thread.
     """
 
     number: int
@@ -41,16 +42,16 @@ class CallUnderWay:
 
 
 class Lookout:
-    """See the module. Its thread begins with the first call.
+    """Watchdog thread; see the module. The thread begins with the first call.
 
     Args:
-        roll: what ranks tell each other.
-        timeout: of a call, from where it begins to run.
-        attach: called first in the thread.
-        end: called in the thread with what ends the communicator: everything that waits must go on.
+        roll: roll call of the ranks.
+        timeout: time-out of a call, from the time when it begins to run.
+        attach: function called first in the thread.
+        end: function called in the thread with the error that ends the communicator: everything that waits must go on.
 
     Attributes:
-        calls: that have begun here; 0 where hosts wait for their calls, and nobody asks.
+        calls: number of calls that have begun here; 0 if hosts wait for their calls, as the roll is not called then.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Lookout:
         self._thread: threading.Thread | None = None
 
     def begin(self, begun: Callable[[], bool], ended: Callable[[], bool]) -> None:
-        """A call is about to be made; all ranks make the same calls. See :class:`CallUnderWay`; asked in the thread."""
+        """Register a call that is about to be made, the same on all ranks. The thread calls the two functions."""
         self.calls += 1
         self._marks.append(CallUnderWay(self.calls, begun, ended))
         if self._thread is None:
@@ -77,10 +78,10 @@ class Lookout:
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * _LOOK_S + 5)
-        self._attach, self._end = lambda: None, lambda error: None  # they refer to who refers to this
+        self._attach, self._end = lambda: None, lambda error: None  # these refer to an object that refers to this one
 
     def end(self, until: float) -> None:
-        """At exit, as :meth:`close`."""
+        """End the thread at exit, as :meth:`close` does."""
         self.close()
 
     def _run(self) -> None:
@@ -92,7 +93,7 @@ class Lookout:
                 return
 
     def look(self, now: float) -> PeerError | None:
-        """What to end for, if anything; the clock says ``now``."""
+        """Return the error for which to end the communicator, if any; the clock says ``now``."""
         while self._marks and self._marks[0].ended():
             self._marks.pop(0)
             self._noticed = None

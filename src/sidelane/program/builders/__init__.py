@@ -1,4 +1,4 @@
-"""Builders: pure functions from (collective, variant, transport) to a Program. Each file registers what it builds."""
+"""Builders: pure functions from (collective, variant, transport) to a Program. Each file registers its algorithms."""
 
 from sidelane.program.builders.alternating import ALTERNATING, ROW_BYTES, Alternation, alternation
 from sidelane.program.builders.batch import build_batch

@@ -1,7 +1,7 @@
-"""One handshake instead of two: every rank copies what it sends into a slot of its own, and two slots take turns.
+"""One handshake instead of two: every rank copies its input into a slot of its own, and calls alternate two slots.
 
 A call copies its input into the slot of its turn (0, 1, 0, 1 ...), tells all peers that it is ready, waits until all of
-them are, and pulls their parts straight into its output. Nothing of the caller's is touched by a peer, and nobody waits
+them are, and pulls their parts straight into its output. Peers touch none of the caller's buffers, and no rank waits
 for the end of a pull. Rank r, three calls; ``s`` copies into a slot, ``R`` signals ready, ``.`` waits, ``p`` pulls::
 
     slot 0  s R . p p p                                  s R . p p p
@@ -13,13 +13,13 @@ one in every call, whether bytes travel between them or not. (In a program of tu
 rank overwrites what a slow one still pulls: ``verify`` refuses that, and accepts the two in turn.)
 
 *Flags.* The two turns have flags of their own, so that a frozen program may reset them: the next signal of a turn comes
-two calls later, behind a ready of this rank that its reset precedes. So the resets need not be in a hurry: they run
+two calls later, behind a ready of this rank that its reset precedes. So the resets are not urgent: they run
 beside the pulls.
 
 *Rows.* Small parts in a graph are all pulled by one pitched copy: those of all ranks lie equally far apart, this rank's
 own included, and in the output one part apart. So the own part comes out of the slot as well.
 
-*Graphs* repeat what they hold, and two calls of one turn could meet where the last call of a replay is followed by the
+*Graphs* replay their calls, and two calls of one turn could meet where the last call of a replay is followed by the
 first of the next. An ``opening`` program of turn 0 has an entry handshake in front: it may follow anything. Turn 1 is
 next. Calls of graphs have slots and flags that eager calls do not use.
 """
@@ -44,18 +44,18 @@ ALTERNATING = "alternating"
 TURNS = 2
 
 SLOT_BYTES = 4 << 20
-"""Most bytes that a rank sends in one call. All programs must have the same slots, so their size is fixed; from here on
-a handshake is a tenth of the time of a collective or less."""
+"""Largest number of bytes that a rank sends in one call. All programs need the same slots, so their size is fixed;
+above it a handshake is a tenth of the time of a collective or less."""
 
 ROW_BYTES = 128 << 10
 """Largest part that is pulled as a row. On four H200s a pitched copy of four rows of 256 bytes takes 3.5 us and three
-copies 9, of 64 KB as much as these less 5 us, of 256 KB 3 us more: it moves 90 GB/s."""
+copies 9; rows of 64 KB take 5 us less than the copies, and rows of 256 KB take 3 us more: it moves 90 GB/s."""
 
 THUMB_BYTES = 1 << 20
-"""Below this, one handshake is taken where nothing was measured."""
+"""Bytes of a call below which one handshake is taken if the machine has no measurements."""
 
 SPARE_BYTES = 256
-"""Behind the slots, where nobody reads."""
+"""Bytes behind the slots that no peer reads; a copy there has no effect."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Alternation:
     """The programs of one call, of which each invocation runs one.
 
     Attributes:
-        turns: for slot 0 and slot 1.
-        opening: for the first call in a graph; None for eager calls.
+        turns: programs for slot 0 and slot 1.
+        opening: program for the first call in a graph; None for eager calls.
     """
 
     turns: tuple[Program, Program]
@@ -94,8 +94,8 @@ def alternation(collective: Collective, *, frozen: bool, slot_bytes: int = SLOT_
     """Build the programs of a call.
 
     Args:
-        collective: one that only moves bytes.
-        frozen: for calls in a caller's graph: without epochs, and with an ``opening``.
+        collective: collective that only moves bytes.
+        frozen: build for calls in a caller's graph: without epochs, and with an ``opening``.
         slot_bytes: size of a slot.
 
     Raises:
@@ -109,14 +109,14 @@ def alternation(collective: Collective, *, frozen: bool, slot_bytes: int = SLOT_
 def alternating(
     collective: Collective, turn: int, *, slot_bytes: int = SLOT_BYTES, opening: bool = False, frozen: bool = False
 ) -> Program:
-    """Build the program of one turn. Alone, one behind the other, it is wrong: see :class:`Alternation`.
+    """Build the program of one turn. Repeated by itself it has a race; see :class:`Alternation` for the safe order.
 
     Args:
-        collective: one that only moves bytes. Input and output may be ordinary memory.
-        turn: 0 or 1: the slot that it uses.
+        collective: collective that only moves bytes. Input and output may be ordinary memory.
+        turn: number of the slot that the program uses, 0 or 1.
         slot_bytes: size of a slot; slot 1 lies behind slot 0.
-        opening: with an entry handshake in front.
-        frozen: without epochs.
+        opening: begin with an entry handshake.
+        frozen: build without epochs.
 
     Raises:
         ValueError: a reduction, another turn, or more bytes than a slot holds.
@@ -167,13 +167,13 @@ def alternating(
 
 
 def staging_of(slot_bytes: int) -> int:
-    """Bytes of staging that programs with such slots need."""
+    """Return the bytes of staging that programs with such slots need."""
     return TURNS * slot_bytes + SPARE_BYTES
 
 
 def flags_of(world_size: int) -> int:
-    """Flags of a rank: a set for each turn and one for the entry handshake, with a flag for every peer, and two between
-    its own engines (``beside``, ``resets_beside``).
+    """Return the number of flags of a rank: a set for each turn and one for the entry handshake, with a flag for every
+    peer, and two between its own engines (``beside``, ``resets_beside``).
 
     >>> flags_of(4)
     14
@@ -188,9 +188,8 @@ def _fits_rows(collective: Collective) -> bool:
 
 
 def _sent(collective: Collective, rank: int, *, own: bool) -> tuple[int, int]:
-    """Bytes of the input of ``rank`` from the first to the last that a peer needs; its own part may lie in between.
-
-    ``own``: or that it needs itself.
+    """Return the range of the input of ``rank`` that peers need, from the first byte to the last; its own part may lie
+    in between. With ``own``, bytes that the rank needs itself count too.
     """
     chunks = [chunk for chunk in collective.chunks() if chunk.src_rank == rank and (own or chunk.dst_rank != rank)]
     if not chunks:
@@ -210,19 +209,18 @@ def _own(collective: Collective, rank: int) -> list[Command]:
 
 
 def _spare_copy(rank: int, spare: int, slot: Span) -> Copy:
-    """A copy inside the GPU for its own sake, beside the pulls, where there is nothing else to copy there.
+    """Return a copy inside the GPU that runs beside the pulls if no other local copy does.
 
-    The next call's copy into its slot would else follow the pulls directly: to change from peer copies to one inside
-    costs a stream 7 us of 28 there, and nothing behind a join (docs/lab/probes.md).
+    Without it, the next call's copy into its slot would follow the pulls directly: the change from peer copies to a
+    copy inside the GPU costs a stream 7 us of 28 there, and nothing behind a join (docs/lab/probes.md).
     """
     nbytes = min(slot.nbytes, SPARE_BYTES)
     return Copy(Span(rank, Buffer.STAGING, spare, nbytes), Span(rank, Buffer.STAGING, slot.offset, nbytes))
 
 
 def _pulls(collective: Collective, rank: int, slot: int, *, rows: bool) -> list[Command]:
-    """One copy from each peer that sends something, in rotated order: at every step each rank serves another one.
-
-    ``rows``: and one from this rank, in the order of the ranks.
+    """Return one copy from each sending peer, in rotated order: at every step each rank serves another one.
+    With ``rows``, one copy from this rank is added, and all are in the order of the ranks.
     """
     by_source = {chunk.src_rank: chunk for chunk in collective.chunks() if chunk.dst_rank == rank}
     n = collective.world_size

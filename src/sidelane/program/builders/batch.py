@@ -1,4 +1,4 @@
-"""Programs for several collectives at once: the commands of each, with one entry and one exit handshake for all.
+"""Build one program for several collectives: the commands of each, with one entry and one exit handshake for all.
 
 Each part is built by its own builder, with the transport that its own tensors allow, and then all are merged. A rank,
 two parts, ``b2b``, the first pushed and the second staged::
@@ -10,7 +10,7 @@ two parts, ``b2b``, the first pushed and the second staged::
     merged   local  stage, entry, stage, entry, stage, entry
              dma              entered | push pull, push pull, push pull | exits | exited
 
-What makes this right is that a flag means the same in all parts (``flags``): *entry* says that the partner's side may
+This is correct because a flag means the same in all parts (``flags``): *entry* says that the partner's side may
 be touched, now for every part, so it comes behind the last staging of any of them; *exit* says that everything has
 been moved. ``verify`` proves the outcome like any other program.
 
@@ -53,12 +53,12 @@ def build_batch(batch: Batch, variant: str, transports: Sequence[Transport]) -> 
     """Build the program of a batch.
 
     Args:
-        batch: what to do; nothing is fine.
-        variant: of every part, one of ``list_variants`` of its kind.
-        transports: of each part, as in ``build``.
+        batch: collectives to run; there may be none.
+        variant: name of the algorithm of every part, one of ``list_variants`` of its kind.
+        transports: transport of each part, as in ``build``.
 
     Raises:
-        TypeError: an argument is something else.
+        TypeError: an argument has another type.
         ValueError: the variant does not exist for a part, or cannot run with its transport.
     """
     batch, variant = _BATCH("build_batch: batch", batch), text("build_batch: variant", variant)
@@ -98,7 +98,7 @@ _WAITS = {FlagRole.LOCAL: _Stage.RELEASED, FlagRole.ENTRY: _Stage.ENTERED, FlagR
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PartQueue:
-    """A queue of one part, with its commands about the buffers of the batch.
+    """A queue of one part, with its commands on the buffers of the batch.
 
     ``releases``: for each index that its own engines have in the part, the one that they have in the merged program.
     """
@@ -163,9 +163,8 @@ class _Merged:
             yield Queue(rank, Engine(EngineKind.COMPUTE), tuple(reducing))
 
     def _engines(self, rank: int, queues: Sequence[Queue]) -> list[int]:
-        """The engine of each queue: one for all of ``b2b``, else queues that move for the same peer share theirs.
-
-        A flag of the mover's must be awaited by one engine, and raised when one engine has moved everything.
+        """Return the engine of each queue: one for all of ``b2b``; otherwise queues that move for the same peer share
+        one. A flag of the mover must be awaited by one engine, and raised after one engine has moved everything.
         """
         if self.variant == "b2b":
             return [0] * len(queues)
@@ -178,7 +177,7 @@ class _Merged:
         return [next((n for n, group in enumerate(groups) if group & near), 0) for near in peers]
 
     def _staged(self, rank: int, parts: Iterable[_PartQueue], done: set[Command]) -> list[Command]:
-        """Commands of all parts, each once, in the order of their stages; ``done``: what stands elsewhere."""
+        """Return the commands of all parts, each once, in the order of their stages; ``done`` ones stand elsewhere."""
         syncs: dict[Command, tuple[int, int]] = {}
         moves: list[tuple[tuple[int, int, int], Command]] = []
         for part in parts:
@@ -200,7 +199,7 @@ class _Merged:
         return phase, _SIGNALS[role] if isinstance(command, Signal) else _WAITS[role]
 
     def _placed(self, part: _PartQueue) -> Iterator[Command]:
-        """The commands of a part's queue, about the buffers and flags of the batch."""
+        """Yield the commands of a part's queue, on the buffers and flags of the batch."""
         for command in part.queue.commands:
             if not isinstance(command, Signal | Wait):
                 yield _on(command, {span: self._span(span, part.part) for span in spans(command)})
@@ -221,7 +220,7 @@ class _Merged:
 
 
 def _merge_at_signals(parts: Sequence[Iterator[Command]]) -> list[Command]:
-    """Copies inside a rank: each signal, once, behind what comes before it in any part; then the rest."""
+    """Merge copies inside a rank: put each signal, once, behind the commands before it in any part; then the rest."""
     lists = [list(part) for part in parts]
     merged: list[Command] = []
     for signal in dict.fromkeys(command for part in lists for command in part if isinstance(command, Signal)):
@@ -235,7 +234,7 @@ def _merge_at_signals(parts: Sequence[Iterator[Command]]) -> list[Command]:
 
 
 def _on(command: Command, placed: dict[Span, Span]) -> Command:
-    """The same command on other spans."""
+    """Return the same command on other spans."""
     match command:
         case Copy(dst, src):
             return Copy(placed[dst], placed[src])
@@ -258,7 +257,7 @@ def _is_local(queue: Queue) -> bool:
 
 
 def _is_partners(command: Command, flags: FlagPlan) -> bool:
-    """True for what a partner says or hears: once a rank is enough, on the engine that needs it most."""
+    """Return True for a command that answers a mover: one a rank is enough, on the engine that needs it most."""
     if isinstance(command, Signal):
         return flags.role(command.flag)[1] is FlagRole.ENTRY
     return isinstance(command, Wait) and flags.role(command.flag)[1] is FlagRole.EXIT
@@ -269,5 +268,5 @@ def _moves(queue: Queue) -> Iterator[Command]:
 
 
 def _distance(command: Command, rank: int, world_size: int) -> int:
-    """How far behind ``rank`` the nearest peer of a move is, on the circle of ranks."""
+    """Return the distance from ``rank`` to the nearest peer of a move, on the circle of ranks."""
     return min((span.rank - rank) % world_size for span in spans(command) if span.rank != rank)

@@ -1,7 +1,7 @@
-"""Bytes that stay on their rank, copied beside those that travel: a pure step behind the builders.
+"""Copy the bytes that stay on their rank at the same time as those that travel: a pure step behind the builders.
 
-A builder puts a rank's own part on a ``local`` engine, with nothing to wait for. Here it gets a mark to wait for: the
-moment at which the first DMA queue begins to move. Its copy then runs in the shadow of the others::
+A builder puts a rank's own part on a ``local`` engine, with no wait in front. This step adds a flag to wait for: the
+first DMA queue sets it when it begins to move. The local copy then overlaps the others::
 
     dma:0    entries | wait for entries | mark | copies to peers | exits | wait for exits
     local:0                               wait | own part
@@ -33,9 +33,8 @@ from sidelane.program.transform.freeze import LOWERED, RAISED
 
 
 def beside(program: Program) -> Program:
-    """Let queues of nothing but copies inside their rank begin behind the last wait of its first DMA queue for a move.
-
-    Where that queue waits for nobody before it moves, they stay as they are.
+    """Start queues that only copy inside their rank behind the last wait before a move of its first DMA queue.
+    If that queue moves without a wait, they stay as they are.
     """
     mark = program.flag_count
     queues: list[Queue] = []
@@ -61,7 +60,8 @@ def beside(program: Program) -> Program:
 def resets_beside(program: Program) -> Program:
     """Move resets behind the last signal to a peer from each rank's first DMA queue to a queue beside its last moves.
 
-    Only for a frozen program whose peers signal those flags again behind a later signal of this rank; ``verify`` tells.
+    Only for a frozen program whose peers signal those flags again behind a later signal of this rank; ``verify``
+    checks that.
     """
     mark = program.flag_count
     queues: list[Queue] = []
@@ -90,13 +90,13 @@ def resets_beside(program: Program) -> Program:
 
 
 def first_move(queue: Queue) -> int:
-    """Position of the first command that moves bytes; the number of commands if none does."""
+    """Return the position of the first command that moves bytes; the number of commands if none does."""
     moves = (index for index, command in enumerate(queue.commands) if isinstance(command, MOVES))
     return next(moves, len(queue.commands))
 
 
 def _late_resets(queue: Queue) -> list[Command]:
-    """Resets between the last signal to a peer and a move."""
+    """Return the resets between the last signal to a peer and a move."""
     sent = max(
         (i for i, c in enumerate(queue.commands) if isinstance(c, Signal) and c.flag.rank != queue.rank), default=0
     )
@@ -112,7 +112,7 @@ def _stays(queue: Queue) -> bool:
 
 
 def _behind_waits(queue: Queue) -> int:
-    """Position behind the last wait that a move follows; 0 if there is none."""
+    """Return the position behind the last wait that a move follows; 0 if there is none."""
     moves = [index for index, command in enumerate(queue.commands) if isinstance(command, MOVES)]
     before = queue.commands[: moves[-1]] if moves else ()
     return max((index for index, command in enumerate(before, 1) if isinstance(command, Wait)), default=0)

@@ -1,4 +1,4 @@
-"""Imports every file of this folder, so that each has registered what it builds."""
+"""Import every file of this folder, so that each one registers its algorithms."""
 
 from __future__ import annotations
 

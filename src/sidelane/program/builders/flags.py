@@ -1,4 +1,4 @@
-"""Which flag stands for what, the same in every program, so that all programs of a communicator can share flag memory.
+"""Numbering of flags: the same in every program, so that all programs of a communicator can share flag memory.
 
 A transfer moves bytes between two ranks; the *mover* is the rank whose engine executes it, the *partner* the other one.
 
@@ -6,9 +6,9 @@ A transfer moves bytes between two ranks; the *mover* is the rank whose engine e
 - exit: the mover tells the partner that it has finished.
 
 Each flag has one writer in a program. Programs differ in their phases, so a flag of a later phase may be a local one of
-another program, which its own rank writes while it is still in that call. Only what a rank signals after it has heard
-from the other one, in the same call, may have a later phase; what it signals first has phase 0, whose flags are nothing
-else in any program.
+another program, which its own rank writes while it is still in that call. Only signals that a rank gives after it
+has heard from the other one, in the same call, may have a later phase; its first signal has phase 0, whose flags have
+one meaning in all programs.
 
 With 4 ranks, the exit of phase 1 that rank 2 writes has index 1*8 + 4 + 2 = 14 on every rank.
 """
@@ -22,7 +22,7 @@ from sidelane.program.ir import EPOCH, Flag, Signal, Wait
 
 
 class FlagRole(StrEnum):
-    """What a flag is for."""
+    """Purpose of a flag."""
 
     ENTRY = "entry"
     EXIT = "exit"
@@ -31,9 +31,10 @@ class FlagRole(StrEnum):
 
 
 CONFIRMATIONS = 496
-"""The first of 16 flags by which owners confirm where their bytes lie (``confirmed``). They are signalled before the
-reader has been heard of, so that they are nothing else in any program. The ring of ``examples/own_algorithm.py`` has
-481 flags among 16 ranks; of more than 512 a GPU could not say which one is missing (``execute/cuda/release.py``)."""
+"""Index of the first of 16 flags by which owners confirm the place of their bytes (``confirmed``). They are signalled
+before the reader has been heard, so no program may use them for anything else. The ring of
+``examples/own_algorithm.py`` has 481 flags among 16 ranks; of more than 512 a GPU could not say which one is missing
+(``execute/cuda/release.py``)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class FlagPlan:
 
     @property
     def handshakes(self) -> int:
-        """Flags used by handshakes; local flags come after them."""
+        """Number of flags that handshakes use; local flags come after them."""
         return 2 * self.world_size * self.phases
 
     def signal_entry(self, partner: int, mover: int, phase: int = 0) -> Signal:
@@ -61,7 +62,7 @@ class FlagPlan:
         return Wait(self._exit(partner, mover, phase), EPOCH)
 
     def role(self, flag: Flag) -> tuple[int, FlagRole]:
-        """The phase of a flag (0 for local ones), and what it is for.
+        """Return the phase of a flag (0 for local ones) and its role.
 
         >>> FlagPlan(world_size=4, phases=2).role(Flag(rank=0, index=14))
         (1, <FlagRole.EXIT: 'exit'>)
@@ -74,12 +75,12 @@ class FlagPlan:
         return phase, FlagRole.ENTRY if index < self.world_size else FlagRole.EXIT
 
     def local(self, rank: int, queue: int) -> Flag:
-        """The flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""
+        """Return the flag by which another engine of ``rank`` releases its DMA queue number ``queue``."""
         return Flag(rank, self.handshakes + queue)
 
     @staticmethod
     def confirmed(owner: int, reader: int) -> Flag:
-        """The flag by which ``owner`` tells ``reader`` that its bytes are there."""
+        """Return the flag by which ``owner`` tells ``reader`` that its bytes are in place."""
         return Flag(reader, CONFIRMATIONS + owner)
 
     def _entry(self, partner: int, mover: int, phase: int) -> Flag:

@@ -41,17 +41,17 @@ MOVING = tuple(kind for kind in Kind if kind not in REDUCING)
 
 
 def pcpy(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """One engine for each pair of ranks (DMA collectives paper, 4.2.1)."""
+    """Build a program with one engine for each pair of ranks (DMA collectives paper, 4.2.1)."""
     return _Moving(collective, transport, "pcpy").program(lambda peers: [[peer] for peer in peers])
 
 
 def b2b(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """One engine a rank, in rotated order: rank r serves r+1 first (DMA collectives paper, 4.2.4)."""
+    """Build a program with one engine a rank: rank r serves r+1 first (DMA collectives paper, 4.2.4)."""
     return _Moving(collective, transport, "b2b").program(lambda peers: [list(peers)] if peers else [])
 
 
 def bcst(collective: Collective, transport: Transport = Transport.PUSH) -> Program:
-    """Broadcast commands with two destinations, and one copy for a peer left over (DMA collectives paper, 4.2.2)."""
+    """Build broadcasts to two destinations, and a copy for a peer left over (DMA collectives paper, 4.2.2)."""
     if collective.kind not in (Kind.ALL_GATHER, Kind.BROADCAST):
         raise ValueError(f"bcst: collective (value={collective.kind}, allowed=all_gather, broadcast)")
     if transport is not Transport.PUSH:
@@ -84,7 +84,7 @@ class _Transfer:
 
 
 class _Moving:
-    """Assembles queues: which commands stand where is the same for all variants but for how peers share engines."""
+    """Assembler of queues: variants differ only in the way in which peers share engines."""
 
     def __init__(self, collective: Collective, transport: Transport, variant: str) -> None:
         if collective.in_place and collective.kind is Kind.ALL_TO_ALL and transport is not Transport.STAGED:
@@ -125,7 +125,7 @@ class _Moving:
         )
 
     def _releases(self, rank: int, dma: list[Queue]) -> list[Command]:
-        """Keep ``dma`` back until the input has been staged, where they overwrite it; the signals that let them go."""
+        """Hold ``dma`` queues that overwrite the input until it is staged; return the signals that release them."""
         if not self._overwrites_own_input:
             return []
         flags = [self.flags.local(rank, index) for index in range(len(dma))]
@@ -165,7 +165,7 @@ class _Moving:
         return [Copy(dst, src) for dst, src in spans if src != dst]
 
     def _staging_commands(self, rank: int) -> list[Command]:
-        """Copy what peers will fetch, neighbours in one piece, and tell them."""
+        """Copy the bytes that peers will fetch, neighbours in one piece, and signal the peers."""
         movers = [peer for peer in rotation(rank, self.collective.world_size) if (peer, rank) in self.active]
         pieces: list[tuple[int, int]] = []
         for start, end in sorted({(span.offset, span.end) for span in (self.active[m, rank].src for m in movers)}):
@@ -207,7 +207,7 @@ def _preceded(queue: Queue, command: Command) -> Queue:
 
 
 def rotation(rank: int, world_size: int) -> Iterable[int]:
-    """The peers of a rank, so that at every step each rank serves another one.
+    """Return the peers of a rank, in an order in which at every step each rank serves another one.
 
     >>> list(rotation(2, 4))
     [3, 0, 1]
@@ -216,7 +216,7 @@ def rotation(rank: int, world_size: int) -> Iterable[int]:
 
 
 def swap_issuer(i: int, j: int, world_size: int) -> int:
-    """Which of two ranks executes their swap, so that the ranks share the work evenly.
+    """Return the rank of two that executes their swap, so that the ranks share the work evenly.
 
     Each rank serves the half of the circle that follows it; two ranks opposite to each other take turns by parity.
 

@@ -1,8 +1,8 @@
-"""Hybrid programs for the collectives that add: copy engines move the bytes, compute units reduce them.
+"""Build hybrid programs for the collectives that add: copy engines move the bytes, compute units reduce them.
 
 A rank's peers push their chunks of its shard into slots of its staging buffer; its compute queue waits for all of them
-and reduces in the order of the ranks, so that the result does not depend on who came first (DMA collectives paper,
-6.1, sketches this half). An all_reduce goes on with the results: pushed into the peers' outputs where these are
+and reduces in the order of the ranks, so that the result does not depend on the order of arrival (DMA collectives
+paper, 6.1, sketches this half). An all_reduce goes on with the results: pushed into the peers' outputs if these are
 symmetric, else left in staging, from where the peers pull them.
 
 Large shards travel in pieces, so that reducing one hides behind the copies of the next. One rank, two pieces, b2b::
@@ -37,9 +37,9 @@ from sidelane.program.collective import REDUCING, SLOT_ALIGNMENT, Buffer, Chunk,
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Program, Queue, Reduce, Signal, Wait
 
 PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
-"""Bytes of a shard from which two, three and four pieces pay on four H200s. In a reduce_scatter only the last piece's
-reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the second's,
-and more pieces would only let the ranks fall out of step (docs/lab/probes.md)."""
+"""Bytes of a shard from which two, three and four pieces are faster on four H200s. In a reduce_scatter only the last
+piece's reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the
+second's, and more pieces would only let the ranks fall out of step (docs/lab/probes.md)."""
 
 
 def reduce(
@@ -53,12 +53,12 @@ def reduce(
     Args:
         collective: made by ``reduce_scatter`` or ``all_reduce``. The input may be ordinary memory.
         variant: ``pcpy`` (an engine for each peer) or ``b2b`` (one engine a rank).
-        transport: ``push`` into the outputs of an all_reduce, which must be symmetric; any other leaves its results in
-            staging. A reduce_scatter is the same with all.
-        pieces: into which a shard is cut, as their relative sizes; None for what its size is worth.
+        transport: ``push`` writes into the outputs of an all_reduce, which must be symmetric; any other leaves its
+            results in staging. A reduce_scatter is the same with all.
+        pieces: relative sizes of the pieces of a shard; None for :func:`worthwhile_pieces`.
 
     Raises:
-        ValueError: another collective or variant, or no pieces.
+        ValueError: the collective or the variant is another one, or there are no pieces.
     """
     if collective.kind not in REDUCING or collective.reduction is None:
         raise ValueError(f"reduce: collective (value={collective.kind}, allowed={', '.join(REDUCING)})")
@@ -74,14 +74,14 @@ def reduce(
 
 
 def worthwhile_pieces(collective: Collective) -> tuple[int, ...]:
-    """Relative sizes of the pieces of a shard."""
+    """Return the relative sizes of the pieces of a shard."""
     pieces = 1 + bisect.bisect_right(PIECES_FROM, max(collective.counts[0]))
     return (1,) * min(pieces, 2) if collective.kind is Kind.ALL_REDUCE else tuple(range(pieces, 0, -1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Piece:
-    """Bytes of a shard, and the phase of the handshakes that are about them."""
+    """Bytes of a shard, and the phase of their handshakes."""
 
     phase: int
     offset: int
@@ -144,7 +144,7 @@ class _Reducing:
         return commands
 
     def _announce(self, rank: int, groups: Sequence[Sequence[int]]) -> list[Command]:
-        """The exits that an all_reduce has in a stream of their own."""
+        """Return the exits that an all_reduce has in a stream of their own."""
         commands: list[Command] = []
         for phase in range(self.announced):
             for number, group in enumerate(groups):
@@ -176,14 +176,14 @@ class _Reducing:
             commands.append(Reduce(self._result_span(rank, piece), srcs, collective.reduction))
             commands += [flags.signal_entry(partner=rank, mover=peer, phase=phase) for peer in peers]
             own.append(output)
-        # Reducing once more takes what a copy out of staging would, and leaves the engines to the peers' pulls.
+        # Reducing once more takes as long as a copy out of staging, and leaves the engines to the peers' pulls.
         return [*commands, *own]
 
     def _push_results(self, rank: int, number: int, group: Sequence[int]) -> list[Command]:
         """Send the own results to the peers of one engine.
 
-        Nobody asks whether a peer's output may be written: it has sent its part of what was reduced, so it is in this
-        call, and done with that part of its input, which in place is where the result goes.
+        The peers' outputs may be written without an entry: each peer has sent its part of the reduced bytes, so it is
+        in this call and no longer reads that part of its input, which in place is the destination of the result.
         """
         flags = self.flags
         commands: list[Command] = []
@@ -198,7 +198,7 @@ class _Reducing:
         ]
 
     def _pull_results(self, rank: int, group: Sequence[int]) -> list[Command]:
-        """Fetch the results of the peers of one engine, and tell them when their staging may be used again."""
+        """Fetch the results of the peers of one engine, and signal them that their staging may be used again."""
         flags = self.flags
         commands: list[Command] = []
         for phase in range(self.phases):
@@ -215,19 +215,19 @@ class _Reducing:
         return commands
 
     def _sent(self, rank: int, number: int, phase: int) -> Flag:
-        """Engine ``number`` has moved its pieces of ``phase``."""
+        """Return the flag that engine ``number`` sets after it has moved its pieces of ``phase``."""
         return self.flags.local(rank, phase * self.collective.world_size + number)
 
     def _reduced(self, rank: int, number: int, phase: int) -> Flag:
-        """The result of the piece of ``phase`` is there, for engine ``number`` to send."""
+        """Return the flag that says that the result of ``phase``'s piece is ready for engine ``number`` to send."""
         return self.flags.local(rank, (self.announced + phase) * self.collective.world_size + number)
 
     def _slot(self, rank: int, index: int) -> int:
-        """Offset of staging slot ``index`` on ``rank``."""
+        """Return the offset of staging slot ``index`` on ``rank``."""
         return index * -(-self.shards[rank] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def _slot_span(self, rank: int, src_rank: int, piece: _Piece) -> Span:
-        """Where ``src_rank``'s bytes land: slots go by rank and leave out the reducing rank itself."""
+        """Return the slot for ``src_rank``'s bytes: slots are in the order of ranks without the reducing one."""
         index = src_rank - (src_rank > rank)
         return Span(rank, Buffer.STAGING, self._slot(rank, index) + piece.offset, piece.nbytes)
 
@@ -245,7 +245,7 @@ class _Reducing:
 
 
 def _cut(nbytes: int, pieces: Sequence[int]) -> Iterator[_Piece]:
-    """Consecutive pieces of a shard with about these relative sizes, none of them empty.
+    """Cut a shard into consecutive pieces of about these relative sizes, none of them empty.
 
     >>> [(piece.offset, piece.nbytes) for piece in _cut(3000, (2, 1))]
     [(0, 2048), (2048, 952)]

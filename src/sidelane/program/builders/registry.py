@@ -1,7 +1,7 @@
-"""Algorithms for copy engines: what each file of this folder says of itself, and what everybody else asks.
+"""Registry of algorithms for copy engines. Each file of this folder declares its algorithms here.
 
 A new algorithm is a new file here that calls :func:`register`. ``build``, ``verify``, the choice, the commands and the
-tests go by what it says; no table elsewhere knows its name.
+tests use its declaration; no table elsewhere knows its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = several(_KIND)
 
 
 def no_objection(shape: CallShape) -> str:
-    """An algorithm that is legal wherever its kinds are."""
+    """Return no objection: the algorithm is legal for every call of its kinds."""
     return ""
 
 
@@ -30,17 +30,17 @@ class Algorithm:
     """One way to run some collectives on copy engines.
 
     Attributes:
-        name: as callers write it in ``variant=``.
-        kinds: of the collectives that it runs.
-        preference: the least is taken first among those that are expected to be equally fast.
-        assemble: makes the commands of a moving collective, before ``finish``; None for one that takes turns.
-        whole: makes a whole program where more than that is to be done; None: ``finish(assemble(...))``.
-        finish: the steps behind ``assemble``, or behind the merging of many.
+        name: value of ``variant=`` that selects the algorithm.
+        kinds: kinds of collectives that it runs.
+        preference: rank among algorithms that are expected to be equally fast; the lowest is taken.
+        assemble: function that makes the commands of a moving collective, before ``finish``; None for one in turns.
+        whole: function that makes a whole program, if it is more than that; None for ``finish(assemble(...))``.
+        finish: steps behind ``assemble``, or behind the merging of many.
         into_outputs: ranks write into the outputs of others, which must be symmetric.
-        merges: its programs have one handshake with every peer, so that those of many tensors can be made one.
-        in_turns: it has two programs that follow each other (``alternating``), and is not for prelaunched calls.
-        objection: why it is not legal for a call, in words; empty if it is.
-        thumb: why to take it where nothing was measured, in words; empty if there is no reason to.
+        merges: its programs have one handshake with every peer, so that those of many tensors can be merged.
+        in_turns: it has two programs that alternate (``alternating``), and cannot be prelaunched.
+        objection: function that returns the reason why a call is not legal; empty if it is.
+        thumb: function that returns the reason to take it without measurements; empty if there is none.
     """
 
     name: str
@@ -63,10 +63,10 @@ _registered: dict[tuple[Kind, str], Algorithm] = {}
 
 
 def register(algorithm: Algorithm) -> Algorithm:
-    """Make an algorithm known.
+    """Register an algorithm.
 
     Raises:
-        ValueError: there is one of that name for one of its kinds.
+        ValueError: another algorithm has that name for one of its kinds.
     """
     for kind in algorithm.kinds:
         if _registered.setdefault((kind, algorithm.name), algorithm) is not algorithm:
@@ -75,44 +75,44 @@ def register(algorithm: Algorithm) -> Algorithm:
 
 
 def algorithms(kind: Kind) -> tuple[Algorithm, ...]:
-    """All for a collective, in order of preference between equals."""
+    """Return all algorithms for a collective, by preference."""
     kind = _KIND("algorithms: kind", kind)
     found = [algorithm for (of, _), algorithm in _registered.items() if of is kind]
     return tuple(sorted(found, key=lambda algorithm: (algorithm.preference, algorithm.name)))
 
 
 def find_algorithm(kind: Kind, name: str) -> Algorithm | None:
-    """The one of that name for a collective; None if there is none."""
+    """Return the algorithm of that name for a collective; None if there is none."""
     return _registered.get((_KIND("find_algorithm: kind", kind), text("find_algorithm: name", name)))
 
 
 def variants(kind: Kind) -> tuple[str, ...]:
-    """Names of those that are one program, in order of preference between equals."""
+    """Return the names of algorithms that are one program, by preference."""
     return tuple(algorithm.name for algorithm in algorithms(kind) if not algorithm.in_turns)
 
 
 def list_variants(kind: Kind) -> tuple[str, ...]:
-    """Those of :func:`variants` for batches, which have one handshake for all of their parts."""
+    """Return those of :func:`variants` that run batches, with one handshake for all parts."""
     return tuple(algorithm.name for algorithm in algorithms(kind) if algorithm.merges)
 
 
 def merges(name: str) -> bool:
-    """Programs of the algorithm of that name can be merged to one for many tensors, whatever the collective."""
+    """Return True if programs of that algorithm can be merged into one for many tensors, whatever the collective."""
     return all(algorithm.merges for (_, known), algorithm in _registered.items() if known == name)
 
 
 def in_turns(name: str) -> bool:
-    """The algorithm of that name has two programs that follow each other."""
+    """Return True if the algorithm of that name has two programs that alternate."""
     return any(algorithm.in_turns for (_, known), algorithm in _registered.items() if known == name)
 
 
 def for_every_kind(name: str) -> bool:
-    """Every collective has an algorithm of that name, so that a batch of several kinds can have it."""
+    """Return True if every collective has an algorithm of that name, so that a batch of several kinds can use it."""
     return all((kind, name) in _registered for kind in Kind)
 
 
 def writes_into_outputs(variant: str) -> bool:
-    """Ranks write into the outputs of others in the algorithm of that name, which must be symmetric then."""
+    """Return True if ranks write into the outputs of others in that algorithm, which must be symmetric then."""
     return any(algorithm.into_outputs for (_, name), algorithm in _registered.items() if name == variant)
 
 
@@ -120,12 +120,12 @@ def build(collective: Collective, variant: str, transport: Transport = Transport
     """Build the program of a collective.
 
     Args:
-        collective: what to do (see ``program.collective``).
+        collective: collective to run (see ``program.collective``).
         variant: one of ``variants(collective.kind)``.
-        transport: which buffers are symmetric. Reducing collectives begin with staging whatever is said here.
+        transport: transport that the symmetric buffers allow. Reducing collectives always begin with staging.
 
     Raises:
-        TypeError: an argument is something else.
+        TypeError: an argument has another type.
         ValueError: the variant does not exist for this collective, or cannot run with this transport.
     """
     collective, transport = _COLLECTIVE("build: collective", collective), _TRANSPORT("build: transport", transport)

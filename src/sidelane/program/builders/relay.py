@@ -1,4 +1,4 @@
-"""Relays: a broadcast in which every rank passes what it gets on to the next one, in chunks, on two engines.
+"""Build relays: a broadcast in which every rank passes each chunk on to the next rank, on two engines.
 
 Rank 0 is the root; ``0>1`` copies a chunk from rank 0 to rank 1::
 
@@ -8,13 +8,13 @@ Rank 0 is the root; ``0>1`` copies a chunk from rank 0 to rank 1::
              dma:1                 mark?            | chunk? ...
     rank 3   dma:0   entry for 2 | chunk? chunk? ...
 
-So the bytes leave every rank once, where the other variants send them once to each peer, and every link has one rank
-that writes to it. Where every peer gave a part of its own to all others, four H200s took 5.5 ms for 1 GiB, not 3.3: two
+So the bytes leave every rank once, where the other variants send them once to each peer, and every link has one writing
+rank. When every peer gave a part of its own to all others, four H200s took 5.5 ms for 1 GiB, not 3.3: two
 ranks that write to a third one have half of its link each, and wait for each other's parts. The engines take turns, one
 chunk each, so that one copies while the other signals and waits.
 
-The floor is ``S / B`` for S bytes over a link of B, and ``n - 2`` times what a chunk takes; without relays
-``(n - 1) S / B``. Ours; kernels relay in another way, by all links at once (``kernels/relay.py``).
+The floor is ``S / B`` for S bytes over a link of B, plus ``n - 2`` times the time of a chunk; without relays
+``(n - 1) S / B``. The algorithm is our own; kernels relay over all links at once (``kernels/relay.py``).
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ RELAY = "relay"
 """Name of the variant."""
 
 CHUNK_ALIGNMENT = 256
-"""Bytes at multiples of which chunks begin."""
+"""Alignment of chunks in bytes."""
 
 CHUNK_BYTES, MOST_ROUNDS = 4 << 20, 16
-"""As large as a chunk is at least, and how many an engine has at most. Each costs 4 to 5 us, for all that the other
-engine copies meanwhile: four H200s take 356 us for 64 MiB in chunks of 2 MiB and 277 in chunks of 4."""
+"""Smallest size of a chunk in bytes, and the largest number of chunks of an engine. Each costs 4 to 5 us, although the
+other engine copies meanwhile: four H200s take 356 us for 64 MiB in chunks of 2 MiB and 277 in chunks of 4."""
 
 SAVES_BYTES = 16 << 20
-"""Copy engines relay a broadcast from where the root so sends as much less, 8 MiB among four: on H200s 4 MiB take 55 us
-either way, 8 MiB 80 and not 95 (simulated), 16 MiB 105 and not 149."""
+"""Bytes saved by the root from which copy engines relay a broadcast, 8 MiB of message among four: on H200s 4 MiB take
+55 us either way, 8 MiB 80 and not 95 (simulated), 16 MiB 105 and not 149."""
 
 LANES = 2
-"""Engines of a rank."""
+"""Number of engines of a rank."""
 
 MOST_FLAGS = 480
-"""Of a program: a host must be able to read them all to explain a stall."""
+"""Largest number of flags of a program: a host must be able to read them all to explain a stall."""
 
 
 def relay(collective: Collective, transport: Transport = Transport.PUSH, *, rounds: int | None = None) -> Program:
     """Build a broadcast.
 
     Args:
-        collective: made by ``broadcast``.
+        collective: collective made by ``broadcast``.
         transport: ``push``: every rank writes into the next one's output.
-        rounds: chunks of each engine; None for what the bytes are worth.
+        rounds: number of chunks of each engine; None for :func:`worthwhile_rounds`.
 
     Raises:
-        ValueError: another collective or transport, or no rounds.
+        ValueError: the collective or the transport is another one, or there are no rounds.
     """
     if collective.kind is not Kind.BROADCAST:
         raise ValueError(f"{RELAY}: collective (value={collective.kind}, allowed=broadcast)")
@@ -73,7 +73,7 @@ def relay(collective: Collective, transport: Transport = Transport.PUSH, *, roun
 
 
 def worthwhile_rounds(collective: Collective) -> int:
-    """As many as chunks of ``CHUNK_BYTES`` give, within bounds.
+    """Return the number of chunks of an engine: chunks of ``CHUNK_BYTES``, within bounds.
 
     >>> from sidelane.program.collective import broadcast
     >>> [worthwhile_rounds(broadcast(nbytes << 20, 4, 0)) for nbytes in (1, 16, 64, 1024)]
@@ -108,7 +108,7 @@ class _Relay:
         return Program(self.collective, RELAY, filled, (0,) * self.collective.world_size, self.flags.handshakes + 1)
 
     def _lane(self, place: int, lane: int) -> Queue:
-        """What an engine does at the rank that the chunks reach ``place``-th."""
+        """Return the queue of an engine at the rank that the chunks reach ``place``-th."""
         flags, rank = self.flags, self.ranks[place]
         before = self.ranks[place - 1] if place else None
         behind = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
@@ -128,7 +128,7 @@ class _Relay:
         return Queue(rank, Engine(EngineKind.DMA, lane), tuple(commands))
 
     def _copy(self, rank: int, behind: int, chunk: _Chunk) -> Copy:
-        """From the root's input, or from where the rank before has stored the chunk."""
+        """Return a copy from the root's input, or from the output into which the rank before has stored the chunk."""
         source = self.collective.input_span if rank == self.root else self.collective.output_span
         target = self.collective.output_span(behind, chunk.offset, chunk.nbytes)
         return Copy(target, source(rank, chunk.offset, chunk.nbytes))
@@ -141,7 +141,7 @@ class _Relay:
 
 
 def _cut(nbytes: int, count: int) -> list[_Chunk]:
-    """Chunks of about the same size, none of them empty.
+    """Cut a buffer into chunks of about the same size, none of them empty.
 
     >>> [(chunk.number, chunk.offset, chunk.nbytes) for chunk in _cut(1000, 3)]
     [(0, 0, 512), (1, 512, 256), (2, 768, 232)]

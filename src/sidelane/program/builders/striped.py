@@ -1,10 +1,10 @@
-"""Two engines a rank, each with one half of every copy: one starts a copy while the other ends one.
+"""Use two engines a rank, each with one half of every copy: one starts a copy while the other ends one.
 
     dma:0    entries | wait for entries | mark | first halves  | wait | exits | wait for exits
     dma:1                                 wait | second halves | mark
 
 Both go round in the order of ``b2b``. On four H200s that saves 3 us of 23 for small copies, and 5 of 161 for 64 MiB in
-all; from 64 MiB a peer on it loses (docs/lab/probes.md). Ours.
+all; from 64 MiB a peer on it is slower (docs/lab/probes.md). The algorithm is our own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STRIPED = "striped"
 """Name of the variant."""
 
 STRIPE_ALIGNMENT = 256
-"""Bytes at multiples of which a copy is cut in two."""
+"""Alignment in bytes of the place at which a copy is cut in two."""
 
 
 def stripe(program: Program) -> Program:
@@ -32,7 +32,7 @@ def stripe(program: Program) -> Program:
 
 
 def _stripes(queue: Queue, start: int, end: int) -> list[Queue]:
-    """The queue with the first halves of its copies, and one with the second halves, where there are any."""
+    """Return the queue with the first halves of its copies, and one with the second halves, if there are any."""
     halves = [_halves(command) for command in queue.commands if isinstance(command, Copy)]
     second = [copy for _, copy in halves if copy is not None]
     if queue.engine.kind is not EngineKind.DMA or not second:
@@ -52,7 +52,7 @@ def _stripes(queue: Queue, start: int, end: int) -> list[Queue]:
 
 
 def _halves(copy: Copy) -> tuple[Copy, Copy | None]:
-    """Both halves of a copy, cut at a multiple of ``STRIPE_ALIGNMENT``; None for a second one without bytes.
+    """Return both halves of a copy, cut at a multiple of ``STRIPE_ALIGNMENT``; None for a second one without bytes.
 
     >>> from sidelane.program.collective import Buffer
     >>> source, target = Span(0, Buffer.INPUT, 0, 1000), Span(1, Buffer.OUTPUT, 0, 1000)

@@ -1,4 +1,4 @@
-"""Which rank moves a chunk."""
+"""Transports: the rank whose engine moves a chunk."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import StrEnum
 
 
 class Transport(StrEnum):
-    """Which rank moves a chunk, and so which buffers must be in symmetric memory.
+    """Rank that moves a chunk, and so the buffers that must be in symmetric memory.
 
     ``push``: the source writes into its peer's output (output symmetric). ``pull``: the destination reads its peer's
-    input (input symmetric). ``staged``: the source copies its input to staging and its peers pull from there; nothing
-    of the caller's needs to be symmetric, for one more copy of the bytes that a rank sends.
+    input (input symmetric). ``staged``: the source copies its input to staging and its peers pull from there; none of
+    the caller's buffers needs to be symmetric, for one more copy of the bytes that a rank sends.
     """
 
     PUSH = "push"

@@ -1,4 +1,4 @@
-"""Rewrite commands that an executor does not have into commands that it has."""
+"""Rewrite commands that an executor lacks into commands that it has."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def lower(program: Program, native: AbstractSet[type[Move]]) -> Program:
     """Rewrite every broadcast and swap that is not ``native``.
 
     A broadcast becomes two copies. A swap becomes three copies through a staging span of the rank whose engine executes
-    it: the remote bytes are saved first, then overwritten, then the saved bytes land. The order of a queue is kept, so
-    whatever ``verify`` proved about the flags around the command still holds.
+    it: the remote bytes are saved first, then overwritten, then the saved bytes are stored. The order of a queue stays,
+    so the proofs of ``verify`` about the flags around the command still hold.
 
     Raises:
         ValueError: ``Copy`` is not native; there is nothing to rewrite to.

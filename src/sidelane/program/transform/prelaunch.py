@@ -24,7 +24,7 @@ def prelaunch(program: Program) -> Program:
 
 
 def hold(program: Program) -> Program:
-    """Put all queues of a rank behind one trigger, which its ``caller`` queue fires. :func:`release` takes it away.
+    """Put all queues of a rank behind one trigger, which its ``caller`` queue fires. :func:`release` removes it.
 
     It is the last flag of every rank, and only this rank touches it: it may lie apart (``Addresses.triggers``). A rank
     that does nothing waits for it all the same: it can be fired everywhere.
@@ -39,7 +39,7 @@ def hold(program: Program) -> Program:
 
 
 def held_by(program: Program, rank: int) -> Flag | None:
-    """The trigger that all queues of a rank wait for first; None if there is no such one."""
+    """Return the trigger that all queues of a rank wait for first; None if there is no such trigger."""
     if not program.prelaunched:
         return None
     queues = (queue for queue in program.queues_of(rank) if queue.engine.kind is not EngineKind.CALLER)
@@ -49,7 +49,7 @@ def held_by(program: Program, rank: int) -> Flag | None:
 
 
 def release(program: Program) -> Program:
-    """What was put behind triggers, without them.
+    """Remove the triggers from a program.
 
     Raises:
         ValueError: the program is not prelaunched.
@@ -65,7 +65,7 @@ def release(program: Program) -> Program:
 
 
 def _behind(program: Program, name: str, triggers_of: Callable[[int, int], Sequence[Flag]]) -> Program:
-    """``triggers_of``: a rank and the number of its queues -> the trigger of each."""
+    """Put queues behind triggers; ``triggers_of`` maps a rank and the number of its queues to the trigger of each."""
     if program.prelaunched:
         raise ValueError(f"{name}: the program is prelaunched already")
     queues: list[Queue] = []

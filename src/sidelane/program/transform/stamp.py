@@ -1,13 +1,13 @@
-"""Mark where the phases of a program begin and end, by time stamps around the copies of every engine.
+"""Mark the beginning and end of a program's phases, by time stamps around the copies of every engine.
 
-No stamp stands between two copies of an engine, nor where nothing would lie between it and the next one::
+No stamp stands between two copies of an engine, nor directly beside another stamp::
 
     dma     stamp begin | entry handshake | stamp first | copy copy copy | stamp last | exit handshake | stamp end
     local   copy of the own chunk | stamp last
 
 A queue that copies into its own rank's staging before it waits for its peers (``alternating``) has two stamps more, so
-that the handshake is told from the copies around it. What is done beside the copies, as flags that are reset, is
-stamped at its end::
+that the handshake can be told from the copies around it. Commands beside the copies, such as resets of flags, are
+stamped at their end::
 
     dma     stamp first | copy into the slot | stamp staged | handshake | stamp ready | pull pull pull | stamp last
     local   wait for the handshake | resets | stamp end
@@ -24,7 +24,7 @@ from sidelane.program.ir import MOVES, Command, EngineKind, Program, Queue, Redu
 
 
 class StampMark(IntEnum):
-    """What a stamp marks; its slot is ``len(Mark) * position of the queue on its rank + mark``."""
+    """Mark of a stamp; its slot is ``len(StampMark) * position of the queue on its rank + mark``."""
 
     BEGIN = 0
     FIRST = 1
@@ -38,7 +38,7 @@ def stamp(program: Program) -> Program:
     """Add stamps to a program. ``prelaunch`` may follow, so that a trigger comes before the first stamp.
 
     Raises:
-        ValueError: the program has stamps already, or is prelaunched already: ``BEGIN`` would be when it was armed.
+        ValueError: the program has stamps already, or is prelaunched already: ``BEGIN`` would be the time of arming.
     """
     if any(isinstance(command, Stamp) for queue in program.queues for command in queue.commands):
         raise ValueError(f"stamp: the program has stamps already (value={program.variant!r})")
@@ -53,15 +53,15 @@ def stamp(program: Program) -> Program:
 
 
 def slots_of(program: Program, rank: int) -> tuple[int, ...]:
-    """The slots that ``rank`` stamps, in the order of its queues."""
+    """Return the slots that ``rank`` stamps, in the order of its queues."""
     return tuple(c.slot for queue in program.queues_of(rank) for c in queue.commands if isinstance(c, Stamp))
 
 
 def times_of(stamps: Mapping[int, float]) -> dict[StampMark, float]:
-    """From slots with times to the marks of a rank: its earliest ``BEGIN`` and ``FIRST``, its latest others.
+    """Map times of slots to marks of a rank: its earliest ``BEGIN`` and ``FIRST``, its latest others.
 
-    A mark that no queue has is where its neighbour is: without an entry handshake ``BEGIN`` is ``FIRST``, without an
-    exit handshake ``END`` is ``LAST``; where nothing is staged, ``STAGED`` and ``READY`` are ``FIRST``.
+    A mark that no queue has takes the time of its neighbour: without an entry handshake ``BEGIN`` is ``FIRST``, without
+    an exit handshake ``END`` is ``LAST``; where nothing is staged, ``STAGED`` and ``READY`` are ``FIRST``.
 
     >>> {str(mark.name): time for mark, time in times_of({1: 5.0, 2: 9.0, 8: 8.0}).items()}
     {'BEGIN': 5.0, 'FIRST': 5.0, 'LAST': 9.0, 'END': 9.0, 'STAGED': 5.0, 'READY': 5.0}
@@ -110,9 +110,9 @@ def _marked(queue: Queue, position: int) -> tuple[Command, ...]:
 
 
 def _around_handshake(commands: Sequence[Command]) -> tuple[int, int]:
-    """Positions behind the copies into the own rank's staging and of the first copy behind the wait that follows them.
+    """Return the positions behind the copies into own staging, and of the first copy behind the wait that follows them.
 
-    Two zeros where no such copies come before the first wait.
+    Return two zeros if no such copies come before the first wait.
     """
     moves = [index for index, command in enumerate(commands) if isinstance(command, MOVES)]
     for before, after in itertools.pairwise(moves):

@@ -1,12 +1,12 @@
-"""Programs in which callers have a part: what runs on engines, and what is left to the callers.
+"""Programs in which callers take part: separate the engines' commands from those of the callers.
 
-A ``caller`` queue of such a program says what its rank does itself while the program is under way:
+A ``caller`` queue of such a program describes the rank's own actions while the program is under way:
 
 trigger   it computes (a copy from a buffer that is ``computed``, docs/internals/programs.md) and then signals
 arrival   it waits, and then reads (a copy to a buffer that is ``used``)
 
-An executor gets the other queues. Trigger k of a rank is what its queue ``caller:k`` signals, fired when its bytes are
-there. Arrivals are numbered from 0 on, too, in the order of their engines.
+An executor gets the other queues. Trigger k of a rank stands for the signals of its queue ``caller:k``; the caller
+fires it when its bytes are ready. Arrivals are numbered from 0 on, too, in the order of their engines.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sidelane.program.ir import EngineKind, Flag, Program, Queue, Signal, Signal
 
 
 def without_callers(program: Program) -> Program:
-    """The program as engines run it; the same object if callers have no part in it."""
+    """Return the program as engines run it; the same object if callers take no part in it."""
     queues = tuple(queue for queue in program.queues if queue.engine.kind is not EngineKind.CALLER)
     return program if len(queues) == len(program.queues) else dataclasses.replace(program, queues=queues)
 
 
 def flags_of_callers(program: Program) -> Program:
-    """The program without what callers compute and read: what a graph holds, in which flags that stay on a rank are
-    dependencies. The same object if callers have no part in it.
+    """Return the program without the callers' computing and reading, for a graph, in which flags that stay on a rank
+    are dependencies. It is the same object if callers take no part in it.
     """
     if without_callers(program) is program:
         return program
@@ -38,11 +38,12 @@ def flags_of_callers(program: Program) -> Program:
 
 
 def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
-    """What each trigger of a rank signals, by its number.
+    """Return the signals of each trigger of a rank, by the number of the trigger.
 
     Raises:
-        ValueError: a ``caller`` queue of any rank does neither what a trigger nor what an arrival does; or the numbers
-            of the engines of a rank's triggers are not 0, 1, 2 ...
+        ValueError: a ``caller`` queue of any rank is neither a trigger nor an arrival; or the numbers of the engines of
+            a
+        rank's triggers are not 0, 1, 2 ...
     """
     arrivals_of(program, rank)
     found: dict[int, dict[int, tuple[Signal, ...]]] = {}
@@ -61,7 +62,7 @@ def triggers_of(program: Program, rank: int) -> tuple[tuple[Signal, ...], ...]:
 
 
 def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
-    """What each arrival of a rank waits for, by its number.
+    """Return the waits of each arrival of a rank, by the number of the arrival.
 
     Raises:
         ValueError: a ``caller`` queue of any rank waits and signals.
@@ -71,7 +72,7 @@ def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
         if queue.engine.kind is not EngineKind.CALLER:
             continue
         waits = _waited(queue)
-        resets = {wait.flag for wait in waits}  # by a frozen program
+        resets = {wait.flag for wait in waits}  # in a frozen program
         if waits and any(isinstance(command, Signal) and command.flag not in resets for command in queue.commands):
             raise ValueError(
                 f"rank {queue.rank} {queue.engine} waits and signals (allowed=a trigger computes and signals, an "
@@ -83,7 +84,7 @@ def arrivals_of(program: Program, rank: int) -> tuple[tuple[Wait, ...], ...]:
 
 
 def flags_by_callers(program: Program, rank: int) -> tuple[tuple[tuple[Flag, ...], ...], tuple[tuple[Flag, ...], ...]]:
-    """Flags of each trigger and of each arrival of a rank."""
+    """Return the flags of each trigger and of each arrival of a rank."""
     fired, waited = triggers_of(program, rank), arrivals_of(program, rank)
     return (
         tuple(tuple(signal.flag for signal in signals) for signals in fired),

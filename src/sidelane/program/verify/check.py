@@ -1,4 +1,4 @@
-"""``verify``: everything that is proven about a program, in the order in which the proofs build on each other.
+"""Proofs of ``verify``, in the order in which they build on each other.
 
 1. structure: each command on its own, engines, flags (``structure``); values of flags (``values``);
 2. happens-before over unrolled invocations: deadlocks, lost signals, signals without a wait (``order``, ``flags``,
@@ -6,15 +6,15 @@
 3. races between commands, and between commands and callers (``races``);
 4. provenance: every output holds what the collective defines, bit by bit (``provenance``).
 
-Why two invocations speak for any number. By the rules of ``values``, what a wait makes of a signal depends only on
+Why two invocations suffice for any number. By the rules of ``values``, the effect of a signal on a wait depends only on
 which invocation each of them belongs to, never on which number an invocation has. And a wait must need a signal of its
-own invocation (``flags``, ``counters``). So whatever comes before what inside of one invocation does so in every one,
-and so it is with two that follow each other: invocations are a chain of equal links. What could still go wrong needs
-two of them.
+own invocation (``flags``, ``counters``). So the order of two events inside one invocation is the same in every one, and
+so is the order between events of two successive invocations: invocations are a chain of equal links. Any further error
+needs two of them.
 
-- *A flag starts at 0*, and at what the invocation before has left: the first and the second invocation.
-- *A signal of a later invocation* erases one that was not seen yet, or spoils what a wait waits for: that of the next
-  one does so first. Those behind it come after it, in the same queue.
+- *A flag starts at 0*, and at the value that the invocation before has left: the first and the second invocation.
+- *A signal of a later invocation* erases one that was not seen yet, or spoils the value that a wait needs: the signal
+  of the next one does so first. Those behind it come after it, in the same queue.
 - *Commands of two invocations race.* Commands a of i and b of j > i+1 that share bytes share them with b of i+1 too,
   where a is proven to come before b; and each b comes before the next b.
 - *Bytes may be stale.* Outputs are right whatever staging held before (``provenance``).
@@ -45,18 +45,18 @@ from sidelane.program.verify.values import check_values
 _PROGRAM, _PROGRAMS = an(Program), several(an(Program), Program)
 
 INVOCATIONS = 2
-"""One on fresh flags, and one behind it (see above)."""
+"""Number of unrolled invocations: one on fresh flags, and one behind it (see above)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verification:
-    """What was looked at to accept a program.
+    """Extent of a successful verification.
 
     Attributes:
-        commands: in one invocation (of all programs of a sequence).
-        invocations: unrolled back to back.
-        pairs: pairs of accesses to the same bytes that were compared.
-        seconds: that the verification took.
+        commands: number of commands in one invocation (of all programs of a sequence).
+        invocations: number of invocations unrolled back to back.
+        pairs: number of pairs of accesses to the same bytes that were compared.
+        seconds: time that the verification took.
     """
 
     commands: int
@@ -69,12 +69,12 @@ def verify(program: Program, *, invocations: int = INVOCATIONS) -> Verification:
     """Prove that ``program`` does what its collective defines, alone and invoked again and again back to back.
 
     Args:
-        program: what to prove.
-        invocations: to unroll, > 0. Fewer than the default prove less.
+        program: program to prove.
+        invocations: number of invocations to unroll, > 0. Fewer than the default prove less.
 
     Raises:
         ProgramError: the program is wrong; the text names the ranks, the commands and the bytes.
-        TypeError: no program, or ``invocations`` is no whole number.
+        TypeError: ``program`` is no program, or ``invocations`` is no whole number.
         ValueError: ``invocations`` is not positive.
     """
     program, invocations = _PROGRAM("verify: program", program), whole("verify: invocations", invocations)
@@ -87,8 +87,8 @@ def verify_sequence(programs: Sequence[Program], *, rounds: int = INVOCATIONS) -
     """Prove programs of one communicator, which share flags and staging, when they run back to back, round after round.
 
     Args:
-        programs: in the order of one round; the same object may stand there more than once.
-        rounds: to unroll, > 0. Fewer than the default prove less.
+        programs: programs in the order of one round; the same object may stand there more than once.
+        rounds: number of rounds to unroll, > 0. Fewer than the default prove less.
 
     Raises:
         ProgramError: a program is wrong, or they disturb each other; the text names ranks, commands and bytes.
@@ -130,7 +130,7 @@ def _proven(programs: tuple[Program, ...], rounds: int, start: float) -> Verific
 
 
 def go_through(layout: Layout) -> HappensBefore:
-    """Find out what comes before what, again until what is claimed of counters holds."""
+    """Find the order of events, again until all claims about counters hold."""
     counters = Counters()
     while True:
         order = HappensBefore(layout, counters)
@@ -140,7 +140,7 @@ def go_through(layout: Layout) -> HappensBefore:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Nothing here refers to itself, and to look for what does takes a third of the time of a large program."""
+    """Turn off garbage collection: no object here refers to itself, and the search takes a third of a large proof."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

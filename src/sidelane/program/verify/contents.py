@@ -1,4 +1,4 @@
-"""What a buffer holds, byte range by byte range, by origin and never by value: cost does not depend on byte counts."""
+"""Contents of buffers, by byte range and by origin, never by value: the cost does not depend on byte counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sidelane.program.collective import INTEGERS, ReduceOp, Reduction
 
 
 class Origin(NamedTuple):
-    """Bytes that the caller of ``rank`` left in ``buffer`` for ``invocation`` (staging: that nobody ever wrote)."""
+    """Bytes that the caller of ``rank`` left in ``buffer`` for ``invocation`` (staging: bytes never written)."""
 
     rank: int
     buffer: str
@@ -31,7 +31,7 @@ class Content(NamedTuple):
     shift: int
 
     def moved(self, distance: int) -> Content:
-        """The same bytes, ``distance`` further up."""
+        """Return the same bytes, ``distance`` further up."""
         return Content(self.value, self.shift - distance)
 
 
@@ -44,11 +44,11 @@ class ContentRange(NamedTuple):
 
 
 def combine(reduction: Reduction, contents: Sequence[Content]) -> Content:
-    """Content of elements that are the reduction of ``contents``, in this order; one alone stays what it is.
+    """Return the content of elements that are the reduction of ``contents``, in this order; one alone stays as it is.
 
     Equal contents are equal bit by bit: floats accumulate in float32 in the order of the sources and are rounded once,
-    so that another order, or a reduction of a reduction, is something else. Three things make no difference: the order
-    of integers; a reduction of reductions of integers, but for averages, or of minima or maxima; and a float32 sum that
+    so another order, or a reduction of a reduction, is another content. Three things make no difference: the order of
+    integers; a reduction of reductions of integers, but for averages, or of minima or maxima; and a float32 sum that
     begins with a sum, as it would go on without the step.
     """
     if len(contents) == 1:
@@ -71,7 +71,7 @@ def _is_exact(reduction: Reduction) -> bool:
 
 
 def _goes_on(reduction: Reduction, *, is_first: bool) -> bool:
-    """True where a reduction of reductions has the bits of a reduction of everything."""
+    """Return True if a reduction of reductions has the bits of a reduction of everything."""
     if reduction.op is ReduceOp.AVG:
         return False
     exact = _is_exact(reduction) or reduction.op in (ReduceOp.MIN, ReduceOp.MAX)
@@ -94,7 +94,7 @@ class Contents:
         self._contents = [content] if nbytes else []
 
     def read(self, start: int, end: int) -> list[ContentRange]:
-        """Pieces of bytes ``[start, end)``, cut to that range."""
+        """Return the pieces of bytes ``[start, end)``, cut to that range."""
         first = bisect_right(self._starts, start) - 1
         behind = bisect_left(self._starts, end)
         edges = [start, *self._starts[first + 1 : behind], end]
@@ -104,7 +104,7 @@ class Contents:
         ]
 
     def whole(self, start: int, end: int) -> Content | None:
-        """What is in bytes ``[start, end)`` if that is one piece, which it mostly is; else None."""
+        """Return the content of bytes ``[start, end)`` if they are one piece, as they usually are; else None."""
         first = bisect_right(self._starts, start) - 1
         behind = first + 1
         if behind < len(self._starts) and self._starts[behind] < end:

@@ -1,15 +1,15 @@
-"""Flags that many signals add to, and that their owner takes back to 0: what a wait for a sum needs, what can go wrong.
+"""Flags that many signals add to, and that their owner resets to 0: the signals that a wait requires, and errors.
 
 A signal is *required* by a wait if the others that may come before the wait do not add up to its value. Without a
 signal there is also nothing that comes after it, so its successors are left out of the sum with it.
 
 Which others may come before the wait depends on what other waits require, of this invocation and of those behind it.
-So it is claimed at first that each wait requires all signals of its invocation, alike in all invocations; ``order``
-goes through the events with that; what does not hold then is claimed no more; and so on until all claims hold.
+So the first claim is that each wait requires all signals of its invocation, alike in all invocations; ``order``
+goes through the events with that; claims that do not hold then are given up; and so on until all claims hold.
 
 That claims may rest on each other is right, by induction over any run: take the first wait that ends without a signal
-that it is claimed to require. Whatever has been added by then, has been so behind waits that ended before, for which
-the claims hold. So nothing has been added that comes after the wait itself by them; what is left does not suffice.
+that it is claimed to require. All additions by then came behind waits that ended before, for which
+the claims hold. So nothing has been added that comes after the wait itself by them; the rest does not suffice.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sidelane.program.verify.report import name_event
 
 
 class Counters:
-    """What is claimed of all counters: the signals that each wait requires, in every invocation alike."""
+    """Claims about all counters: the signals that each wait requires, in every invocation alike."""
 
     def __init__(self) -> None:
         self._claims: dict[int, frozenset[int]] = {}
 
     def may_require(self, wait: Occurrence, add: Occurrence) -> bool:
-        """True if it is (still) claimed that a wait requires a signal of its own invocation."""
+        """Return True if it is (still) claimed that a wait requires a signal of its own invocation."""
         claims = self._claims.get(_step(wait))
         return wait[0] == add[0] and (claims is None or _step(add) in claims)
 
     def revise(self, counters: Iterable[Counter]) -> bool:
-        """Give up the claims that do not hold; True if there were any."""
+        """Give up the claims that do not hold; return True if there were any."""
         before, self._claims = self._claims, {}
         for counter in counters:
             for wait, adds in counter.required():
@@ -46,7 +46,7 @@ class Counters:
 
 
 class _Use(NamedTuple):
-    """A signal or a wait: its place in the order of the way taken, and what happened before it."""
+    """A signal or a wait: its position in the order of events taken, and the clock of its past."""
 
     number: int
     chain: int
@@ -58,17 +58,17 @@ class _Use(NamedTuple):
 
 
 class Counter:
-    """One flag on one way through the events.
+    """One flag in one order of events.
 
     Args:
-        use: of the flag.
-        known: what is claimed of all counters.
-        ticks: of each chain.
+        use: uses of the flag.
+        known: claims about all counters.
+        ticks: ticks of each chain.
 
     Attributes:
-        violations: what is wrong with it; filled by :meth:`judge`.
-        awaited: the signals that waits need, likewise.
-        sum: what it holds on that way.
+        violations: errors of the counter; filled by :meth:`judge`.
+        awaited: signals that waits need; also filled by :meth:`judge`.
+        sum: value of the flag in that order.
     """
 
     def __init__(self, use: FlagUse, known: Counters, ticks: list[int]) -> None:
@@ -106,13 +106,13 @@ class Counter:
         return True
 
     def required(self) -> Iterator[tuple[int, frozenset[int]]]:
-        """For each wait, the signals of its invocation that it requires, if all claims hold."""
+        """Yield for each wait the signals of its invocation that it requires, if all claims hold."""
         for wait in self._waits:
             own = (add for add in self._required(wait) if add.place[0] == wait.place[0])
             yield _step(wait.place), frozenset(_step(add.place) for add in own)
 
     def judge(self) -> None:
-        """Say what is wrong, once nothing more is to be learned."""
+        """Record the errors, once all claims hold."""
         if lost := next(self._lost(), None):
             self.violations.append(lost)
         for wait in self._waits:
@@ -142,7 +142,7 @@ class Counter:
         return bool(second.past[first.chain] > first.tick)
 
     def _possible(self, wait: _Use) -> list[_Use]:
-        """Adds that the wait may see: not after it, and not wiped out by a reset before it."""
+        """Return the adds that the wait may see: not after it, and not erased by a reset before it."""
         resets = [reset for reset in self._resets if self._before(reset, wait)]
         return [
             add
@@ -161,7 +161,7 @@ class Counter:
         return found
 
     def _lost(self) -> Iterator[str]:
-        """Resets that can come in either order with another write, which they then erase, or survive."""
+        """Yield resets that nothing orders with another write, which they then may erase."""
         for reset in self._resets:
             for other in [*self._adds.values(), *self._resets]:
                 if other is reset or self._before(reset, other) or self._before(other, reset):
@@ -173,7 +173,7 @@ class Counter:
                 )
 
     def _miscounts(self, wait: _Use) -> str | None:
-        """Check that the flag comes to the value of a wait, and stays there until the wait has seen it."""
+        """Check that the flag reaches the value of a wait, and stays there until the wait has seen it."""
         possible = self._possible(wait)
         least = sum(add.value for add in possible if self._before(add, wait))
         lost = f"lost signal: {name_event(event_at(wait.place))}"

@@ -1,9 +1,9 @@
-"""What a flag has been, and whether a signal can get lost on its way to its wait.
+"""History of flags, and whether a signal can get lost before its wait sees it.
 
-Here are flags that are *set*, by epochs or with resets; what is added to is in ``counters``. For such a flag it is
-required, and checked as ``order`` goes through the events, that
+This module treats flags that are *set*, by epochs or with resets; ``counters`` treats those that are added to. For a
+set flag it is required, and checked as ``order`` goes through the events, that
 
-- its writes are in one order in every run (else one can erase the other before anybody has seen it);
+- its writes are in one order in every run (else one can erase the other before a wait has seen it);
 - once a wait has the value that it waits for, the flag keeps one that it accepts until the wait has seen it;
 - each wait needs a signal of its own invocation, and each signal is needed by a wait.
 """
@@ -26,22 +26,22 @@ NOBODY: tuple[int, ...] = ()
 
 
 _Write = list[Any]
-"""A value that a flag has had; the chain that wrote it, and its tick; the clock that it left behind, or None once
-nobody asks for that; where it was."""
+"""A value that a flag has had: the value, the chain that wrote it and its tick, the clock that it left behind (None
+once no chain needs it), and the place."""
 
 _Seen = tuple[int, int, int, int, Occurrence]
-"""A wait that has ended, while a write may yet come that takes from it what it waited for: the value, whether it must
-be equal, the chain, its tick, where it was."""
+"""A wait that has ended, while a later write may still break its condition: the value, whether it must be equal, the
+chain, its tick, and the place."""
 
 
 class _State:
     """A flag that is set.
 
     Attributes:
-        history: its writes, from the last on that is sure to be over whenever anybody looks.
-        seen: waits of which the writers may not know.
+        history: writes of the flag, from the last one that is sure to be over at any later event.
+        seen: waits that the writers may not know of.
         blocked: chains that wait.
-        alone: one chain waits for this flag, so that nobody else asks for what that has seen.
+        alone: only one chain waits for this flag, so that no other chain needs the clocks that it has taken over.
     """
 
     __slots__ = ("alone", "blocked", "history", "lost", "seen", "use")
@@ -59,9 +59,9 @@ class FlagStates:
     """All flags of a layout.
 
     Args:
-        layout: of the programs.
-        counters: what is claimed of them.
-        ticks: of each chain; a write is a tick of its chain.
+        layout: layout of the programs.
+        counters: claims about counters.
+        ticks: ticks of each chain; a write is a tick of its chain.
     """
 
     def __init__(self, layout: Layout, counters: Counters, ticks: list[int]) -> None:
@@ -73,7 +73,7 @@ class FlagStates:
         self._hanging: dict[tuple[int, QueuePlan | None, int], tuple[int, Occurrence, Occurrence]] = {}
 
     def write(self, target: int, value: int, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
-        """A signal sets a flag; the chains that may go on for it."""
+        """Set a flag by a signal; return the chains that may go on."""
         state = self._states[target]
         if state.use.counts:
             return self.counters[target].reset(chain, clock, place)
@@ -97,11 +97,11 @@ class FlagStates:
         return woken
 
     def add(self, target: int, value: int, chain: int, clock: Clock, place: Occurrence) -> Iterable[int]:
-        """A signal adds to a flag; the chains that may go on for it."""
+        """Add to a flag by a signal; return the chains that may go on."""
         return self.counters[target].add(value, chain, clock, place)
 
     def wait(self, target: int, value: int, equal: int, chain: int, clock: Clock, place: Occurrence) -> bool:
-        """A chain comes to a wait. True if it goes on, with what it now knows in its clock."""
+        """Take a chain to a wait. Return True if it goes on, with its new knowledge in its clock."""
         state = self._states[target]
         if state.use.counts:
             return self.counters[target].wait(value, equal, chain, clock, place)
@@ -138,7 +138,7 @@ class FlagStates:
         return True
 
     def _keep_unseen(self, target: int, state: _State, value: int, chain: int, clock: Clock, place: Occurrence) -> None:
-        """Forget the waits that come before a write for sure; the others must accept what it writes."""
+        """Forget the waits that surely come before a write; the others must accept its value."""
         unseen = []
         for seen in state.seen:
             wanted, equal, waiter, tick, where = seen
@@ -151,7 +151,7 @@ class FlagStates:
         state.seen = unseen
 
     def lost(self) -> list[str]:
-        """Signals that can get lost, so that waits may hang although they are signalled."""
+        """Return the signals that can get lost, so that waits may hang although they are signalled."""
         lost = {number: state.lost for number, state in enumerate(self._states) if state.lost is not None}
         lines = [_lost(self._states[number].use, *places) for number, places in lost.items()]
         for target, wait, culprit in self._hanging.values():
@@ -163,7 +163,7 @@ class FlagStates:
         return lines
 
     def violations(self) -> list[str]:
-        """What :meth:`lost` says, and waits and signals without each other."""
+        """Return the lines of :meth:`lost`, and waits and signals without a partner."""
         lines = self.lost() + [f"unpaired wait: {text}" for text in self._idle.values()]
         for counter in self.counters.values():
             counter.judge()
@@ -173,7 +173,7 @@ class FlagStates:
         return [*dict.fromkeys(lines), *self.unpaired(self._awaited)]
 
     def unpaired(self, awaited: bytearray | None = None) -> Iterator[str]:
-        """Signals that no wait needs; without ``awaited``, those on flags that nobody waits for at all."""
+        """Yield the signals that no wait needs; without ``awaited``, those on flags that have no wait at all."""
         for state in self._states:
             use = state.use
             if awaited is None and use.waits:

@@ -1,4 +1,4 @@
-"""Programs as the proof sees them: chains of steps, and callers between the invocations.
+"""Layout of programs for the proof: chains of steps, and callers between the invocations.
 
 The model. Between two invocations stands, for each rank, one *user event*: the invocation that ends has joined all
 queues of the rank; its caller then reads and overwrites its whole input and output; then the next one starts::
@@ -6,13 +6,14 @@ queues of the rank; its caller then reads and overwrites its whole input and out
     user(r, 0) -> first command of each queue of r ... last command of each queue -> user(r, 1) -> ...
 
 Ranks are not tied to each other: a fast rank may be invocations ahead of a slow one unless flags hold it. The queues of
-a prelaunched program were handed to the engines ahead of the call, so they do not hang behind the caller: only behind
-what the same program had given the same queue before. Its ``caller`` queue does, and the end still joins all queues.
+a prelaunched program were handed to the engines ahead of the call, so they do not wait for the caller: only for the
+commands that the same program had given the same queue before. Its ``caller`` queue does, and the end still joins all
+queues.
 
-A *chain* is everything that happens in one order in every run: what an engine of a rank does, invocation after
+A *chain* is a sequence of events with one order in every run: the commands of an engine of a rank, invocation after
 invocation, and on one of its chains the user events of the rank. A *step* of a queue is a signal, a wait, or a *run*:
 commands that follow each other without a signal or wait between them. Nothing outside of a run can come between two of
-its commands, so that one step stands for all of them: the order of a program costs what its signals and waits do,
+its commands, so that one step stands for all of them: the cost of a program's order is that of its signals and waits,
 however many bytes and tensors it moves.
 """
 
@@ -27,7 +28,7 @@ from sidelane.program.ir import Command, Comparison, Engine, EngineKind, Flag, P
 SIGNAL, ADD, WAIT, RUN = range(4)
 
 MAX_FLAGS = 1 << 40
-"""Flags of a rank that a program may have: flags are known by one number, in which those of a rank have this room."""
+"""Largest number of flags of a rank in a program: one number names a flag, with this many values for each rank."""
 
 ProofStep = tuple[int, int, int, int, int, int]
 """Kind; index of the (first) command in its queue; number of the flag, or of a run's *site* (a run of a program, in all
@@ -40,11 +41,11 @@ class QueuePlan:
     """A queue of a program, with commands.
 
     Attributes:
-        queue: as in the program.
-        chain: number of the chain that it is on.
-        held: it begins behind the user event of its rank; else (prelaunched) it was handed over ahead.
-        first: steps of all queues before it, so that ``first + number`` names a step.
-        steps: what it does.
+        queue: queue of the program.
+        chain: number of the queue's chain.
+        held: it begins behind the user event of its rank; otherwise (prelaunched) it was handed over ahead.
+        first: number of steps of all queues before it, so that ``first + number`` names a step.
+        steps: steps of the queue.
     """
 
     queue: Queue
@@ -55,17 +56,17 @@ class QueuePlan:
 
 
 Occurrence = tuple[int, QueuePlan | None, int]
-"""A step in one invocation: that, its queue, its number among the steps. A user event: invocation, None, its rank."""
+"""A step in one invocation: the invocation, its queue, its number there; a user event: invocation, None, its rank."""
 
 
 class FlagUse:
-    """How all programs use one flag.
+    """Uses of one flag by all programs.
 
     Attributes:
-        flag: which.
+        flag: the flag.
         counts: signals add to it.
         waits: queues and numbers of the steps that wait for it.
-        writes: likewise those that set or add.
+        writes: queues and numbers of the steps that set it or add to it.
     """
 
     __slots__ = ("counts", "flag", "waits", "writes")
@@ -78,14 +79,14 @@ class FlagUse:
 
 @dataclasses.dataclass(slots=True)
 class Layout:
-    """All invocations, of which each runs one program.
+    """All invocations; each runs one program.
 
     Attributes:
         programs: ``programs[i - 1]`` runs in invocation i.
-        plans: of each program, by its ``id``.
-        users: the chain that has the user events of each rank.
-        chains: how many there are.
-        steps: likewise, of all queues.
+        plans: queues of each program, by its ``id``.
+        users: number of the chain with the user events, for each rank.
+        chains: number of chains.
+        steps: number of steps of all queues.
         flags: every flag in use, by number.
         sites: queue and number of the step of each site.
     """
@@ -107,7 +108,7 @@ class Layout:
 
 
 class Event(NamedTuple):
-    """A command in one invocation, or (without one) the user event of a rank after that invocation, for people."""
+    """A command in one invocation, or (without one) the user event of a rank after that invocation, for texts."""
 
     invocation: int
     rank: int
@@ -117,7 +118,7 @@ class Event(NamedTuple):
 
 
 def event_at(place: Occurrence, index: int | None = None) -> Event:
-    """What happens at a place: the first command there, or number ``index`` of its queue."""
+    """Return the event at a place: the first command there, or number ``index`` of its queue."""
     invocation, plan, number = place
     if plan is None:
         return Event(invocation, number)
@@ -126,7 +127,7 @@ def event_at(place: Occurrence, index: int | None = None) -> Event:
 
 
 def lay_out(programs: Sequence[Program]) -> Layout:
-    """Lay out ``programs``, one an invocation."""
+    """Lay out ``programs``, one for each invocation."""
     numbers: dict[int, int] = {}
     flags: list[FlagUse] = []
     sites: list[tuple[QueuePlan, int]] = []
@@ -158,7 +159,7 @@ def lay_out(programs: Sequence[Program]) -> Layout:
 def _steps(
     plan: QueuePlan, numbers: dict[int, int], flags: list[FlagUse], sites: list[tuple[QueuePlan, int]]
 ) -> tuple[ProofStep, ...]:
-    """Cut a queue into steps; note where its flags are used, and its runs."""
+    """Cut a queue into steps; note the uses of its flags, and its runs."""
     steps: list[ProofStep] = []
     run = -1  # where the run begins that is under way
 

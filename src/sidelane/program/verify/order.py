@@ -1,14 +1,14 @@
-"""Happens-before: one way through all events, with what must have happened before each of them in every run.
+"""Happens-before: go through all events once, with the events that precede each of them in every run.
 
-Each chain has a *clock*: for every chain, how often that had told others of its past (its *ticks*) by the last time
-that this one is sure to have heard of it. A signal leaves a copy of its chain's clock behind; a wait takes over the
-copy of the signal that it needs. An event comes after another one, in every run, if its clock has the tick of that.
+Each chain has a *clock*: for every chain, how many *ticks* (publications of its past) it had made by the last time that
+this one is sure to have heard of it. A signal leaves a copy of its chain's clock behind; a wait takes over the copy of
+the signal that it needs. An event comes after another one, in every run, if its clock has the tick of that one.
 
-Which signal a wait needs. The writes of a flag are in one order in every run (``flags`` refuses a program in which they
-are not), so a flag goes through the same values in every run. A wait ends no earlier than the first of those values
-that it accepts and that may still be there when it begins: the write that makes it must have happened. So one way
-through the events finds the must-order of all runs, in whatever order chains take their turns on it: a wait looks at
-everything that its flag has been, not at what it is.
+The signal that a wait needs. The writes of a flag are in one order in every run (``flags`` refuses a program in which
+they are not), so a flag goes through the same values in every run. A wait ends no earlier than the first of those
+values that it accepts and that may still be there when it begins: the write that makes it must have happened. So one
+way through the events finds the must-order of all runs, in whatever order chains take their turns on it: a wait looks
+at the flag's whole history, not at its current value.
 
 That this holds is shown by induction over any run. Take the first wait that ends without the write w that was found for
 it. Some write x has satisfied it, and everything that must come before x has happened. If x comes after w in the flag's
@@ -30,18 +30,18 @@ from sidelane.program.verify.races import Accesses, Clock
 
 
 class HappensBefore:
-    """Goes through all invocations.
+    """One pass through all invocations.
 
     Args:
-        layout: of the programs.
-        counters: what is claimed of them.
+        layout: layout of the programs.
+        counters: claims about counters.
 
     Attributes:
-        layout: of the programs.
-        flags: what was found out about flags.
-        accesses: what was found out about bytes.
-        places: runs and user events, in an order in which all could run.
-        blocked: for each chain that could not go on, the wait where it stands. A right program leaves none.
+        layout: layout of the programs.
+        flags: findings about flags.
+        accesses: findings about bytes.
+        places: runs and user events, in one possible order.
+        blocked: the wait at which each stuck chain stands. A correct program leaves none.
     """
 
     def __init__(self, layout: Layout, counters: Counters) -> None:
@@ -53,11 +53,11 @@ class HappensBefore:
         self._ticks = [0] * count
         self.flags = FlagStates(layout, counters, self._ticks)
         self.accesses = Accesses(layout)
-        # What each chain does, from invocation to invocation, and how far it is: which of these, which step.
+        # The work of each chain, from invocation to invocation, and its position: index into the work, and step.
         self._work: list[list[tuple[int, QueuePlan]]] = [[] for _ in range(count)]
         self._at = [0] * count
         self._step = [0] * count
-        # Of each rank: queues that have not come to the end of an invocation, clocks of those that have, and the last
+        # For each rank: queues that have not come to the end of an invocation, clocks of those that have, and the last
         # invocation that is over. Chains that begin behind its caller, but for the one that is the caller's, too.
         self._left = [[0] * (last + 1) for _ in ranks]
         self._joining: dict[tuple[int, int], list[Clock]] = {}
@@ -77,7 +77,7 @@ class HappensBefore:
             self._advance(self._ready.popleft())
 
     def has_done(self, place: Occurrence) -> bool:
-        """True if a step of a queue has been gone through."""
+        """Return True if the pass has gone through a step of a queue."""
         invocation, plan, number = place
         assert plan is not None
         work, at = self._work[plan.chain], self._at[plan.chain]
@@ -85,18 +85,18 @@ class HappensBefore:
         return invocation < now or (invocation == now and number < self._step[plan.chain])
 
     def holder(self, place: Occurrence) -> Occurrence:
-        """The wait that keeps a step from being reached."""
+        """Return the wait that keeps a step from being reached."""
         _, plan, _ = place
         assert plan is not None
         if plan.chain in self.blocked:
             return self.blocked[plan.chain]
-        rank = plan.queue.rank  # whose caller waits for another queue
+        rank = plan.queue.rank  # its caller waits for another queue
         return next(
             blocked for _, blocked in sorted(self.blocked.items()) if blocked[1] and blocked[1].queue.rank == rank
         )
 
     def _advance(self, chain: int) -> None:
-        """Let a chain do what it can."""
+        """Advance a chain as far as it can go."""
         clock, work, ticks = self._clocks[chain], self._work[chain], self._ticks
         flags, accesses = self.flags, self.accesses
         self.blocked.pop(chain, None)
@@ -123,18 +123,18 @@ class HappensBefore:
             self._finish(invocation, plan, clock)
 
     def _finish(self, invocation: int, plan: QueuePlan, clock: Clock) -> None:
-        """A queue has come to its end in an invocation."""
+        """Record that a queue has come to its end in an invocation."""
         rank, chain = plan.queue.rank, plan.chain
         if chain != self.layout.users[rank]:
             self._ticks[chain] = clock[chain] = self._ticks[chain] + 1
-            # What is not held may go on before the caller has joined it.
+            # Queues that are not held may go on before the caller has joined them.
             self._joining.setdefault((rank, invocation), []).append(clock if plan.held else clock.copy())
         self._left[rank][invocation] -= 1
         if not self._left[rank][invocation] and self._over[rank] == invocation - 1:
             self._end(rank)
 
     def _end(self, rank: int) -> None:
-        """The next invocation of a rank is over; so are those behind it whose queues have ended before."""
+        """End the next invocation of a rank, and those behind it whose queues have ended before."""
         user = self.layout.users[rank]
         clock = self._clocks[user]
         while True:

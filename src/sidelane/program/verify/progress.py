@@ -1,4 +1,4 @@
-"""Why a program comes to a stop: which waits never end, and which of them wait for each other."""
+"""Deadlocks: waits that never end, and cycles of waits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from sidelane.program.verify.report import name_chain, name_event
 
 
 def check_progress(order: HappensBefore) -> list[str]:
-    """Return one line for each wait that never ends, or else for each cycle; then signals that nobody waits for at all.
-
-    That is all that can be said about a program that deadlocks. Nothing if it does not. Where a signal can get lost,
-    that is what to mend: a wait may then stand still on the way taken, and end in another run.
+    """Return one line for each wait that never ends, or else for each cycle; then signals that no queue waits for at
+    all. A program that deadlocks allows no further findings. The list is empty if it does not. If a signal can get
+    lost, only that is reported: a wait may then hang in this order, and end in another run.
     """
     if not order.blocked:
         return []
     if lost := order.flags.lost():
         return lost
-    lines: dict[tuple[object, ...], str] = {}  # by command: the first invocation in which it hangs says it all
+    lines: dict[tuple[object, ...], str] = {}  # by command: only the first invocation in which it hangs is reported
     for chain in sorted(order.blocked):
         place = order.blocked[chain]
         if why := _why_stuck(order, place):
@@ -30,7 +29,7 @@ def check_progress(order: HappensBefore) -> list[str]:
 
 
 def _why_stuck(order: HappensBefore, place: Occurrence) -> str:
-    """Say why no signal can satisfy a wait; empty if one could, but does not come."""
+    """Return the reason why no signal can satisfy a wait; empty if one could, but does not come."""
     invocation, plan, number = place
     assert plan is not None
     _, _, target, base, per_epoch, equal = plan.steps[number]
@@ -59,7 +58,7 @@ def _why_stuck(order: HappensBefore, place: Occurrence) -> str:
 
 
 def _writes(order: HappensBefore, target: int) -> Iterator[tuple[Occurrence, int, bool]]:
-    """Each write of a flag: where, what it sets or adds, and whether it has happened."""
+    """Yield each write of a flag: its place, the value that it sets or adds, and whether it has happened."""
     layout = order.layout
     for invocation in range(1, len(layout.programs) + 1):
         plans = layout.plans_of(invocation)
@@ -71,7 +70,7 @@ def _writes(order: HappensBefore, target: int) -> Iterator[tuple[Occurrence, int
 
 
 def _cycles(order: HappensBefore) -> Iterator[str]:
-    """Follow each wait to a signal that it needs, and from there to the wait that holds this one back."""
+    """Follow each wait to a signal that it needs, and from there to the wait that blocks the signal."""
     told: set[Occurrence] = set()
     for start in sorted(order.blocked):
         path: list[Occurrence] = []  # waits, each of which waits for the next
@@ -93,7 +92,7 @@ def _cycles(order: HappensBefore) -> Iterator[str]:
 
 
 def _missing(order: HappensBefore, place: Occurrence) -> Occurrence:
-    """A signal that a wait needs, and that has not come."""
+    """Return a signal that a wait needs, and that has not come."""
     invocation, plan, number = place
     assert plan is not None
     _, _, target, base, per_epoch, equal = plan.steps[number]

@@ -1,12 +1,12 @@
-"""Provenance: run the program on origins instead of bytes, and see whether every output holds what it should.
+"""Provenance: run the program on origins instead of bytes, and check that every output holds the specified contents.
 
-One linearization stands for all: it is checked only once no two unordered commands touch the same bytes. Before each
-invocation every input and output is relabelled with that invocation, so that bytes of an earlier one are told apart,
-and outputs that nobody writes hold what their caller left there.
+One linearization stands for all, because no two unordered commands touch the same bytes: that is checked before. Before
+each invocation every input and output is labelled with that invocation, so that older bytes can be told apart, and
+outputs without a write hold the bytes of their caller.
 
-One invocation of each program stands for all, too. What staging holds before it is an origin of its own, which no
-output may have: so the outputs come out right whatever staging holds, and that is all that invocations leave for each
-other. Only of a program that is wrong all invocations are looked at, since bytes may be stale.
+One invocation of each program stands for all, too. The contents of staging before it are an origin of their own, which
+no output may have: so outputs are correct whatever staging holds, and staging is all that invocations leave for each
+other. Only for a wrong program are all invocations examined, since bytes may be stale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sidelane.program.verify.report import joined, name_bytes, name_event
 
 
 def check_provenance(order: HappensBefore) -> list[str]:
-    """Return a line for each range of an output that holds something else than its collective defines.
+    """Return a line for each range of an output that differs from the collective's definition.
 
     Inputs must be left as they were, except where the output of an in-place call lies in them.
     """
@@ -71,13 +71,13 @@ class _Run:
         self.violations: dict[tuple[object, ...], str] = {}
 
     def relabel(self, rank: int, invocation: int) -> None:
-        """The caller overwrites its buffers for ``invocation``."""
+        """Overwrite the buffers of a rank as its caller does before ``invocation``."""
         for buffer in self.names:
             if nbytes := self.buffers[rank, buffer].nbytes:
                 self.buffers[rank, buffer].fill(0, nbytes, Content(Origin(rank, buffer, invocation), 0))
 
     def execute(self, place: Occurrence, index: int, command: Command) -> None:
-        """Move origins as the command, number ``index`` of its queue, moves bytes."""
+        """Move origins in the way in which the command, number ``index`` of its queue, moves bytes."""
         match command:
             case Copy(dst, src):
                 content = self.buffers[src.rank, src.buffer].whole(src.offset, src.end)
@@ -98,7 +98,7 @@ class _Run:
                 self._write(command.dst, self._reduced(place, index, command))
 
     def check(self, rank: int, invocation: int) -> None:
-        """Compare what ``rank`` holds at the end of ``invocation`` with what it should hold."""
+        """Compare the contents of ``rank`` at the end of ``invocation`` with the specified contents."""
         program = self.programs[invocation - 1]
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
         stale: set[tuple[str, str]] = set()
@@ -113,14 +113,14 @@ class _Run:
                     if _invocations(piece.content) != {invocation}:
                         stale.add((buffer, text))
         for (buffer, text), ranges in found.items():
-            # What is wrong in one invocation is wrong in all: say it once, and once more if it then becomes stale.
+            # An error of one invocation is in all: report it once, and once more if the bytes then become stale.
             self.violations.setdefault(
                 (id(program), rank, buffer, invocation > 1 and (buffer, text) in stale, *joined(ranges)),
                 f"wrong bytes: rank {rank} ends invocation {invocation} with {name_bytes(rank, buffer, ranges)} {text}",
             )
 
     def _read(self, span: Span) -> list[ContentRange]:
-        """Pieces of a span, with positions counted from its beginning."""
+        """Return the pieces of a span, with positions counted from its beginning."""
         return [
             ContentRange(start - span.offset, end - span.offset, content.moved(-span.offset))
             for start, end, content in self.buffers[span.rank, span.buffer].read(span.offset, span.end)
@@ -150,7 +150,7 @@ class _Run:
 
 
 def _joined(pieces: Sequence[ContentRange]) -> list[ContentRange]:
-    """Pieces side by side that go on where the one before ends, as one: bytes may have come in any portions."""
+    """Join neighbouring pieces of the same content: bytes may have come in any portions."""
     result = list(pieces[:1])
     for piece in pieces[1:]:
         if piece.content == result[-1].content:
@@ -161,11 +161,11 @@ def _joined(pieces: Sequence[ContentRange]) -> list[ContentRange]:
 
 
 Expected = tuple[str, int, int, Content]
-"""Buffer, first byte, byte behind the last, what is there. Origins are of invocation 0 here."""
+"""Buffer, first byte, byte behind the last, content. Origins are of invocation 0 here."""
 
 
 def _expected(program: Program) -> list[list[Expected]]:
-    """For each rank, what it must hold in the end."""
+    """Return the specified contents of each rank at the end."""
     if isinstance(program.collective, Contract):
         return _contracted(program.collective)
     ranks = range(program.world_size)
@@ -208,7 +208,7 @@ def _expected(program: Program) -> list[list[Expected]]:
 
 
 def _contracted(contract: Contract) -> list[list[Expected]]:
-    """For each rank, what a contract says, and everything else as its caller left it."""
+    """Return for each rank the results of a contract, and all other bytes as the caller left them."""
     found: list[list[Expected]] = [[] for _ in range(contract.world_size)]
     for result in contract.results:
         dst = result.dst
@@ -226,7 +226,7 @@ def _contracted(contract: Contract) -> list[list[Expected]]:
 
 
 def _gaps(ranges: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of ``[0, nbytes)`` that ``ranges`` leave out."""
+    """Yield the ranges of ``[0, nbytes)`` that ``ranges`` leave out."""
     position = 0
     for start, end in [*joined(ranges), (nbytes, nbytes)]:
         if position < start:
@@ -235,7 +235,7 @@ def _gaps(ranges: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int,
 
 
 def _is_origin(content: Content | None, right: Content, invocation: int) -> bool:
-    """True if a content is ``right``, in this invocation, and of one rank: as :func:`_of_invocation` tells, faster."""
+    """Return True if a content is ``right`` in this invocation, and of one rank: a faster :func:`_of_invocation`."""
     value = right.value
     if content is None or content.shift != right.shift or not isinstance(value, Origin):
         return False
@@ -249,20 +249,20 @@ def _of_invocation(content: Content, invocation: int) -> Content:
     return Content(Mixture(value.reduction, _terms_of(value.terms, invocation)), content.shift)
 
 
-@functools.lru_cache(maxsize=4096)  # of all ranks of an all_reduce, the same; and of all pieces of a shard
+@functools.lru_cache(maxsize=4096)  # equal for all ranks of an all_reduce, and for all pieces of a shard
 def _terms_of(terms: tuple[Content, ...], invocation: int) -> tuple[Content, ...]:
     return tuple(_of_invocation(term, invocation) for term in terms)
 
 
 def _invocations(content: Content) -> set[int]:
-    """Invocations for which the caller left what went into a content."""
+    """Return the invocations for which the caller left the bytes that went into a content."""
     if isinstance(content.value, Origin):
         return {content.value.invocation}
     return {invocation for term in content.value.terms for invocation in _invocations(term)}
 
 
 def _name(piece: ContentRange, content: Content, invocation: int) -> str:
-    """Name what a piece holds, from the view of the invocation that ends."""
+    """Name the content of a piece, from the view of the invocation that ends."""
     value = content.value
     start, end = piece.start + content.shift, piece.end + content.shift
     if isinstance(value, Mixture):

@@ -1,13 +1,12 @@
 """Races: two accesses to the same bytes, one of them a write, that nothing orders.
 
-Who touches which bytes is the same in every invocation of a program. So bytes are looked at once, by *site* (a run of a
-queue, in all invocations): bytes that the same sites touch in the same way are one *pattern*, and patterns are what is
-watched while ``order`` goes through the events. A program that does the same with a hundred tensors costs little more
-than with one.
+The accesses of a program are the same in every invocation. So bytes are examined once, by *site* (a run of a queue, in
+all invocations): bytes that the same sites touch in the same way are one *pattern*, and patterns are watched while
+``order`` goes through the events. A program that does the same with a hundred tensors costs little more than with one.
 
-Watching a pattern is what race detectors do with a variable (FastTrack, Flanagan and Freund, PLDI 2009, section 3):
-each access must come after the last write, and a write after all reads since. "After" is must-order here, not what
-happened in one run, so that what is found holds for all runs.
+Patterns are watched as race detectors watch a variable (FastTrack, Flanagan and Freund, PLDI 2009, section 3):
+each access must come after the last write, and a write after all reads since. "After" is must-order here, not the
+order of one run, so that findings hold for all runs.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Access = tuple[int, int, int]
 
 
 Stamp = tuple[int, int, Occurrence]
-"""An access: the chain, how often that had told others of its past by then, and the place."""
+"""An access: the chain, its number of ticks by then, and the place."""
 
 
 class Watched:
-    """One pattern: who wrote it last, and who has read it since."""
+    """One pattern: its last writer, and the readers since."""
 
     __slots__ = ("readers", "writer")
 
@@ -46,11 +45,11 @@ class Watched:
 
 
 class Accesses:
-    """Watches the bytes of all buffers.
+    """Watcher of the bytes of all buffers.
 
     Attributes:
-        races: for each pair of accesses that nothing orders, the pattern and both places.
-        pairs: of accesses that were compared.
+        races: pattern and both places of each pair of accesses that nothing orders.
+        pairs: number of pairs of accesses that were compared.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -85,7 +84,7 @@ class Accesses:
             self._users[user].append(watched)
 
     def run(self, site: int, stamp: Stamp, clock: Clock) -> None:
-        """A run of commands, at a place whose past is ``clock``."""
+        """Record a run of commands, at a place whose past is ``clock``."""
         chain = stamp[0]
         for watched in self._reads[site]:
             if watched.writer is not None:
@@ -98,13 +97,13 @@ class Accesses:
             self._write(self._writes[site], stamp, clock)
 
     def user(self, rank: int, stamp: Stamp, clock: Clock) -> None:
-        """A rank's caller, who may read and write all of its input and output."""
+        """Record an access by a rank's caller, who may read and write all of its input and output."""
         self._write(self._users[rank], stamp, clock)
 
     def _write(self, all_watched: list[Watched], stamp: Stamp, clock: Clock) -> None:
         chain = stamp[0]
         for watched in all_watched:
-            if watched.readers:  # which come after the last write: behind them, it is left behind, too
+            if watched.readers:  # these come after the last write, so an access behind them is behind it, too
                 self.pairs += len(watched.readers)
                 for reader, tick, place in watched.readers:
                     if reader != chain and clock[reader] <= tick:
@@ -118,7 +117,7 @@ class Accesses:
             watched.writer = stamp
 
     def describe(self) -> list[str]:
-        """One line for each race: where it is, and whose."""
+        """Return one line for each race: its bytes and its two commands."""
         raced = {id(watched) for watched, _, _ in self.races}
         if not raced:
             return []
@@ -135,7 +134,7 @@ class Accesses:
                         pair = _commands(first, second, rank, buffer, start)
                         found.setdefault(pair, []).append((start, end))
             for (one, other_one), ranges in found.items():
-                # The same two commands race in every invocation: say it once, for the first.
+                # The same two commands race in every invocation: report the first one only.
                 key = (rank, buffer, one[1:4], other_one[1:4], other_one.invocation - one.invocation)
                 lines.setdefault(key, _describe(one, other_one, rank, buffer, ranges))
         return list(lines.values())
@@ -154,7 +153,7 @@ def _accesses(layout: Layout) -> dict[tuple[int, str], list[Access]]:
 
 
 def _cells(accesses: list[Access]) -> Iterator[tuple[int, int, set[int]]]:
-    """Cut a buffer wherever an access begins or ends; give each piece with who touches it, and how."""
+    """Cut a buffer wherever an access begins or ends; yield each piece with its accesses."""
     whole: dict[tuple[int, int], set[int]] = {}
     for start, end, access in accesses:
         whole.setdefault((start, end), set()).add(access)
@@ -174,7 +173,7 @@ def _cells(accesses: list[Access]) -> Iterator[tuple[int, int, set[int]]]:
 
 
 def _commands(first: Occurrence, second: Occurrence, rank: int, buffer: str, byte: int) -> tuple[Event, Event]:
-    """Of two steps that race on a byte, the commands that do: the last one of the first, the first of the second."""
+    """Return the two commands of two steps that race on a byte: the last one of the first, the first of the second."""
     one, other = sorted((first, second), key=lambda place: (place[0], place[1] is not None))
     firsts, seconds = list(_touching(one, rank, buffer, byte)), list(_touching(other, rank, buffer, byte))
     pairs = [(a, b) for a in firsts for b in seconds]

@@ -1,4 +1,4 @@
-"""How violations name ranks, queues, command indices and byte ranges: in the same words everywhere."""
+"""Names of ranks, queues, command indices and byte ranges in violations: the same words everywhere."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def name_chain(events: Sequence[Event], flag_edges: Sequence[bool]) -> str:
-    """Tell why the last event of a happens-before chain comes after the first, backwards from the last.
+    """Explain why the last event of a happens-before chain comes after the first, backwards from the last.
 
     Args:
-        events: the chain, each event before the next.
+        events: events of the chain, each before the next.
         flag_edges: ``flag_edges[k]`` says that event k signals what event k+1 waits for (else a queue or a rank orders
             them).
 
-    Only the ends of flag edges are named: what lies between them follows from the order inside a rank.
+    Only the ends of flag edges are named: the events between them follow from the order inside a rank.
     """
     text = name_event(events[-1])
     for k in range(len(events) - 2, -1, -1):

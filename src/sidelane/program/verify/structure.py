@@ -29,7 +29,7 @@ from sidelane.program.verify.report import name_command
 
 
 def check_structure(program: Program) -> list[str]:
-    """Return what is wrong with the shape of ``program``, one line for each finding; every other check needs none."""
+    """Return the errors in the shape of ``program``, one line each; all other checks require that there is none."""
     violations = list(_program(program))
     if violations:
         return violations
@@ -47,14 +47,14 @@ def check_structure(program: Program) -> list[str]:
 
 
 class Sizes:
-    """Bytes of the buffers of a program, each worked out once."""
+    """Sizes in bytes of the buffers of a program, each computed once."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
         self._found: dict[str, dict[int, int]] = collections.defaultdict(dict)
 
     def of(self, rank: int, buffer: str) -> int:
-        """Bytes of a buffer of a rank that there is."""
+        """Return the size in bytes of a buffer of an existing rank."""
         found = self._found[buffer]
         size = found.get(rank)
         if size is None:
@@ -81,7 +81,7 @@ def _program(program: Program) -> Iterator[str]:
 
 
 def _is_plainly_right(program: Program, sizes: Sizes, queue: Queue, command: Command) -> bool:
-    """True for most commands that keep the rules: programs of large groups have millions of them."""
+    """Return True for most commands that keep the rules: a fast path, as programs of large groups have millions."""
     match command:
         case Signal(flag) | Wait(flag):
             if isinstance(command, Wait) and flag.rank != queue.rank:
@@ -133,8 +133,8 @@ def _command(program: Program, sizes: Sizes, queue: Queue, command: Command) -> 
 
 
 def _computed(program: Program, queue: Queue, index: int) -> Iterator[str]:
-    """What callers do themselves: they compute, which a copy from what is computed stands for, then they signal; or
-    they wait, then they read, which a copy to what is used stands for.
+    """Check a command of a caller: a trigger computes (a copy from a ``computed`` buffer stands for that) and then
+    signals; an arrival waits and then reads (a copy to a ``used`` buffer stands for that).
     """
     command = queue.commands[index]
     contract = program.collective

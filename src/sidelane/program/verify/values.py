@@ -1,22 +1,22 @@
 """Rules for the values of flags, which make all invocations alike.
 
 An epoch is the number of a call: it grows from invocation to invocation, by any step, for as long as a program lives,
-and flags are words of 32 bits. A proof about the first invocations speaks for all only if what a wait makes of a signal
-depends on nothing but which invocation each of them belongs to. Three rules see to that.
+and flags are words of 32 bits. A proof about the first invocations holds for all only if the effect of a signal on a
+wait depends only on the invocations to which both belong. Three rules ensure that.
 
 1. *One slope.* All values of a flag change alike with the epoch: ``k * epoch + b`` with one k for every signal, wait
    and reset, in all programs of a sequence.
-2. *No overlap.* Where k > 0, two such b differ by less than k. Then whatever an earlier invocation sets is less than
-   what a later one waits for, whatever a later one sets is more than an earlier one waits for, by whichever step epochs
-   grow; and within an invocation the difference is that of the constants.
-3. *Counters count from 0.* Signals that add, add a constant; what waits for them waits for one; their owner sets them
-   back to 0, and nobody sets them to anything else. (That the reset is there in every invocation, at the right time, is
-   proven: ``counters``.)
+2. *No overlap.* Where k > 0, two such b differ by less than k. Then any value set by an earlier invocation is less than
+   the value that a later one waits for, and any value set by a later one is more than an earlier one waits for, by
+   whichever step epochs grow; and within an invocation the difference is that of the constants.
+3. *Counters count from 0.* Signals that add, add a constant; waits for such flags wait for a constant; their owner
+   resets them to 0, and no rank sets them to anything else. (``counters`` proves that the reset comes in every
+   invocation, at the right time.)
 
-The circle. Hardware compares flags by the sign of a 32-bit difference. ``RENEWAL_CALLS`` bounds the age of what a flag
-holds: after so many calls, communicators make all flags count as set by the call before (``collectives/renewal``). So
-two values that meet are less than ``MAX_SLOPE * RENEWAL_CALLS`` apart, plus what the constants differ, which is less
-than half of the circle.
+The circle. Hardware compares flags by the sign of a 32-bit difference. ``RENEWAL_CALLS`` bounds the age of a flag's
+value: after so many calls, communicators make all flags count as set by the call before (``collectives/renewal``). So
+two values that meet are less than ``MAX_SLOPE * RENEWAL_CALLS`` apart, plus the difference of the constants, which is
+less than half of the circle.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from sidelane.program.verify.layout import ADD, SIGNAL, WAIT, FlagUse, Layout, Q
 from sidelane.program.verify.report import name_command
 
 MAX_FLAG_VALUE = 2**31 - 1
-"""Flags are 32-bit words, and hardware compares them by the sign of their difference (cuStreamWaitValue32, GEQ)."""
+"""Largest value of a flag of 32 bits: hardware compares by the sign of the difference (cuStreamWaitValue32, GEQ)."""
 
 MAX_SLOPE = 2**30 // RENEWAL_CALLS
 
 MAX_BASE = 2**30 - 1
-"""Of values that follow the epoch; flags that nobody has written hold 0, and are compared with these as well."""
+"""Largest constant of values that follow the epoch; unwritten flags hold 0, and are compared with these as well."""
 
 
 def check_values(layout: Layout) -> list[str]:
-    """Return one line for each value that does not keep the rules; of a flag that breaks one, for one pair of uses."""
+    """Return one line for each value that breaks the rules; for a flag that breaks one, for one pair of uses."""
     return [line for use in layout.flags for line in _flag(use)]
 
 
 def is_reset(queue_rank: int, signal: Signal) -> bool:
-    """True for the signal by which the owner of a flag takes it back to 0 after its wait; nobody waits for that one."""
+    """Return True for the signal by which the owner of a flag resets it to 0 after its wait; no queue waits for it."""
     return signal.flag.rank == queue_rank and signal.op is SignalOp.SET and signal.value == Value(0)
 
 
@@ -76,7 +76,7 @@ def _flag(use: FlagUse) -> Iterator[str]:
 
 
 def _alone(where: tuple[QueuePlan, int]) -> Iterator[str]:
-    """A value that cannot be right, whatever the others are."""
+    """Yield the errors of a value by itself, whatever the other values are."""
     plan, number = where
     kind, _, _, base, per_epoch, _ = plan.steps[number]
     value = Value(base, per_epoch)
