@@ -26,9 +26,9 @@ from sidelane.cli.written import Written
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
+from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import running as study
-from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.papers.claims import command as claims
 from sidelane_lab.papers.simulated import fused as sim_fused

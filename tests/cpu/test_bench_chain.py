@@ -18,9 +18,8 @@ from sidelane.collectives.prelaunched import Prelaunched
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
-from sidelane_lab.baselines.own import Auto, Dma
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.baselines.roster import Auto, Dma, Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.chain import study as chain_study

@@ -23,14 +23,11 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fsdp import rows as pictures
 from sidelane_lab.studies.fsdp import study
 from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
-from sidelane_lab.studies.fsdp.engines import WindowGather
-from sidelane_lab.studies.fsdp.profiled import Kernel, group_of, summed
+from sidelane_lab.studies.fsdp.kernels import Kernel, group_of, summed
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fsdp.step import Stepper
-from sidelane_lab.studies.fsdp.still import StillGather
-from sidelane_lab.studies.fsdp.study import FsdpOptions
-from sidelane_lab.studies.fsdp.trial import Trial
-from sidelane_lab.studies.fsdp.ways import Way, Ways, gathered_bytes, names_on
+from sidelane_lab.studies.fsdp.study import FsdpOptions, Trial
+from sidelane_lab.studies.fsdp.ways import StillGather, Way, Ways, WindowGather, gathered_bytes, names_on
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}

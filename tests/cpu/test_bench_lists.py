@@ -22,12 +22,20 @@ from sidelane_lab.baselines import baselines_cuda
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
 from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemory
-from sidelane_lab.baselines.candidate import Entrant, Lists, Prepared, Tensors, candidates_of
-from sidelane_lab.baselines.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
-from sidelane_lab.baselines.own import Auto, Dma
+from sidelane_lab.baselines.candidate import (
+    COALESCED,
+    Entrant,
+    Lists,
+    Prepared,
+    PreparedList,
+    Tensors,
+    candidates_of,
+    coalesced,
+    is_separate,
+    prepare,
+)
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
-from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.baselines.roster import Auto, Dma, Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.collectives import study as collective_study

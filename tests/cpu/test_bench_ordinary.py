@@ -28,10 +28,8 @@ from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.ordinary import study as ordinary_study
-from sidelane_lab.studies.ordinary.alone import measure_alone
-from sidelane_lab.studies.ordinary.changing import measure_changing
-from sidelane_lab.studies.ordinary.pairs import PairTimes, measure_pair
-from sidelane_lab.studies.ordinary.programs import SETTLING
+from sidelane_lab.studies.ordinary.changing import SETTLING, measure_changing
+from sidelane_lab.studies.ordinary.parts import PairTimes, measure_alone, measure_pair
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
 from sidelane_lab.studies.ordinary.ways import Own, make_ways

@@ -15,9 +15,8 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
-from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.baselines.roster import Dma, Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.power import study as power_study
 from sidelane_lab.studies.power.inputs import LARGEST, ReducedInput, calls_between

@@ -31,9 +31,16 @@ from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
-from sidelane_lab.studies.c3.pair_rows import is_done, key_of_row, rows_not_run, rows_of, too_large
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.study import C3Instruments, C3Options
+from sidelane_lab.studies.c3.study import (
+    C3Instruments,
+    C3Options,
+    is_done,
+    key_of_row,
+    rows_not_run,
+    rows_of,
+    too_large,
+)
 from sidelane_lab.studies.collectives import study as collective_study
 from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.collectives.study import (

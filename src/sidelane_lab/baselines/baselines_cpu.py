@@ -10,14 +10,16 @@ import torch.distributed as dist
 
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import (
+    COALESCED,
     Entrant,
     Lists,
     Tensors,
     all_gather,
+    coalesced,
     reduce_scatter,
+    separately,
     views,
 )
-from sidelane_lab.baselines.listed import COALESCED, coalesced, separately
 from sidelane_lab.baselines.reference import ROOT, Case
 
 

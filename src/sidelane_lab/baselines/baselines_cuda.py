@@ -35,16 +35,18 @@ import torch.distributed as dist
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import (
+    COALESCED,
     CTAS,
     Entrant,
     Lists,
     Tensors,
     all_gather,
+    coalesced,
     nothing_to_wait_for,
     reduce_scatter,
+    separately,
     views,
 )
-from sidelane_lab.baselines.listed import COALESCED, coalesced, separately
 from sidelane_lab.baselines.reference import ROOT, Case
 from sidelane_lab.harness.measure import Meter
 

@@ -178,9 +178,9 @@ def c3(
 
         if results is not None and study == PAIRS and machine is not None:
             refuse_beside_machine("results", "json", "report")
-            from sidelane_lab.studies.c3 import foretold
+            from sidelane_lab.studies.c3 import prediction
 
-            foretold.main(machine, results, others["report"], json)
+            prediction.main(machine, results, others["report"], json)
             return
         if results is not None and study != HEURISTICS:
             raise ValueError("--results goes with --study heuristics, or with --machine")

@@ -356,7 +356,7 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     """Measure a GEMM, an all-gather of its result and a GEMM that reads that, with no host between."""
     with plain_errors():
         from sidelane.cli.launch import choose_target
-        from sidelane_lab.harness.asked import check_asked
+        from sidelane_lab.baselines.roster import check_asked
         from sidelane_lab.studies.chain import study as chain_study
 
         place = choose_target(others["ranks"], others["device"])

@@ -18,7 +18,7 @@ from sidelane_lab.model.gemm import gemm_kernel, gemm_us
 from sidelane_lab.model.heuristic import PROFILED_GEMMS, PROFILED_SIZES
 from sidelane_lab.model.kernels import dma_us, library_gang
 from sidelane_lab.model.strategies import partitions, predict, predictable
-from sidelane_lab.pairs.judged import Sweep, Way
+from sidelane_lab.pairs.heuristics import Sweep, Way
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)

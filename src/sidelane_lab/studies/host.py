@@ -38,9 +38,8 @@ from sidelane_lab.baselines.candidate import (
     nothing_to_wait_for,
     views,
 )
-from sidelane_lab.baselines.own import Dma, Kernels
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.baselines.roster import Dma, Kernels, make_roster
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study

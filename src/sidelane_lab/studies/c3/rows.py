@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
+from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.sizes import format_bytes
 from sidelane_lab.harness.rows import FlatRow
+from sidelane_lab.harness.study import Results
 
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
@@ -63,3 +68,64 @@ class C3Row(FlatRow):
     units: int = 0
     sweep: str = ""
     orders: str = ""
+
+
+C3_COLUMNS: tuple[str, ...] = (
+    "<strategy",
+    "units\ntaken",
+    "collective\nalone us",
+    "together\nus",
+    "speedup",
+    "% of\nideal",
+    "% of ideal\n(library)",
+    "<correct",
+)
+
+
+def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
+    """One table a pair of GEMM and collective; the strategy with the highest percent of ideal is set off."""
+    tables = []
+    for _, same in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+        first = next((row for row in same if row.gemm_us is not None), same[0])
+        best = max((row.percent_of_ideal for row in same if row.percent_of_ideal is not None), default=None)
+        ideal = f"ideal speedup {first.ideal:.2f}" if first.ideal is not None else "no ideal"
+        title = (
+            f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
+            f"{format_bytes(first.bytes)}: {first.c3_class}, GEMM alone {number(first.gemm_us)} us, best collective "
+            f"alone {number(first.best_comm_us)} us, {ideal}"
+        )
+        picked = {row.chosen for row in same}
+        lines = tuple(
+            Line(_c3_cells(row, picked), best=best is not None and row.percent_of_ideal == best)
+            for row in same
+            if not row.chosen  # the row of auto repeats that of the strategy that it picked, which says so
+        )
+        notes = notes_of([(row.strategy, row.note) for row in same])
+        tables.append(without_empty_columns(Table(title, C3_COLUMNS, lines, notes)))
+    return tables
+
+
+def too_few_cores(results: Results) -> str:
+    """What readers of a study of pairs between CPU processes must know if there was nothing to run both at once on."""
+    of_pairs = results.on_cpu and results.study in ("c3", "ordinary")
+    found = re.search(r"(\d+) cores$", results.device) if of_pairs else None
+    needed = 2 * results.ranks
+    if found is None or int(found[1]) >= needed:
+        return ""
+    return (
+        f"This machine has {found[1]} cores and would need {needed} (each rank computes on one and moves bytes on "
+        "another), so the two take turns here, and a speedup of about 1, 0% of ideal, is the best to expect."
+    )
+
+
+def _c3_cells(row: C3Row, picked: Collection[str]) -> tuple[str, ...]:
+    return (
+        row.strategy + (" (auto)" if row.strategy in picked else ""),
+        str(row.units) if row.units else "",
+        number(row.comm_us),
+        number(row.time_us),
+        MISSING if row.speedup is None else f"{row.speedup:.2f}",
+        MISSING if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}",
+        "" if row.percent_of_ideal_nccl is None else f"{row.percent_of_ideal_nccl:.0f}",
+        verdict(row.correct),
+    )

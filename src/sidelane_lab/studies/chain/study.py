@@ -34,9 +34,8 @@ from sidelane_lab.baselines.candidate import (
     candidates_of,
     captured,
 )
-from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.baselines.roster import Dma, Roster, make_roster
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.report import lines_of
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, require_all

@@ -14,11 +14,9 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Implementation, Prepared, candidates_of
-from sidelane_lab.baselines.listed import prepare
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Implementation, Prepared, candidates_of, prepare
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
-from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study

@@ -31,7 +31,7 @@ from sidelane_lab.studies.fused.case import (
     fill,
     ordinary,
 )
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, with_programs
 from sidelane_lab.studies.fused.shapes import ROUTINGS
 
 CELLS = "cells"

@@ -14,8 +14,8 @@ from sidelane.collectives import Communicator
 from sidelane.ops.auto import AUTO
 from sidelane.ops.operands import Counts
 from sidelane_lab.studies.fused.case import NCCL, Auto, Case, Run, dtype_of, fill, ordinary
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, in_parts
 from sidelane_lab.studies.fused.routed_cases import ON_DEVICE, ON_HOST, PIECES, by_expert, experts_of, grouped_by
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, in_parts
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, HALF, by_top_k, evenly, half_for_one
 
 AS_ROWS_COME = "rows as they come"

@@ -22,7 +22,7 @@ from sidelane.collectives import Communicator
 from sidelane.ops.alone import Pool
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane_lab.studies.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, with_programs
 
 DIM, TABLE_ROWS = 256, 1 << 17
 """64 MiB a table in bfloat16: 64 of them are 80 times the cache of an H200."""

@@ -26,7 +26,7 @@ from sidelane_lab.studies.fused.case import (
     group_name,
     ordinary,
 )
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, in_parts
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, in_parts
 
 PIECES = (1, 2, 4)
 

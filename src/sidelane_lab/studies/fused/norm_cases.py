@@ -28,7 +28,7 @@ from sidelane_lab.studies.fused.case import (
     fill,
     ordinary,
 )
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD
 
 EPS = 1e-6
 

@@ -14,7 +14,7 @@ from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
 from sidelane.choice.fused_order import ORDERS
 from sidelane.collectives import Communicator
 from sidelane_lab.studies.fused.case import NCCL, Auto, Case, Run, dtype_of, fill, ordinary
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, in_parts
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, in_parts
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, EXPERTS_OF_A_RANK, HALF, by_top_k, evenly, half_for_one
 
 ON_HOST, ON_DEVICE = 'method="auto", counts on the host', 'method="auto", counts on the device'

@@ -31,8 +31,16 @@ from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study, read
-from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
-from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow, draw_fused, fused_tables
+from sidelane_lab.studies.fused.rows import (
+    ALONE,
+    FUSED_OPS,
+    FusedRow,
+    draw_fused,
+    element_bytes_of,
+    fused_tables,
+    kept_of,
+    times_of,
+)
 from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
 
 CALLS = 8
@@ -185,8 +193,7 @@ class _Case:
         """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
         from sidelane.choice.fused_order import ORDERS
         from sidelane.ops import Timeline
-        from sidelane_lab.studies.fused.pictures import draw_timeline
-        from sidelane_lab.studies.fused.skew import Times, draw_skew, times_of_ranks
+        from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
 
         case, comm = self._case, self._comm
         calls: dict[str, list[Times]] = {}

@@ -24,11 +24,10 @@ from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
-from sidelane_lab.studies.c3.tables import too_few_cores
-from sidelane_lab.studies.ordinary.alone import measure_alone
 from sidelane_lab.studies.ordinary.changing import measure_changing
-from sidelane_lab.studies.ordinary.pairs import measure_pair
+from sidelane_lab.studies.ordinary.parts import measure_alone, measure_pair
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
 from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
 

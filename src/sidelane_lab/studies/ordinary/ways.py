@@ -30,9 +30,8 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, LEARN, NOTHING
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import Binds, Entrant, Implementation, Tensors, nothing_to_wait_for, views
-from sidelane_lab.baselines.own import bound_call
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.baselines.roster import Roster, bound_call
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.ordinary.rows import LEARNED, MAPPED, STAGED, SYMMETRIC
 
@@ -48,6 +47,9 @@ PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
 
 MODES: Mapping[str, Any] = MappingProxyType({SYMMETRIC: False, LEARNED: LEARN, MAPPED: True, STAGED: False})
 """Values of ``Config.map_memory``."""
+
+LEARNING_CALLS = 96
+"""Calls on the same tensors before anything is timed: from the 65th on, calls that can go ahead do."""
 
 
 class Own:

@@ -17,7 +17,7 @@ from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
-from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.rows import LAUNCHES
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study

@@ -22,9 +22,8 @@ from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
-from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.harness.measure import Job, Problem
 from sidelane_lab.harness.rows import LAUNCHES, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
