@@ -7,15 +7,17 @@ Markdown, with the pictures next to it.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import rich.console
 
-from sidelane.cli.table import Line, Table, grouped
+from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
+from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import Picture, R, Results, study_of
@@ -65,6 +67,85 @@ def lines_of(
             best = best[:1]
         lines += [Line(cells(row), any(row is one for one in best), row is shown[-1]) for row in shown]
     return tuple(lines)
+
+
+Cell = str | Callable[[Any, Sequence[Any]], str]
+"""A column of a row: the name of a field, behind a colon how it is written (``speedup:.2f``); or what makes the text of
+a row and of those in its group."""
+
+
+def text_of(row: Any, group: Sequence[Any], cell: Cell) -> str:
+    """Return the text of a column for a row, ``MISSING`` where the field is null."""
+    if not isinstance(cell, str):
+        return cell(row, group)
+    name, _, written = cell.partition(":")
+    value = getattr(row, name)
+    if name == "correct":
+        return verdict(value)
+    if value is None:
+        return MISSING
+    if written:
+        return format(value, written)
+    if name == "bytes":
+        return format_bytes(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return number(value) if isinstance(value, float) else str(value or "")
+
+
+def spread(row: Any, group: Sequence[Any] = ()) -> str:
+    """Return the tenth and the ninetieth percentile of a row's time."""
+    return MISSING if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}"
+
+
+def table_of(
+    title: str,
+    rows: Sequence[Any],
+    columns: Mapping[str, Cell],
+    *,
+    keys: int = 1,
+    by: Callable[[Any], Any] | None = None,
+    value: Callable[[Any], float | None] | None = lambda row: row.time_us,
+    ordered: bool = False,
+    shown: Callable[[Any], bool] = lambda row: True,
+    noted: Callable[[Any], bool] = lambda row: True,
+    notes: tuple[str, ...] = (),
+) -> Table:
+    """Make a table of rows. Columns in which no row has anything are left out; rows' notes stand below it.
+
+    Args:
+        title: of the table.
+        rows: to show.
+        columns: by heading (see ``Table``).
+        keys: columns, the first ones, that say what a line is about.
+        by: what rows of a group have in common, behind which there is a rule; None: there are no groups.
+        value: the least of a group is set off; None: nothing is.
+        ordered: groups by ``by`` and their rows by ``value``, one of which is set off; else all stand as they come.
+        shown: which rows have a line; the others only serve the columns of these.
+        noted: which of these show their notes.
+        notes: further ones.
+    """
+    lines: list[Line] = []
+    said: list[tuple[str, str]] = []
+    for _, same in grouped(rows, by or (lambda row: None), ordered=ordered):
+        worth = {id(row): None if value is None else value(row) for row in same}
+        if ordered:
+            same = sorted(same, key=lambda row: (worth[id(row)] is None, worth[id(row)] or 0.0))
+        least = min((one for one in worth.values() if one is not None), default=None)
+        best = [row for row in same if least is not None and worth[id(row)] == least][: 1 if ordered else None]
+        for row in filter(shown, same):
+            cells = tuple(text_of(row, same, cell) for cell in columns.values())
+            is_best = any(row is one for one in best)
+            lines.append(Line(cells, is_best, rule=by is not None and row is same[-1]))
+            said += [(" ".join(filter(None, cells[:keys])), row.note)] if noted(row) else []
+    kept = [place for place in range(len(columns)) if any(line.cells[place] not in ("", MISSING) for line in lines)]
+    return Table(
+        title,
+        tuple(name for place, name in enumerate(columns) if place in kept),
+        tuple(dataclasses.replace(line, cells=tuple(line.cells[place] for place in kept)) for line in lines),
+        (*notes_of(said), *notes),
+        keys=sum(place < keys for place in kept),
+    )
 
 
 def tables_of(results: Results) -> list[Table]:

@@ -10,7 +10,7 @@ import dataclasses
 import datetime
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -20,10 +20,10 @@ from sidelane.c3.measured import isolated_times
 from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import provenance
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
+from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import tables_console
-from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save
+from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.rows import FlatRow
 from sidelane_lab.harness.running import check_targets, publish
 from sidelane_lab.harness.study import Picture, Results, Study, read
@@ -112,20 +112,24 @@ def _shares(rows: Sequence[HeuristicRow]) -> Table:
     return Table(title, columns, tuple(lines), notes_of(notes), keys=2)
 
 
+CHOICE_COLUMNS: Mapping[str, Cell] = {
+    "<heuristic": "heuristic",
+    "<GEMM": "gemm",
+    "<collective": "collective",
+    "bytes": "bytes",
+    "<chosen": "chosen",
+    "<best": "best",
+    "us": "time_us",
+    "lost\n%": "lost_percent:.1f",
+}
+
+
 def _choices(rows: Sequence[HeuristicRow]) -> Table:
-    """Every choice with its reason; of many those that were not right."""
-    lines, notes = [], []
+    """Make a table of every choice with its reason; of many those that were not right."""
     judged = [row for row in rows if row.time_us is not None]
     shown = judged if len(judged) <= MOST_SHOWN else [row for row in judged if not row.right]
-    for row in shown:
-        pair = (row.gemm, row.collective, format_bytes(row.bytes))
-        lost = "" if row.lost_percent is None else f"{row.lost_percent:.1f}"
-        cells = (row.heuristic, *pair, row.chosen, row.best, number(row.time_us), lost)
-        lines.append(Line(cells, best=bool(row.right)))
-        notes.append((f"{row.heuristic} {' '.join(pair)}", row.note))
-    columns = ("<heuristic", "<GEMM", "<collective", "bytes", "<chosen", "<best", "us", "lost\n%")
     title = "choices" if shown is judged else "choices that were not right; the file has the others, with their reasons"
-    return without_empty_columns(Table(title, columns, tuple(lines), notes_of(notes), keys=4))
+    return table_of(title, shown, CHOICE_COLUMNS, keys=4, value=lambda row: 0.0 if row.right else None)
 
 
 def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: Path) -> list[Picture]:

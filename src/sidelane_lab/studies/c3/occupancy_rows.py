@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sidelane.c3.shaping import choose, shaping_of
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, number
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
     BLACK,
@@ -22,16 +22,17 @@ from sidelane_lab.harness.drawing import (
     file_name,
     save,
 )
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
+from sidelane_lab.harness.report import Cell, table_of
+from sidelane_lab.harness.rows import IMPLEMENTATIONS
 from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.studies.c3.rows import PairRow, pair_words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OccupancyRow(FlatRow):
+class OccupancyRow(PairRow):
     """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
 
     Attributes:
-        bytes: as in :class:`CollectiveRow`.
         shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
         grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
         blocks: of the grid.
@@ -52,13 +53,6 @@ class OccupancyRow(FlatRow):
     allowed = (("implementation", IMPLEMENTATIONS),)
     figures = ("time_us", "normalised")
 
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
     implementation: str
     shape: str
     grid: str
@@ -78,57 +72,46 @@ class OccupancyRow(FlatRow):
     note: str = ""
 
 
-COLUMNS: tuple[str, ...] = (
-    *("<shape", "<grid", "blocks", "resident", "<priority", "GEMM\nalone us", "sequential\nus", "overlapped\nus"),
-    *("normalised", "overlap\nrate %", "<correct"),
-)
+COLUMNS: Mapping[str, Cell] = {
+    "<shape": "shape",
+    "<grid": "grid",
+    "blocks": "blocks",
+    "resident": "resident",
+    "<priority": "priority",
+    "GEMM\nalone us": "gemm_us",
+    "sequential\nus": "sequential_us",
+    "overlapped\nus": "time_us",
+    "normalised": "normalised:.2f",
+    "overlap\nrate %": "overlap_rate:.0f",
+    "<correct": "correct",
+}
 
 
 def occupancy_tables(rows: Sequence[OccupancyRow]) -> list[Table]:
-    """One table a pair and implementation; the least time is set off, and what shaping gains is a note."""
+    """Make one table a pair and implementation; the least time is set off, and what shaping gains is a note."""
     tables = []
     for _, same in grouped(rows, pair_of, ordered=False):
         first = next((row for row in same if row.comm_us is not None), same[0])
-        least = min((row.time_us for row in same if row.time_us is not None), default=None)
         title = (
-            f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
-            f"{format_bytes(first.bytes)} by {first.implementation}: {first.iterations} iterations, collective alone "
+            f"{pair_words(first)} by {first.implementation}: {first.iterations} iterations, collective alone "
             f"{number(first.comm_us)} us" + (", GEMMs in order" if first.in_order else "")
         )
-        lines = tuple(Line(_cells(row), best=least is not None and row.time_us == least) for row in same)
-        notes = (*notes_of([(" ".join(_cells(row)[:4]), row.note) for row in same]), *gain(same))
-        tables.append(without_empty_columns(Table(title, COLUMNS, lines, notes, keys=5)))
+        tables.append(table_of(title, same, COLUMNS, keys=5, notes=gain(same)))
     return tables
 
 
 def pair_of(row: OccupancyRow) -> tuple[object, ...]:
-    """What rows of one table have in common."""
-    return row.gemm, row.dtype, row.collective, row.bytes, row.implementation, row.in_order
+    """Return what rows of one table have in common."""
+    return *row.pair, row.implementation, row.in_order
 
 
 def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
-    """What the best shape and priority save over the fastest grid without any of it, in words; empty without one."""
+    """Say what the best shape and priority save over the fastest grid without any of it; empty without one."""
     timed = [row for row in rows if row.time_us is not None]
     try:
         return (choose([shaping_of(row, timed) for row in timed]).reason,)
     except ValueError:
         return ()
-
-
-def _cells(row: OccupancyRow) -> tuple[str, ...]:
-    return (
-        row.shape,
-        row.grid,
-        str(row.blocks) if row.blocks else "",
-        str(row.resident) if row.resident else "",
-        "yes" if row.priority else "no",
-        number(row.gemm_us),
-        number(row.sequential_us),
-        number(row.time_us),
-        "" if row.normalised is None else f"{row.normalised:.2f}",
-        "" if row.overlap_rate is None else f"{row.overlap_rate:.0f}",
-        verdict(row.correct),
-    )
 
 
 COLOURS = (BLUE, ORANGE, GREEN)
@@ -173,7 +156,7 @@ def _draw(rows: Sequence[OccupancyRow], results: Results, directory: Path) -> Pi
 
 
 def _compared(saved: Axes, shaped: Axes, rows: Sequence[OccupancyRow], shapes: Sequence[str]) -> None:
-    """What priority saves of each shape, and each shape against the first one."""
+    """Draw what priority saves of each shape, and each shape against the first one."""
     times = {
         (shape, priority): {
             row.blocks: row.time_us
@@ -206,6 +189,6 @@ def _compared(saved: Axes, shaped: Axes, rows: Sequence[OccupancyRow], shapes: S
 
 
 def _unlimited(rows: Sequence[OccupancyRow]) -> list[OccupancyRow]:
-    """Of each number of blocks the row whose blocks ask for no more memory than they need."""
+    """Return, of each number of blocks, the row whose blocks ask for no more memory than they need."""
     by_blocks = {row.blocks: row for row in sorted(rows, key=lambda row: row.resident)}
     return [by_blocks[blocks] for blocks in sorted(by_blocks)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, notes_of, number
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.rows import FlatRow
 from sidelane_lab.harness.study import Results
 
@@ -16,12 +17,33 @@ CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class C3Row(FlatRow):
-    """A GEMM and a collective under one strategy. The figures are defined as in the papers.
+class PairRow(FlatRow):
+    """A GEMM and a collective.
 
     Attributes:
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``.
         bytes: as in :class:`CollectiveRow`.
+    """
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+
+    @property
+    def pair(self) -> tuple[str, str, str, int]:
+        """The GEMM and the collective that rows of one pair have in common."""
+        return self.gemm, self.dtype, self.collective, self.bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class C3Row(PairRow):
+    """A GEMM and a collective under one strategy. The figures are defined as in the papers.
+
+    Attributes:
         c3_class: ``class`` in the file: G-long, C-long or GC-equal; empty when no collective could run.
         strategy: what was run; ``chosen`` is what the strategy ``auto`` picked, else empty.
         gemm_us: isolated time of the GEMM.
@@ -45,13 +67,6 @@ class C3Row(FlatRow):
     allowed = (("c3_class", CLASSES),)
     figures = ("time_us", "speedup")
 
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
     c3_class: str
     strategy: str
     chosen: str
@@ -70,43 +85,56 @@ class C3Row(FlatRow):
     orders: str = ""
 
 
-C3_COLUMNS: tuple[str, ...] = (
-    "<strategy",
-    "units\ntaken",
-    "collective\nalone us",
-    "together\nus",
-    "speedup",
-    "% of\nideal",
-    "% of ideal\n(library)",
-    "<correct",
-)
+TOGETHER_COLUMNS: Mapping[str, Cell] = {
+    "together\nus": "time_us",
+    "speedup": "speedup:.2f",
+    "% of\nideal": "percent_of_ideal:.0f",
+}
+C3_COLUMNS: Mapping[str, Cell] = {
+    "units\ntaken": "units",
+    "collective\nalone us": "comm_us",
+    **TOGETHER_COLUMNS,
+    "% of ideal\n(library)": "percent_of_ideal_nccl:.0f",
+    "<correct": "correct",
+}
+
+
+def pair_words(row: Any) -> str:
+    """Return a GEMM and a collective in words."""
+    return f"{row.gemm} ({row.m}x{row.n}x{row.k} {row.dtype}) with {row.collective} of {format_bytes(row.bytes)}"
+
+
+def alone_words(row: Any) -> str:
+    """Return what both take alone, and the ideal, in words."""
+    ideal = f"ideal speedup {row.ideal:.2f}" if row.ideal is not None else "no ideal"
+    gemm, best = number(row.gemm_us), number(row.best_comm_us)
+    return f"GEMM alone {gemm} us, best collective alone {best} us, {ideal}"
+
+
+def lost_percent(row: Any) -> float | None:
+    """Return how far a row is below the ideal, by which the best of a pair is found."""
+    return None if row.percent_of_ideal is None else 100 - row.percent_of_ideal
 
 
 def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
-    """One table a pair of GEMM and collective; the strategy with the highest percent of ideal is set off."""
+    """Make one table a pair; the strategy with the highest percent of ideal is set off."""
     tables = []
-    for _, same in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+    for _, same in grouped(rows, lambda row: row.pair, ordered=False):
         first = next((row for row in same if row.gemm_us is not None), same[0])
-        best = max((row.percent_of_ideal for row in same if row.percent_of_ideal is not None), default=None)
-        ideal = f"ideal speedup {first.ideal:.2f}" if first.ideal is not None else "no ideal"
-        title = (
-            f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
-            f"{format_bytes(first.bytes)}: {first.c3_class}, GEMM alone {number(first.gemm_us)} us, best collective "
-            f"alone {number(first.best_comm_us)} us, {ideal}"
-        )
-        picked = {row.chosen for row in same}
-        lines = tuple(
-            Line(_c3_cells(row, picked), best=best is not None and row.percent_of_ideal == best)
-            for row in same
-            if not row.chosen  # the row of auto repeats that of the strategy that it picked, which says so
-        )
+        # The row of auto repeats that of the strategy that it picked, which says so.
+        shown, picked = [row for row in same if not row.chosen], {row.chosen for row in same}
+        columns: dict[str, Cell] = {
+            "<strategy": lambda row, _, picked=picked: row.strategy + (" (auto)" if row.strategy in picked else "")
+        }
+        title = f"{pair_words(first)}: {first.c3_class}, {alone_words(first)}"
         notes = notes_of([(row.strategy, row.note) for row in same])
-        tables.append(without_empty_columns(Table(title, C3_COLUMNS, lines, notes)))
+        none = {"value": lost_percent, "noted": lambda row: False}
+        tables.append(table_of(title, shown, columns | C3_COLUMNS, notes=notes, **none))
     return tables
 
 
 def too_few_cores(results: Results) -> str:
-    """What readers of a study of pairs between CPU processes must know if there was nothing to run both at once on."""
+    """Say that CPU processes of a study of pairs had too few cores to run both at once; empty if they had enough."""
     of_pairs = results.on_cpu and results.study in ("c3", "ordinary")
     found = re.search(r"(\d+) cores$", results.device) if of_pairs else None
     needed = 2 * results.ranks
@@ -115,17 +143,4 @@ def too_few_cores(results: Results) -> str:
     return (
         f"This machine has {found[1]} cores and would need {needed} (each rank computes on one and moves bytes on "
         "another), so the two take turns here, and a speedup of about 1, 0% of ideal, is the best to expect."
-    )
-
-
-def _c3_cells(row: C3Row, picked: Collection[str]) -> tuple[str, ...]:
-    return (
-        row.strategy + (" (auto)" if row.strategy in picked else ""),
-        str(row.units) if row.units else "",
-        number(row.comm_us),
-        number(row.time_us),
-        MISSING if row.speedup is None else f"{row.speedup:.2f}",
-        MISSING if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}",
-        "" if row.percent_of_ideal_nccl is None else f"{row.percent_of_ideal_nccl:.0f}",
-        verdict(row.correct),
     )

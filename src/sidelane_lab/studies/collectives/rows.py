@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -15,11 +15,8 @@ from sidelane.cli.table import (
     Line,
     Table,
     grouped,
-    notes_of,
     number,
     place_of,
-    verdict,
-    without_empty_columns,
 )
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
@@ -30,7 +27,7 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
-from sidelane_lab.harness.report import lines_of
+from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, SEPARATE, Allowed, FlatRow
 from sidelane_lab.harness.study import Picture, Results
 
@@ -97,16 +94,16 @@ def bus_gbps(collective: str, nbytes: int, ranks: int, time_us: float) -> float:
     return nbytes / (time_us * 1e3) * shares.get(collective, (ranks - 1) / ranks)
 
 
-COLLECTIVE_COLUMNS: tuple[str, ...] = (
-    "bytes",
-    "<implementation",
-    "<variant",
-    "time\nus",
-    "p10-p90\nus",
-    "bus\nGB/s",
-    "energy\nmJ",
-    "<correct",
-)
+COLLECTIVE_COLUMNS: Mapping[str, Cell] = {
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<variant": lambda row, _: row.variant + ("+prelaunch" if row.prelaunch and "prelaunch" not in row.variant else ""),
+    "time\nus": "time_us",
+    "p10-p90\nus": spread,
+    "bus\nGB/s": "bus_gbps",
+    "energy\nmJ": "energy_mj",
+    "<correct": "correct",
+}
 LIST_COLUMNS: tuple[str, ...] = (
     *("bytes", "<launch", "list\nus", "separate\nus", "saves\n%", "<fastest of\nthe library", "us", "ratio"),
 )
@@ -121,9 +118,8 @@ def collective_tables(rows: Sequence[CollectiveRow]) -> list[Table]:
     calls = grouped(listed, lambda row: (row.collective, row.dtype, row.in_place, row.tensors))
     tables = [_list_summary(alike) for _, alike in calls]
     for _, alike in grouped(rows, lambda row: (row.collective, row.dtype, row.in_place, row.launch, row.tensors)):
-        lines = lines_of(alike, lambda row: row.bytes, lambda row: row.time_us, _collective_cells)
-        notes = notes_of([(f"{' '.join(_collective_cells(row)[:3]).rstrip()}", row.note) for row in alike])
-        tables.append(without_empty_columns(Table(way_to_call(alike[0]), COLLECTIVE_COLUMNS, lines, notes, keys=3)))
+        title = way_to_call(alike[0])
+        tables.append(table_of(title, alike, COLLECTIVE_COLUMNS, by=lambda row: row.bytes, ordered=True, keys=3))
     return tables
 
 
@@ -152,20 +148,6 @@ def way_to_call(row: CollectiveRow) -> str:
     """What rows of one table and one picture have in common."""
     listed = f", lists of {row.tensors} tensors" if row.tensors > 1 else ""
     return f"{row.collective}, {row.dtype}, {place_of(row.in_place)}, {row.launch}{listed}"
-
-
-def _collective_cells(row: CollectiveRow) -> tuple[str, ...]:
-    spread = f"{number(row.p10_us)}-{number(row.p90_us)}" if row.p10_us is not None else ""
-    return (
-        format_bytes(row.bytes),
-        row.implementation,
-        row.variant + ("+prelaunch" if row.prelaunch and "prelaunch" not in row.variant else ""),
-        number(row.time_us),
-        spread,
-        number(row.bus_gbps),
-        "" if row.energy_mj is None else number(row.energy_mj),
-        verdict(row.correct),
-    )
 
 
 def _time_of(row: CollectiveRow) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -13,8 +13,9 @@ from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
 from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.fused_thumb import ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, verdict
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
+from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.rows import LAUNCHES, FlatRow
 from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
@@ -26,7 +27,8 @@ FUSED_OPS = (
 ALONE = ("compute", "collective")
 """Implementations of rows that are a part of an operator."""
 
-FUSED_IMPLEMENTATIONS = ("fused", "auto", "unfused_nccl", "unfused_sidelane", "symm_mem", "unfused_best", *ALONE)
+UNFUSED_IMPLEMENTATIONS = ("unfused_nccl", "unfused_sidelane", "symm_mem")
+FUSED_IMPLEMENTATIONS = ("fused", "auto", *UNFUSED_IMPLEMENTATIONS, "unfused_best", *ALONE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,46 +76,37 @@ class FusedRow(FlatRow):
     skew_us: float | None = None
 
 
-FUSED_COLUMNS: tuple[str, ...] = (
-    *("<shape", "<implementation", "<made of, schedule", "us", "bound\nus", "times the\nbest unfused"),
-    *("GB/s\nread", "skew\nus", "<correct"),
-)
+def _ratio(row: FusedRow, same: Sequence[FusedRow]) -> str:
+    unfused = [one.time_us for one in same if one.implementation in UNFUSED_IMPLEMENTATIONS and one.time_us]
+    return f"{min(unfused) / row.time_us:.2f}" if unfused and row.time_us and row.implementation not in ALONE else ""
+
+
+FUSED_COLUMNS: Mapping[str, Cell] = {
+    "<shape": "shape",
+    "<implementation": "implementation",
+    "<made of, schedule": "schedule",
+    "us": "time_us",
+    "bound\nus": "bound_us",
+    "times the\nbest unfused": _ratio,
+    "GB/s\nread": "gbps",
+    "skew\nus": "skew_us",
+    "<correct": lambda row, _: "" if row.implementation in ALONE and row.time_us is not None else verdict(row.correct),
+}
 
 
 def fused_tables(rows: Sequence[FusedRow]) -> list[Table]:
-    """One table an operator and launch; each shape's fastest is set off."""
-    tables = []
-    for (op, launch), alike in grouped(rows, lambda row: (row.op, row.launch), ordered=False):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.shape, ordered=False):
-            whole = [row for row in same if row.implementation not in ALONE]
-            best = min((row.time_us for row in whole if row.time_us is not None), default=None)
-            unfused = next((row.time_us for row in same if row.implementation == "unfused_best"), None)
-            shown = [row for row in same if row.implementation != "unfused_best"]
-            lines += [
-                Line(_cells(row, unfused), best=row in whole and row.time_us == best, rule=row is shown[-1])
-                for row in shown
-            ]
-        notes = notes_of([(" ".join(_cells(row, None)[:3]), row.note) for row in alike])
-        made = Table(f"{op}, {launch}", FUSED_COLUMNS, tuple(lines), notes, keys=3)
-        tables.append(without_empty_columns(made))
-    return tables
-
-
-def _cells(row: FusedRow, unfused_us: float | None) -> tuple[str, ...]:
-    is_whole = unfused_us is not None and row.time_us is not None and row.implementation not in ALONE
-    ratio = unfused_us / row.time_us if is_whole and unfused_us and row.time_us else None
-    return (
-        row.shape,
-        row.implementation,
-        row.schedule,
-        number(row.time_us),
-        number(row.bound_us),
-        "" if ratio is None else f"{ratio:.2f}",
-        "" if row.gbps is None else number(row.gbps),
-        "" if row.skew_us is None else number(row.skew_us),
-        "" if row.implementation in ALONE and row.time_us is not None else verdict(row.correct),
-    )
+    """Make one table an operator and launch; each shape's fastest is set off."""
+    return [
+        table_of(
+            f"{op}, {launch}",
+            [row for row in alike if row.implementation != "unfused_best"],
+            FUSED_COLUMNS,
+            by=lambda row: row.shape,
+            value=lambda row: None if row.implementation in ALONE else row.time_us,
+            keys=3,
+        )
+        for (op, launch), alike in grouped(rows, lambda row: (row.op, row.launch), ordered=False)
+    ]
 
 
 BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")

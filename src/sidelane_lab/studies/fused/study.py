@@ -26,6 +26,7 @@ from sidelane.cli.terminal import progress_console
 from sidelane.collectives import Communicator
 from sidelane.config import current, profile_folder
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import require_all
@@ -116,7 +117,7 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
     seeds = itertools.count(options.seed + 1)
     times = list[FusedTime]()
     with Communicator(dist.group.WORLD, device=rank.device, config=config) as comm:
-        meter = _meter(rank, options)
+        meter = make_meter(rank, options.step_s)
         for op, make_case, shape in chosen:
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
@@ -131,15 +132,6 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
 
 
-def _meter(rank: Rank, options: FusedOptions) -> Meter:
-    control = dist.new_group(backend="gloo")
-    if rank.device.type == "cpu":
-        return Meter(rank.device, timeout_s=options.step_s, group=control)
-    from sidelane_lab.baselines.baselines_cuda import device_barrier
-
-    return Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=options.step_s, group=control)
-
-
 class _Case:
     """An operator at one shape. All ranks do all of it together."""
 
@@ -152,10 +144,10 @@ class _Case:
         options: FusedOptions,
         seeds: Iterator[int],
     ) -> None:
-        from sidelane_lab.studies.fused.case import Case
+        from sidelane_lab.studies.fused.case import OperatorCase
 
         case = make(comm, *shape)
-        assert isinstance(case, Case)
+        assert isinstance(case, OperatorCase)
         self._comm = comm
         self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
         self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")

@@ -27,6 +27,7 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
+from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.rows import FlatRow
 from sidelane_lab.harness.study import Picture, Results
 
@@ -139,31 +140,51 @@ def _curve_of(row: IsolatedRow) -> tuple[str, ...]:
     return row.gemm or row.collective, nbytes, row.implementation, row.variant, means
 
 
+def _ratio(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> str:
+    return f"{row.time_us / row.alone_us:.2f}" if row.time_us and row.alone_us else ""
+
+
+def _speedup(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> str:
+    """Hold a strategy against one after the other by the same implementation."""
+    return f"{(_serial_us(row, rows) or 0.0) / (row.time_us or 1.0):.2f}"
+
+
+def _serial_us(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> float | None:
+    pair = (row.gemm, row.collective, row.implementation)
+    found = [one for one in rows if one.means == SERIAL and (one.gemm, one.collective, one.implementation) == pair]
+    return found[-1].time_us if found else None
+
+
+BESIDE_COLUMNS: Mapping[str, Cell] = {
+    "<GEMM": "gemm",
+    "<traffic": "implementation",
+    "bytes": "bytes",
+    "<time of": "means",
+    "alone us": "alone_us",
+    "beside us": "time_us",
+    "ratio": _ratio,
+}
+PAIR_COLUMNS: Mapping[str, Cell] = {
+    "<GEMM": "gemm",
+    "<collective": "collective",
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<strategy": "means",
+    "units": "units",
+    "together\nus": "time_us",
+    "speedup": _speedup,
+}
+
+
 def _beside(rows: Sequence[IsolatedRow]) -> Table:
-    lines = [
-        Line((row.gemm, row.implementation, format_bytes(row.bytes), row.means, number(row.alone_us),
-              number(row.time_us), "" if not row.time_us or not row.alone_us else f"{row.time_us / row.alone_us:.2f}"))
-        for row in rows
-    ]  # fmt: skip
-    notes = notes_of([(f"{row.gemm} {row.implementation}", row.note) for row in rows])
-    columns = ("<GEMM", "<traffic", "bytes", "<time of", "alone us", "beside us", "ratio")
-    return Table("a GEMM beside DMA traffic", columns, tuple(lines), notes, keys=4)
+    return table_of("a GEMM beside DMA traffic", rows, BESIDE_COLUMNS, keys=4, value=None)
 
 
 def _pairs(rows: Sequence[IsolatedRow]) -> Table:
-    """Every strategy against one after the other by the same implementation."""
-    serial = {(row.gemm, row.collective, row.implementation): row.time_us for row in rows if row.means == SERIAL}
-    lines, notes = [], []
-    for row in rows:
-        base_us = serial.get((row.gemm, row.collective, row.implementation))
-        if row.time_us is None:
-            notes.append((row.means, row.note))
-        elif base_us is not None:
-            what = (row.gemm, row.collective, format_bytes(row.bytes), row.implementation, row.means)
-            units = str(row.units) if row.units else ""
-            lines.append(Line((*what, units, number(row.time_us), f"{base_us / row.time_us:.2f}")))
-    columns = ("<GEMM", "<collective", "bytes", "<implementation", "<strategy", "units", "together\nus", "speedup")
-    return without_empty_columns(Table("pairs under strategies", columns, tuple(lines), notes_of(notes), keys=5))
+    notes = notes_of([(row.means, row.note) for row in rows if row.time_us is None])
+    shown = [row for row in rows if row.time_us is not None and _serial_us(row, rows) is not None]
+    none: dict[str, Any] = {"value": None, "noted": lambda row: False}
+    return table_of("pairs under strategies", shown, PAIR_COLUMNS, keys=5, notes=notes, **none)
 
 
 def _classes(known: Isolated) -> Table:
