@@ -19,6 +19,7 @@ from test_call_errors import communicator
 from sidelane.choice.candidate import takes_one_tensor
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.baselines import baselines_cuda
+from sidelane_lab.baselines import candidate as candidates
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
 from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemory
@@ -346,7 +347,7 @@ class Recorder:
 
         monkeypatch.setattr(dist, "_coalescing_manager", manager)
         for name in ("all_gather", "reduce_scatter"):
-            monkeypatch.setattr(baselines_cuda, name, note(name))
+            monkeypatch.setattr(candidates, name, note(name))
         for name in ("all_reduce", "broadcast"):
             monkeypatch.setattr(dist, name, note(name))
         monkeypatch.setattr(dist, "all_to_all_single", note("all_to_all"))
@@ -358,7 +359,7 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     recorder = Recorder(monkeypatch)
     nccl = Nccl(CPU, SimpleNamespace(), "group")
     ordinary, windows = ((torch.zeros(1 << 16, dtype=torch.uint8),) * 2 for _ in range(2))
-    nccl._ordinary, nccl._windows = ordinary, SimpleNamespace(buffers=windows)
+    nccl.buffers, nccl._windows = ordinary, SimpleNamespace(buffers=windows)
     case = case_of(kind, 0, 2, (64, 128))
     where = windows if variant else ordinary
     offsets = [512 * number // case.dtype.itemsize for number in (0, 1)]
@@ -428,7 +429,7 @@ def test_a_graph_holds_every_call_of_a_list(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     nccl = Nccl(CPU, SimpleNamespace(), "group")
-    nccl._ordinary = (torch.zeros(4096, dtype=torch.uint8),) * 2
+    nccl.buffers = (torch.zeros(4096, dtype=torch.uint8),) * 2
     case = case_of(Kind.ALL_GATHER, 0, 2, (64, 128))
     one = ["all_gather 0 group", "all_gather 512 group"]
     for variant, call in (("separate", one), ("", ["begin group None False", *one, "end"])):

@@ -28,11 +28,11 @@ from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.ordinary import study as ordinary_study
-from sidelane_lab.studies.ordinary.changing import SETTLING, measure_changing
-from sidelane_lab.studies.ordinary.parts import PairTimes, measure_alone, measure_pair
+from sidelane_lab.studies.ordinary.changing import SETTLING
+from sidelane_lab.studies.ordinary.parts import PairTimes, Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
-from sidelane_lab.studies.ordinary.ways import Own, make_ways
+from sidelane_lab.studies.ordinary.ways import OwnWay, make_ways
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("auto", "symmetric"), ("auto", "learned"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
@@ -86,13 +86,9 @@ def rows_ahead(group: dist.ProcessGroup, part: str) -> list[OrdinaryRow]:
         roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
         assert not roster.unavailable, roster.unavailable
-        given: dict[str, Any] = {"warmup": 1, "repeats": 3, "seeds": itertools.count(1)}
-        if part == "beside":
-            workload = parse_workload("64x64x64_4K", case.kind, "float32")
-            rows = list(measure_pair(roster.meter, ways, workload, case, lanes=None, **given))
-        else:
-            measure = measure_changing if part == "changing" else measure_alone
-            rows = list(measure(roster.meter, ways, case, **given))
+        parts = Parts(roster.meter, ways, 1, 3, itertools.count(1))
+        workload = parse_workload("64x64x64_4K", case.kind, "float32")
+        rows = list(parts.pair(workload, case, None) if part == "beside" else getattr(parts, part)(case))
         roster.close()
     return rows
 
@@ -122,8 +118,8 @@ def private(group: dist.ProcessGroup) -> list[OrdinaryRow]:
             patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)
         roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
-        assert isinstance(ways["mapped"], Own)
-        rows = list(measure_alone(roster.meter, ways, case, warmup=0, repeats=1, seeds=itertools.count(1)))
+        assert isinstance(ways["mapped"], OwnWay)
+        rows = list(Parts(roster.meter, ways, 0, 1, itertools.count(1)).alone(case))
         roster.close()
     return rows
 
@@ -160,9 +156,8 @@ def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
         meter = Meter(CPU, group=group)
         roster, ways = make_ways(rank, meter, 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
-        given: dict[str, Any] = {"warmup": 0, "repeats": 2, "seeds": itertools.count(1)}
-        rows = [*measure_alone(meter, ways, case, **given), *measure_changing(meter, ways, case, **given)]
-        rows += measure_pair(meter, ways, workload, case, lanes=None, **given)
+        parts = Parts(meter, ways, 0, 2, itertools.count(1))
+        rows = [*parts.alone(case), *parts.changing(case), *parts.pair(workload, case, None)]
         roster.close()
     return rows
 

@@ -28,12 +28,11 @@ from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.running import Follower, merged
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.c3.study import (
-    C3Instruments,
     C3Options,
     is_done,
     key_of_row,
@@ -156,7 +155,7 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
         Strategy(name="forgetful", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY_DMA, recipe=""),
         Strategy(name="refusing", order=Order.GEMM_FIRST, mover=Mover.SM, recipe=""),
     )
-    instruments = C3Instruments(roster.meter, C3Options(**QUICK))
+    instruments = Instruments(roster.meter, warmup=0, repeats=1)
     outcome = run_workload(
         workload, runs, instruments, device=CPU, strategies=wanted, unavailable={"dma": "no engines"}
     )
@@ -220,7 +219,7 @@ def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
         case = Case(workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), 2, CPU)
         run = Prepared(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
         spoilt = WrongGemm(run, lambda: gemms[0].c[3].fill_(0.5))
-        instruments = C3Instruments(roster.meter, C3Options(**QUICK))
+        instruments = Instruments(roster.meter, warmup=0, repeats=1)
         outcome = run_workload(workload, [spoilt], instruments, device=CPU)
     finally:
         c3_run.GemmRun.__init__ = make  # type: ignore[method-assign]
@@ -459,13 +458,14 @@ def test_an_implementation_that_one_rank_cannot_make_is_a_row_on_all(pool: RankP
 
 
 def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
-    from sidelane_lab.pairs.outcome import GEMM, Failure, judge
+    from sidelane_lab.harness.measure import Problem
+    from sidelane_lab.pairs.outcome import GEMM, judge
 
     class Way:
         implementation, label, in_place = "dma", "dma auto", False
 
     outcome = judge(
-        parse_workload("8x8x8_1K"), [Way()], strategies(), {GEMM: [1.0]}, {"dma auto": Failure("x", True)}, {}, {}
+        parse_workload("8x8x8_1K"), [Way()], strategies(), {GEMM: [1.0]}, {"dma auto": Problem("x", True)}, {}, {}
     )  # type: ignore[list-item]
     with pytest.raises(UnavailableError, match="dma auto: x"):
         rows_of(outcome)

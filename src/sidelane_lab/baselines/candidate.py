@@ -2,7 +2,7 @@
 
 An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Entrant` names one way to call
 it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked. Calls with
-lists of tensors are in ``listed.py``, Sidelane's own implementations in ``own.py``.
+lists of tensors are at the end; Sidelane's own implementations are in ``roster.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
 from sidelane.program.variant import Variant
-from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
+from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.rows import SEPARATE
 
@@ -175,6 +176,46 @@ def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor)
     else:
         whole_output = whole_input = output[: case.nbytes]
     return Tensors(whole_output.view(case.dtype), whole_input.view(case.dtype))
+
+
+class TwoBuffers:
+    """Memory of an implementation: an output buffer and an input buffer, which serve all cases.
+
+    Attributes:
+        device: of both.
+        buffers: output and input; None before they are reserved.
+    """
+
+    device: torch.device
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        self.buffers = self.memory(output_bytes), self.memory(input_bytes)
+
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
+        assert self.buffers is not None, "reserve comes first"
+        return views(case, candidate.in_place, *self.buffers)
+
+    def close(self) -> None:
+        self.buffers = None
+
+
+def library_call(kind: Kind, output: torch.Tensor, input: torch.Tensor, **options: Any) -> Callable[[], Any]:
+    """Return a call of torch.distributed, with ``group`` and what else is given."""
+    match kind:
+        case Kind.ALL_GATHER:
+            return partial(all_gather, output, input, **options)
+        case Kind.ALL_TO_ALL:
+            return partial(dist.all_to_all_single, output, input, **options)
+        case Kind.REDUCE_SCATTER:
+            return partial(reduce_scatter, output, input, **options)
+        case Kind.ALL_REDUCE:
+            return partial(dist.all_reduce, output, **options)
+    return partial(dist.broadcast, output, group_src=ROOT, **options)
 
 
 class Prepared:

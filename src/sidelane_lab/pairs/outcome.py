@@ -9,9 +9,10 @@ from typing import Protocol
 
 from sidelane.c3.choose import Candidate, Choice, choose
 from sidelane.c3.expected import Asked, decide
-from sidelane.c3.isolated import Isolated as Known
+from sidelane.c3.isolated import Isolated
 from sidelane.c3.strategy import LIBRARY, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane_lab.harness.measure import Problem
 
 GEMM = "gemm"
 """Name of the GEMM alone among the times."""
@@ -34,22 +35,14 @@ class Configuration(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Failure:
-    """Why something has no time. ``wrong``: it ran, and its result was wrong."""
-
-    text: str
-    wrong: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Isolated:
+class Alone:
     """A collective implementation alone. ``time_us`` is None where ``failure`` says why."""
 
     implementation: str
     label: str
     in_place: bool
     time_us: float | None
-    failure: Failure | None = None
+    failure: Problem | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Result:
     ideal: float | None = None
     percent_of_ideal: float | None = None
     percent_of_ideal_library: float | None = None
-    failure: Failure | None = None
+    failure: Problem | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +83,7 @@ class Outcome:
     best: str | None
     best_comm_us: float | None
     c3_class: C3Class | None
-    isolated: tuple[Isolated, ...]
+    isolated: tuple[Alone, ...]
     results: tuple[Result, ...]
     choice: Choice | None
 
@@ -105,11 +98,11 @@ def judge(
     configurations: Sequence[Configuration],
     strategies: Sequence[Strategy],
     times: Mapping[str, Sequence[float]],
-    failures: Mapping[str, Failure],
+    failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     hidden: Mapping[str, float],
     tried: Mapping[str, Sequence[int]] = NOTHING_TAKEN,
-    known: Known | None = None,
+    known: Isolated | None = None,
 ) -> Outcome:
     """Turn times into figures: ratios in each round first, then their medians.
 
@@ -127,7 +120,7 @@ def judge(
     """
     best = _fastest(_as_asked(configurations), times)
     isolated = tuple(
-        Isolated(c.implementation, c.label, c.in_place, _median(times.get(c.label)), failures.get(c.label))
+        Alone(c.implementation, c.label, c.in_place, _median(times.get(c.label)), failures.get(c.label))
         for c in configurations
     )
     gemm_us = statistics.median(times[GEMM])
@@ -154,7 +147,7 @@ def _choice(
     gemm_us: float,
     candidates: Sequence[Candidate],
     hidden: Mapping[str, float],
-    known: Known | None,
+    known: Isolated | None,
 ) -> Choice:
     """By the machine's own isolated times where there are any: then over those that take units, too."""
     if known is None:
@@ -170,7 +163,7 @@ def _judge_strategy(
     strategy: Strategy,
     configurations: Sequence[Configuration],
     times: Mapping[str, Sequence[float]],
-    failures: Mapping[str, Failure],
+    failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     tried: Sequence[int],
 ) -> tuple[Result, Candidate | None]:
@@ -183,12 +176,12 @@ def _judge_strategy(
         wanted = strategy.mover.implementations
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
-        return Result(strategy.name, failure=Failure(f"not available: {(reasons or [absent])[0]}", wrong=False)), None
+        return Result(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}")), None
     own = [(c, units) for c in configurations if c.implementation == name for units in tried]
     timed = [one for one in own if pair_label(strategy, *one) in times]
     if not timed:
         found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
-        failure = next(filter(None, found), Failure("no configuration could run", wrong=False))
+        failure = next(filter(None, found), Problem("no configuration could run"))
         return Result(strategy.name, failure=failure), None
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(_as_asked(configurations), times) or chosen
@@ -202,10 +195,10 @@ def _judge_strategy(
         by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
         comm_us=comm_us,
         time_us=statistics.median(pair),
-        speedup=_rounds(speedup, gemm, times[best.label], pair),
-        ideal=_rounds(ideal_speedup, gemm, times[best.label]),
-        percent_of_ideal=_percent(gemm, times[best.label], pair),
-        percent_of_ideal_library=_percent(gemm, times[library.label], pair) if library else None,
+        speedup=median_of_rounds(speedup, gemm, times[best.label], pair),
+        ideal=median_of_rounds(ideal_speedup, gemm, times[best.label]),
+        percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
+        percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
     )
     return result, Candidate(strategy, comm_us, chosen.in_place)
 
@@ -225,12 +218,13 @@ def _median(values: Sequence[float] | None) -> float | None:
     return None if values is None else statistics.median(values)
 
 
-def _rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
+def median_of_rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
+    """Return the median of a figure of each round."""
     return statistics.median(figure(*values) for values in zip(*series, strict=True))
 
 
-def _percent(*series: Sequence[float]) -> float | None:
-    """Percent of ideal, where most rounds have one."""
+def percent_of_rounds(*series: Sequence[float]) -> float | None:
+    """Return the median percent of ideal, where most rounds have one."""
     found = [percent_of_ideal(*values) for values in zip(*series, strict=True)]
     defined = [percent for percent in found if percent is not None]
     return statistics.median(defined) if 2 * len(defined) > len(found) else None

@@ -39,7 +39,7 @@ from sidelane_lab.baselines.candidate import (
     views,
 )
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.baselines.roster import Dma, Kernels, make_roster
+from sidelane_lab.baselines.roster import Dma, Own, make_roster
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
@@ -311,7 +311,7 @@ def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...]
         ):
             if candidate.in_place or candidate.prelaunch:
                 continue
-            if isinstance(implementation, Dma | Kernels):
+            if isinstance(implementation, Own):
                 yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))
             else:
                 yield _baseline(implementation, candidate, case)
@@ -327,7 +327,7 @@ def _triggers(own: Dma, case: Case) -> Iterator[Way]:
             yield Way(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
 
 
-def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
+def _both(own: Own, case: Case) -> Iterator[tuple[bool, Tensors]]:
     """Tensors in symmetric memory, and in ordinary memory."""
     yield True, own.tensors(case, Entrant(own.name))
     buffers = (
@@ -336,7 +336,7 @@ def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
     yield False, views(case, False, *buffers)
 
 
-def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
+def _own(own: Own, candidate: Entrant, where: tuple[bool, Tensors]) -> Way:
     symmetric, tensors = where
     communicator = own.communicator
     assert tensors.output is not None

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -29,22 +29,16 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.baselines.candidate import Prepared, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
-from sidelane_lab.harness.measure import Job, Meter
 from sidelane_lab.harness.running import Sender, StudyOptions, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import is_memory_bound
 from sidelane_lab.pairs.outcome import Outcome, Result
-from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
-
-HIDE_LAUNCH_US = 500.0
-"""The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
-LOOKS = 2
-"""Rounds of a look: each call has run before, in its check."""
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
@@ -175,7 +169,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
         roster.close()
         return
     roster.reserve_for(cases, sender.note)
-    instruments = C3Instruments(roster.meter, options)
+    instruments = Instruments(roster.meter, options.warmup, options.repeats)
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
@@ -218,7 +212,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
 
 
 def _orders(
-    outcome: Outcome, runs: Sequence[Prepared], instruments: C3Instruments, device: torch.device, seed: int
+    outcome: Outcome, runs: Sequence[Prepared], instruments: Instruments, device: torch.device, seed: int
 ) -> str:
     """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
     timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
@@ -228,33 +222,6 @@ def _orders(
     run = next(one for one in runs if one.label == fastest)
     found = orders_of(outcome.workload, run, instruments, device, itertools.count(seed))
     return ", ".join(f"{' > '.join(order)} {us:.6g}" for order, us in found.items())
-
-
-class C3Instruments:
-    """The meter as ``c3.run`` wants it: every sample hides what the host takes to launch."""
-
-    def __init__(self, meter: Meter, options: C3Options) -> None:
-        self._meter = meter
-        self._options = options
-        self.late: dict[str, int] = {}
-        self.on_stream = meter.on_stream
-        self.attempt = meter.attempt
-        self.finish = meter.finish
-
-    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
-        return self._timed(runs, self._options.warmup, self._options.repeats)
-
-    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
-        return self._timed(runs, 0, LOOKS)
-
-    def _timed(
-        self, runs: Mapping[str, Callable[[], None]], warmup: int, repeats: int
-    ) -> Mapping[str, Sequence[float]]:
-        hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
-        jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
-        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
-        self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
-        return {name: measured.times_us for name, measured in rounds.items()}
 
 
 def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:

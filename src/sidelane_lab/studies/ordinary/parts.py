@@ -1,29 +1,307 @@
-"""Collectives alone, on tensors that stay: every way side by side in one run."""
+"""The parts of the study: collectives alone, next to a GEMM, and on tensors that change from call to call.
+
+All ways of a case take turns round by round. Each is checked, let learn, timed and checked once more.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
-from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
+from sidelane.c3.strategy import ideal_speedup, speedup
 from sidelane.c3.workload import Workload
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Prepared
-from sidelane_lab.baselines.reference import Case
+from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.pairs.product import GemmRun
-from sidelane_lab.pairs.run import Pairs, Workers
+from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
+from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
 from sidelane_lab.studies.collectives.rows import bus_gbps
 from sidelane_lab.studies.collectives.study import calls_per_sample, checked, hides_launches
-from sidelane_lab.studies.ordinary.rows import LEARNED, OrdinaryRow
+from sidelane_lab.studies.ordinary.changing import SETTLING, ChangingProgram, Room
+from sidelane_lab.studies.ordinary.rows import LEARNED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import LEARNING_CALLS, PLACES, Way
 
+GEMM = "gemm"
+TOGETHER_EVERY = 4
+"""Learning calls, behind which hosts wait for their devices. Hosts that are 16 calls apart learn nothing
+(docs/internals/reach.md), and then most of the rounds would time calls that are staged."""
 
-def with_late(said: str, late: int) -> str:
-    """What a call said, and in how many rounds some host had not queued everything when the clock started."""
+CALLS, FEW_CALLS = 10, 2
+"""Calls of a sample on tensors that change, and of one whose tensors lie in new segments."""
+
+ROUNDS, FEW_ROUNDS = 15, 5
+"""Rounds at most. Calls in new segments map memory, and keep it; ranks that find nothing that comes again in a thousand
+calls stage them from then on."""
+
+HOST_CALLS, FEW_HOST_CALLS = 25, 5
+"""Calls of which the host's median counts."""
+
+Times = Sequence[float]
+Said = tuple[str, str]
+"""What a way ran its last call as, and why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairTimes:
+    """Times of one way, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
+
+    gemm: Times
+    best: Times
+    alone: Times
+    together: Times
+
+    def columns(self) -> dict[str, Any]:
+        """Return what a row has of them: ratios in each round first, then medians."""
+        return {
+            "gemm_us": statistics.median(self.gemm),
+            "comm_us": statistics.median(self.alone),
+            "best_comm_us": statistics.median(self.best),
+            "speedup": median_of_rounds(speedup, self.gemm, self.best, self.together),
+            "ideal": median_of_rounds(ideal_speedup, self.gemm, self.best),
+            "percent_of_ideal": percent_of_rounds(self.gemm, self.best, self.together),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts on this rank; every rank makes the same calls.
+
+    Attributes:
+        meter: of this rank.
+        ways: what is compared, with buffers that are large enough.
+        warmup: rounds before the measured ones.
+        repeats: measured rounds.
+        seeds: of random inputs.
+    """
+
+    meter: Meter
+    ways: Mapping[str, Way]
+    warmup: int
+    repeats: int
+    seeds: Iterator[int]
+
+    def alone(self, case: Case) -> Iterator[OrdinaryRow]:
+        """Measure every way in and out of place. Collective."""
+        calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
+        candidates = candidates_for(self.ways, case, PLACES[case.kind])
+        runs = {candidate: Prepared(candidate, case, way, calls) for candidate, way in candidates.items()}
+        said: dict[Entrant, Said] = {}
+        with self.meter.on_stream():
+            found = {candidate: self._ready(way, runs[candidate]) for candidate, way in candidates.items()}
+            problems = {candidate: problem for candidate, problem in found.items() if problem is not None}
+            jobs = {
+                candidate: run.job(HIDDEN_LAUNCH_US if hides_launches(case, candidate) else 0.0)
+                for candidate, run in runs.items()
+                if candidate not in problems
+            }
+            rounds = self._rounds(jobs)
+            for candidate in jobs:
+                run = runs[candidate]
+                problem = checked(self.meter, run, next(self.seeds), runs=2 if run.repeatable else 1)
+                self._note(candidate, candidates[candidate], problem, problems, said)
+        for candidate, way in candidates.items():
+            variant, reason = said.get(candidate, ("", ""))
+            timed = rounds.get(candidate)
+            note = _with_late(reason, timed)
+            yield row_of(case, way, variant, timed, problems.get(candidate), note, in_place=candidate.in_place)
+
+    def pair(self, workload: Workload, case: Case, lanes: Lanes | None) -> Iterator[OrdinaryRow]:
+        """Measure every way alone and next to a GEMM, as the strategy ``conccl`` has it. Collective.
+
+        Args:
+            workload: the pair.
+            case: its collective.
+            lanes: streams, on an accelerator.
+        """
+        beside = {name: way.next_to_computation() for name, way in self.ways.items()}
+        candidates = candidates_for(beside, case, (False,))
+        problems: dict[Entrant, Problem] = {}
+        said: dict[Entrant, Said] = {}
+        runs = {candidate: Prepared(candidate, case, way) for candidate, way in candidates.items()}
+        with self.meter.on_stream(), Workers() as workers:
+            gemm = GemmRun(workload.gemm, case.device)
+            gemm.fill(next(self.seeds))
+            pairs = Pairs(gemm, lanes, workers)
+            launches = {candidate: pairs.launch(named("conccl"), run) for candidate, run in runs.items()}
+
+            def right(candidate: Entrant) -> Problem | None:
+                label, seed = f"{candidate}, next to a GEMM", next(self.seeds)
+                return check_launch(self.meter, label, launches[candidate], runs[candidate], (gemm,), seed)
+
+            for candidate, way in candidates.items():
+                problem = self._ready(way, runs[candidate]) or right(candidate)
+                if problem is not None:
+                    problems[candidate] = problem
+            able = [candidate for candidate in candidates if candidate not in problems]
+            hide_us = 0.0 if case.device.type == "cpu" else HIDE_LAUNCH_US
+            jobs: dict[object, Job] = {GEMM: Job(gemm.run, hide_launch_us=hide_us)} if able else {}
+            for candidate in able:
+                jobs[candidate, "alone"] = Job(runs[candidate].run, hide_launch_us=hide_us)
+                jobs[candidate, "both"] = Job(launches[candidate], hide_launch_us=hide_us)
+            rounds = self._rounds(jobs)
+            for candidate in able:
+                self._note(candidate, candidates[candidate], right(candidate), problems, said)
+        alone = [rounds[candidate, "alone"].times_us for candidate in able if candidate not in problems]
+        best = min(alone, key=statistics.median, default=())
+        for candidate, way in candidates.items():
+            problem, both = problems.get(candidate), rounds.get((candidate, "both"))
+            variant, reason = said.get(candidate, ("", ""))
+            columns: dict[str, Any] = {"gemm": workload.gemm.name, **{n: getattr(workload.gemm, n) for n in "mnk"}}
+            if problem is None and both is not None:
+                own = rounds[candidate, "alone"].times_us
+                columns |= PairTimes(rounds[GEMM].times_us, best, own, both.times_us).columns()
+            yield row_of(case, way, variant, both, problem, _with_late(reason, both), **columns)
+
+    def changing(self, case: Case) -> Iterator[OrdinaryRow]:
+        """Run every program of ``SETTLING`` in every way, one after another. Collective.
+
+        Symmetric tensors do not move: all ranks allocate them together. They have the program that repeats only.
+        """
+        rooms: dict[str, Room] = {}
+        lacking: dict[str, Problem] = {}
+        with self.meter.on_stream():
+            for name, way in self.ways.items():
+
+                def make(name: str = name, way: Way = way) -> None:
+                    rooms[name] = Room(way, case)
+
+                problem = self.meter.run(f"memory of {name}", make)
+                if problem is not None:
+                    lacking[name] = problem
+        self.meter.finish("allocating")  # outside: symmetric memory is cleared on the default stream
+        for change in SETTLING:
+            taking = {name: way for name, way in self.ways.items() if change == REPEATED or name != SYMMETRIC}
+            with self.meter.on_stream():
+                yield from self._change(change, taking, case, rooms, {n: lacking[n] for n in taking if n in lacking})
+
+    def _change(
+        self,
+        change: str,
+        ways: Mapping[str, Way],
+        case: Case,
+        rooms: Mapping[str, Room],
+        problems: dict[str, Problem],
+    ) -> Iterator[OrdinaryRow]:
+        few, programs, said = change == NEW_SEGMENT, dict[str, ChangingProgram](), dict[str, Said]()
+        for name in [name for name in ways if name not in problems]:
+            program = ChangingProgram(change, ways[name], case, rooms[name])
+            label = f"{name}, {change}"
+            problem = self._checked(label, program, case) or self.meter.run(label, program.settle)
+            if problem is None:
+                programs[name] = program
+            else:
+                problems[name] = problem
+        calls = FEW_CALLS if few else CALLS
+
+        def stock(number: int) -> None:
+            for program in programs.values():
+                program.stock(calls)
+            self.meter.finish(f"before round {number} of {change}")
+
+        jobs = {name: Job(program.run, repeats=calls, calls=calls) for name, program in programs.items()}
+        repeats = min(self.repeats, FEW_ROUNDS if few else ROUNDS)
+        rounds = self.meter.rounds(jobs, warmup=min(self.warmup, 1), repeats=repeats, on_round=stock) if jobs else {}
+        host_us = self._host_times(change, programs, FEW_HOST_CALLS if few else HOST_CALLS)
+        for name, program in programs.items():
+            said[name] = program.way.said()
+            problem = self._checked(f"{name}, {change}", program, case)
+            objection = None if problem else self.meter.attempt(program.objection)
+            if problem is not None or objection:
+                problems[name] = problem or Problem(objection or "")
+            program.close()
+        for name, way in ways.items():
+            variant, reason = said.get(name, ("", ""))
+            note, problem = f"{variant}: {reason}" if variant else "", problems.get(name)
+            host = host_us[name] if problem is None else None
+            yield row_of(case, way, change, rounds.get(name), problem, note, host_us=host)
+
+    def _rounds(self, jobs: Mapping[Any, Job]) -> dict[Any, Rounds]:
+        return self.meter.rounds(jobs, warmup=self.warmup, repeats=self.repeats) if jobs else {}
+
+    def _ready(self, way: Way, prepared: Prepared) -> Problem | None:
+        """Check a call, and repeat it until its ranks know what comes. Collective.
+
+        Returns:
+            What is wrong, also if peers do not reach the tensors in the way that the row would claim.
+        """
+
+        def learn() -> None:
+            for number in range(LEARNING_CALLS if way.reach == LEARNED else 1):
+                prepared.run()
+                if number % TOGETHER_EVERY == 0:
+                    self.meter.finish(prepared.label)
+
+        problem = checked(self.meter, prepared, next(self.seeds)) or self.meter.run(prepared.label, learn)
+        if problem is None:
+            objection = self.meter.attempt(lambda: way.objection(prepared.tensors))
+            problem = None if objection is None else Problem(objection)
+        return problem
+
+    def _note(
+        self,
+        candidate: Entrant,
+        way: Way,
+        problem: Problem | None,
+        problems: dict[Entrant, Problem],
+        said: dict[Entrant, Said],
+    ) -> None:
+        """Keep what is wrong, or what the last call says of itself."""
+        if problem is None:
+            said[candidate] = way.said()
+        else:
+            problems[candidate] = problem
+
+    def _host_times(self, change: str, programs: Mapping[str, ChangingProgram], calls: int) -> dict[str, float]:
+        """Return the microseconds that a call takes the slowest rank's host, by way. Collective."""
+        times: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(calls):
+            for name, program in programs.items():
+                program.stock(1)
+                self.meter.finish(f"{name}, {change}")
+                self.meter.agree(None)  # hosts come together, so that a wait for them is short
+                began = time.perf_counter_ns()
+                program.run()
+                times[name].append((time.perf_counter_ns() - began) / 1e3)
+                self.meter.finish(f"{name}, {change}")
+        return {name: max(map(statistics.median, self.meter.of_all_ranks(mine))) for name, mine in times.items()}
+
+    def _checked(self, label: str, program: ChangingProgram, case: Case) -> Problem | None:
+        """Make the next call on fresh input and poisoned output, and compare. Collective."""
+        kept, seed = [], next(self.seeds)
+
+        def execute() -> None:
+            program.stock(1)
+            kept.append(program.tensors)
+            assert kept[0].output is not None
+            poison(kept[0].output)
+            fill_input(case, kept[0].input, seed)
+            program.run()
+
+        def compare() -> str | None:
+            output = kept[0].output
+            return "there is no output" if output is None else output_error(case, output, seed)
+
+        return self.meter.check(label, execute, compare)
+
+
+def candidates_for(ways: Mapping[str, Way], case: Case, places: tuple[bool, ...]) -> dict[Entrant, Way]:
+    """Return what can be run of a case, out of place and in place as ``places`` says."""
+    return {
+        Entrant(way.name, variant, in_place): way
+        for way in ways.values()
+        for in_place in places
+        for variant in way.variants(case.kind, in_place)
+    }
+
+
+def _with_late(said: str, rounds: Rounds | None) -> str:
+    """Say in how many rounds some host had not queued everything when the clock started, too."""
+    late = 0 if rounds is None else rounds.late
     return "; ".join(filter(None, (said, f"the host was late in {late} rounds" if late else "")))
 
 
@@ -31,30 +309,27 @@ def row_of(
     case: Case,
     way: Way,
     variant: str,
-    times_us: Sequence[float],
+    rounds: Rounds | None,
     problem: Problem | None,
-    said: str,
+    note: str,
     *,
     in_place: bool = False,
     **more: Any,
 ) -> OrdinaryRow:
-    """A row of a collective.
+    """Make a row of a collective.
 
     Args:
         case: what it did.
         way: how.
         variant: see ``OrdinaryRow``.
-        times_us: of a call, one a round.
+        rounds: times of a call.
         problem: why there are none.
-        said: why it ran as it did.
+        note: why it ran as it did.
         in_place: input and output share memory.
         more: columns of what was next to it, or of the host.
     """
-    columns = outcome(Rounds(tuple(times_us)) if times_us else None, problem, said)
-    median = columns["time_us"]
-    rate = None
-    if median is not None and "gemm" not in more:
-        rate = bus_gbps(case.kind, case.nbytes, case.world_size, median)
+    columns = outcome(rounds, problem, note)
+    median, beside = columns["time_us"], "gemm" in more
     return OrdinaryRow(
         collective=case.kind,
         bytes=case.nbytes,
@@ -64,209 +339,9 @@ def row_of(
         implementation=way.name,
         variant=variant,
         prelaunch=False,
-        bus_gbps=rate,
+        bus_gbps=None if median is None or beside else bus_gbps(case.kind, case.nbytes, case.world_size, median),
         energy_mj=None,
         reach=way.reach,
         **columns,
         **more,
     )
-
-
-TOGETHER_EVERY = 4
-"""Of these, behind which hosts wait for their devices. Hosts that are 16 calls apart learn nothing
-(docs/internals/reach.md), and then most of the rounds would time calls that are staged."""
-
-
-def measure_alone(
-    meter: Meter, ways: Mapping[str, Way], case: Case, *, warmup: int, repeats: int, seeds: Iterator[int]
-) -> Iterator[OrdinaryRow]:
-    """Check every way, in and out of place, let it learn, time all that are right, and check once more. Collective.
-
-    Args:
-        meter: of this rank.
-        ways: with buffers that are large enough.
-        case: what to do.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-        seeds: of random inputs.
-    """
-    calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
-    bound: dict[Entrant, Prepared] = {}
-    problems: dict[Entrant, Problem] = {}
-    said: dict[Entrant, tuple[str, str]] = {}
-    candidates = candidates_for(ways, case)
-    with meter.on_stream():
-        for candidate, way in candidates.items():
-            prepared = Prepared(candidate, case, way, calls)
-            problem = ready(meter, way, prepared, next(seeds))
-            if problem is None:
-                bound[candidate] = prepared
-            else:
-                problems[candidate] = problem
-        jobs = {
-            candidate: prepared.job(HIDDEN_LAUNCH_US if hides_launches(case, candidate) else 0.0)
-            for candidate, prepared in bound.items()
-        }
-        rounds = meter.rounds(jobs, warmup=warmup, repeats=repeats) if jobs else {}
-        for candidate, prepared in bound.items():
-            found = checked(meter, prepared, next(seeds), runs=2 if prepared.repeatable else 1)
-            if found is None:
-                said[candidate] = candidates[candidate].said()
-            else:
-                problems[candidate] = found
-    for candidate, way in candidates.items():
-        variant, reason = said.get(candidate, ("", ""))
-        timed = rounds.get(candidate)
-        times = () if timed is None else timed.times_us
-        note = with_late(reason, 0 if timed is None else timed.late)
-        yield row_of(case, way, variant, times, problems.get(candidate), note, in_place=candidate.in_place)
-
-
-def candidates_for(ways: Mapping[str, Way], case: Case, places: tuple[bool, ...] | None = None) -> dict[Entrant, Way]:
-    """What can be run of a case.
-
-    Args:
-        ways: that there are.
-        case: what to do.
-        places: out of place, in place; None for what is measured alone.
-    """
-    return {
-        Entrant(way.name, variant, in_place): way
-        for way in ways.values()
-        for in_place in (PLACES[case.kind] if places is None else places)
-        for variant in way.variants(case.kind, in_place)
-    }
-
-
-def ready(meter: Meter, way: Way, prepared: Prepared, seed: int) -> Problem | None:
-    """Check a call, and repeat it until its ranks know what comes. Collective.
-
-    Returns:
-        What is wrong, also if peers do not reach the tensors in the way that the row would claim.
-    """
-
-    def learn() -> None:
-        for number in range(LEARNING_CALLS if way.reach == LEARNED else 1):
-            prepared.run()
-            if number % TOGETHER_EVERY == 0:
-                meter.finish(prepared.label)
-
-    problem = checked(meter, prepared, seed) or meter.run(prepared.label, learn)
-    if problem is None:
-        objection = meter.attempt(lambda: way.objection(prepared.tensors))
-        problem = None if objection is None else Problem(objection)
-    return problem
-
-
-HIDE_LAUNCH_US = 500.0
-"""As in the C3 study."""
-
-GEMM = "gemm"
-Times = Sequence[float]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PairTimes:
-    """Of one way, microseconds, one a round: the GEMM alone, the fastest collective alone, its own, and both."""
-
-    gemm: Times
-    best: Times
-    alone: Times
-    together: Times
-
-    def columns(self) -> dict[str, Any]:
-        """What a row has of them: ratios in each round first, then medians."""
-        rounds = list(zip(self.gemm, self.best, self.together, strict=True))
-        percents = [percent for one in rounds if (percent := percent_of_ideal(*one)) is not None]
-        return {
-            "gemm_us": statistics.median(self.gemm),
-            "comm_us": statistics.median(self.alone),
-            "best_comm_us": statistics.median(self.best),
-            "speedup": statistics.median(speedup(*one) for one in rounds),
-            "ideal": statistics.median(ideal_speedup(gemm, best) for gemm, best, _ in rounds),
-            "percent_of_ideal": statistics.median(percents) if 2 * len(percents) > len(rounds) else None,
-        }
-
-
-def measure_pair(
-    meter: Meter,
-    ways: Mapping[str, Way],
-    workload: Workload,
-    case: Case,
-    *,
-    lanes: Lanes | None,
-    warmup: int,
-    repeats: int,
-    seeds: Iterator[int],
-) -> Iterator[OrdinaryRow]:
-    """Check every way alone and next to the GEMM, time all in the same rounds, and check once more. Collective.
-
-    Args:
-        meter: of this rank.
-        ways: with buffers that are large enough.
-        workload: the pair.
-        case: its collective.
-        lanes: streams, on an accelerator.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-        seeds: of random inputs.
-    """
-    beside = {name: way.next_to_computation() for name, way in ways.items()}
-    candidates = candidates_for(beside, case, (False,))
-    problems: dict[Entrant, Problem] = {}
-    said: dict[Entrant, tuple[str, str]] = {}
-    runs = {candidate: Prepared(candidate, case, way) for candidate, way in candidates.items()}
-    with meter.on_stream(), Workers() as workers:
-        gemm = GemmRun(workload.gemm, case.device)
-        pairs = Pairs(gemm, lanes, workers)
-        launches = {candidate: pairs.launch(named("conccl"), run) for candidate, run in runs.items()}
-
-        def right(candidate: Entrant) -> Problem | None:
-            return _check_pair(meter, gemm, runs[candidate], launches[candidate], next(seeds))
-
-        for candidate, way in candidates.items():
-            problem = ready(meter, way, runs[candidate], next(seeds)) or right(candidate)
-            if problem is not None:
-                problems[candidate] = problem
-        able = [candidate for candidate in candidates if candidate not in problems]
-        hide_us = 0.0 if case.device.type == "cpu" else HIDE_LAUNCH_US
-        jobs = {GEMM: Job(gemm.run, hide_launch_us=hide_us)}
-        for candidate in able:
-            jobs[f"{candidate}, alone"] = Job(runs[candidate].run, hide_launch_us=hide_us)
-            jobs[f"{candidate}, next to a GEMM"] = Job(launches[candidate], hide_launch_us=hide_us)
-        rounds = meter.rounds(jobs, warmup=warmup, repeats=repeats) if able else {}
-        for candidate in able:
-            problem = right(candidate)
-            if problem is None:
-                said[candidate] = candidates[candidate].said()
-            else:
-                problems[candidate] = problem
-    times = {name: measured.times_us for name, measured in rounds.items()}
-    alone = [times[f"{candidate}, alone"] for candidate in able if candidate not in problems]
-    best = min(alone, key=statistics.median, default=())
-    for candidate, way in candidates.items():
-        problem = problems.get(candidate)
-        variant, reason = said.get(candidate, ("", ""))
-        both = times.get(f"{candidate}, next to a GEMM", ())
-        late = rounds[f"{candidate}, next to a GEMM"].late if candidate in able else 0
-        reason = with_late(reason, late)
-        columns = _dimensions(workload)
-        if problem is None:
-            columns |= PairTimes(times[GEMM], best, times[f"{candidate}, alone"], both).columns()
-        yield row_of(case, way, variant, both, problem, reason, **columns)
-
-
-def _check_pair(meter: Meter, gemm: GemmRun, run: Prepared, launch: Callable[[], None], seed: int) -> Problem | None:
-    """Launch both on fresh inputs and poisoned outputs, and compare the results of both. Collective."""
-
-    def execute() -> None:
-        run.fill(seed)
-        gemm.fill(seed)
-        launch()
-
-    return meter.check(f"{run.label}, next to a GEMM", execute, lambda: run.error(seed) or gemm.error())
-
-
-def _dimensions(workload: Workload) -> dict[str, Any]:
-    gemm = workload.gemm
-    return {"gemm": gemm.name, "m": gemm.m, "n": gemm.n, "k": gemm.k}

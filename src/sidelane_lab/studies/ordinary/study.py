@@ -26,8 +26,7 @@ from sidelane_lab.harness.running import Sender, StudyOptions, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
-from sidelane_lab.studies.ordinary.changing import measure_changing
-from sidelane_lab.studies.ordinary.parts import measure_alone, measure_pair
+from sidelane_lab.studies.ordinary.parts import Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
 from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
 
@@ -160,18 +159,17 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     ways = {name: way for name, way in ways.items() if name in roster.implementations}
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
-    meter, seeds = roster.meter, itertools.count(options.seed + 1)
-    warmup, repeats = options.warmup, options.repeats
+    parts = Parts(roster.meter, ways, options.warmup, options.repeats, itertools.count(options.seed + 1))
+    lanes = Lanes.on(rank.device)
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
-        yield from measure_alone(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)
-    lanes = Lanes.on(rank.device)
+        yield from parts.alone(case)
     for workload, case in plan.pairs:
         sender.step(workload.name)
-        yield from measure_pair(meter, ways, workload, case, lanes=lanes, warmup=warmup, repeats=repeats, seeds=seeds)
+        yield from parts.pair(workload, case, lanes)
     for case in plan.changing:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)} on tensors that change")
-        yield from measure_changing(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)
+        yield from parts.changing(case)
     roster.close()
 
 
