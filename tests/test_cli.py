@@ -35,10 +35,10 @@ from sidelane_lab.papers.simulated import fused as sim_fused
 from sidelane_lab.papers.simulated import overlap as sim_overlap
 from sidelane_lab.papers.simulated import plan as sim_plan
 from sidelane_lab.papers.simulated import study as sim_study
+from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies import host as host_study
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.chain import study as chain_study
-from sidelane_lab.studies.collectives import study as collective_study
 from sidelane_lab.studies.tune import command as tune_command
 
 ROOT = Path(__file__).resolve().parent.parent

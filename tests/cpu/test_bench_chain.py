@@ -19,7 +19,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Auto, Dma, Roster
+from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.chain import study as chain_study
@@ -87,8 +87,8 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
 
         comm.prepare_all_gather = prepare
         chain_study.Gemms = Watched
-        dma = Dma(comm)
-        made = (Gloo(group), Forgetful(group), dma, Auto(dma))
+        dma = OwnDma(comm)
+        made = (Gloo(group), Forgetful(group), dma, OwnAuto(dma))
         roster = Roster(Meter(CPU, group=group), {implementation.name: implementation for implementation in made})
         roster.reserve(case.output_bytes, case.input_bytes)
         rows = list(chain_study.measure_case(roster, case, options, itertools.count(1)))

@@ -29,7 +29,7 @@ from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.ordinary import study as ordinary_study
 from sidelane_lab.studies.ordinary.changing import SETTLING
-from sidelane_lab.studies.ordinary.parts import PairTimes, Parts
+from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
 from sidelane_lab.studies.ordinary.ways import OwnWay, make_ways
@@ -173,7 +173,7 @@ def test_what_is_wrong_has_no_time_and_spoils_nobody_elses(pool: RankPool) -> No
 
 
 def test_the_ideal_goes_by_the_fastest_collective_of_all() -> None:
-    columns = PairTimes((100.0,) * 3, (50.0,) * 3, (80.0, 90.0, 70.0), (110.0, 100.0, 125.0)).columns()
+    columns = RoundTimes((100.0,) * 3, (50.0,) * 3, (80.0, 90.0, 70.0), (110.0, 100.0, 125.0)).columns()
     assert columns["comm_us"] == 80.0 and columns["best_comm_us"] == 50.0
     assert columns["ideal"] == 1.5
     assert columns["speedup"] == pytest.approx(150 / 110)

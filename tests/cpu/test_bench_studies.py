@@ -22,13 +22,14 @@ from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of
+from sidelane_lab.baselines.candidate import Entrant, PreparedCall, Tensors, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.running import Follower, merged
+from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
 from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
@@ -40,10 +41,9 @@ from sidelane_lab.studies.c3.study import (
     rows_of,
     too_large,
 )
-from sidelane_lab.studies.collectives import study as collective_study
-from sidelane_lab.studies.collectives.rows import CollectiveRow
-from sidelane_lab.studies.collectives.study import (
+from sidelane_lab.studies.collectives import (
     CollectiveOptions,
+    CollectiveRow,
     absent_rows,
     calls_per_sample,
     default_sizes,
@@ -144,7 +144,7 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
         workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), dist.get_world_size(group), CPU
     )
     runs = [
-        Prepared(candidate, case, implementation)
+        PreparedCall(candidate, case, implementation)
         for implementation in roster.implementations.values()
         for candidate in candidates_of(implementation, case.kind)
         if not candidate.in_place or implementation.name == "gloo"
@@ -187,7 +187,7 @@ def test_every_strategy_of_a_pair_is_checked(pool: RankPool) -> None:
 class WrongGemm:
     """Counts on the order of fill, run, error; the product is spoilt behind the GEMM's back."""
 
-    def __init__(self, run: Prepared, spoil: Callable[[], None]) -> None:
+    def __init__(self, run: PreparedCall, spoil: Callable[[], None]) -> None:
         self.implementation, self.in_place, self.label = run.implementation, run.in_place, run.label
         self.fill, self.error = run.fill, run.error
         self._run, self._spoil = run, spoil
@@ -217,7 +217,7 @@ def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
         workload = parse_workload("32x32x32_1K", Kind.ALL_GATHER, "float32")
         roster = roster_of(group, Gloo(group))
         case = Case(workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), 2, CPU)
-        run = Prepared(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
+        run = PreparedCall(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
         spoilt = WrongGemm(run, lambda: gemms[0].c[3].fill_(0.5))
         instruments = Instruments(roster.meter, warmup=0, repeats=1)
         outcome = run_workload(workload, [spoilt], instruments, device=CPU)
@@ -479,7 +479,9 @@ def test_rows_until_a_failure_are_published(
 ) -> None:
     row = CollectiveRow("all_gather", 64, "uint8", False, "eager", "gloo", "", False, 1.0, 1.0, 1.0, 0.1, None, True)
 
-    def half_way(function: Any, world_size: int, *asked: Any, progress: Follower[CollectiveRow], **others: Any) -> None:
+    def half_way(
+        function: Any, world_size: int, *asked: Any, progress: StudyFollower[CollectiveRow], **others: Any
+    ) -> None:
         progress(json.dumps({"step": 0, "of": 2, "text": "all_gather"}))
         progress(json.dumps({"row": row.to_dict()}))
         raise failure

@@ -18,7 +18,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import Results
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.meter import Draw, Reading, Recorder, draw_of

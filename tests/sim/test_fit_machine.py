@@ -14,7 +14,7 @@ from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.papers.claims.results import predict_alone
 from sidelane_lab.studies import fit_machine
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 
 START = named("h200x4")
 TRUTH = (

@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import COALESCED, Lists, Tensors, TwoBuffers, coalesced, library_call, separately
+from sidelane_lab.baselines.candidate import (
+    COALESCED,
+    Implementation,
+    TensorLists,
+    Tensors,
+    coalesced,
+    library_call,
+    separately,
+)
 from sidelane_lab.baselines.reference import Case
 
 PLACES = {
@@ -22,7 +30,7 @@ PLACES = {
 """Collectives, out of place and in place."""
 
 
-class Gloo(TwoBuffers):
+class Gloo(Implementation):
     """Gloo's collectives on ordinary tensors. Every call is asynchronous, so that a GEMM can run next to it.
 
     A list is one coalesced operation where torch has it for Gloo, elsewhere calls that are all begun before the first
@@ -47,7 +55,7 @@ class Gloo(TwoBuffers):
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         calls = list(zip(lists.parts, lists.pairs, strict=True))
         if calls[0][0].kind not in COALESCED:
             waits = [self.start(part, pair, variant) for part, pair in calls]

@@ -37,9 +37,9 @@ from sidelane_lab.baselines.candidate import (
     COALESCED,
     CTAS,
     Entrant,
-    Lists,
+    Implementation,
+    TensorLists,
     Tensors,
-    TwoBuffers,
     coalesced,
     library_call,
     nothing_to_wait_for,
@@ -53,7 +53,7 @@ BOTH, OUT_OF_PLACE, IN_PLACE = (False, True), (False,), (True,)
 WINDOW = "window"
 
 
-class Nccl(TwoBuffers):
+class Nccl(Implementation):
     """NCCL as it comes: kernels on SMs."""
 
     name = "nccl"
@@ -102,7 +102,7 @@ class Nccl(TwoBuffers):
         assert tensors.output is not None
         return library_call(case.kind, tensors.output, tensors.input, group=self.group)
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         with coalesced(self.group, None if lists.parts[0].kind in COALESCED else self.device):
             for part, pair in zip(lists.parts, lists.pairs, strict=True):
                 self.start(part, pair, variant)
@@ -154,7 +154,7 @@ class NcclCtas(Nccl):
         return tuple(self._groups) if in_place in self.places.get(kind, ()) else ()
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        TwoBuffers.reserve(self, output_bytes, input_bytes)
+        Implementation.reserve(self, output_bytes, input_bytes)
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
         self.group = self._groups[variant]  # of the call that is bound; each keeps the one that it has

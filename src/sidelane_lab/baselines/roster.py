@@ -34,9 +34,8 @@ from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane_lab.baselines.candidate import (
     Entrant,
     Implementation,
-    Lists,
+    TensorLists,
     Tensors,
-    TwoBuffers,
     nothing_to_wait_for,
     separately,
 )
@@ -48,15 +47,15 @@ ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
 """Names of implementations, in the order of a study."""
 
 BESIDE = ("nccl_ctas",)
-"""What runs next to a computation only, behind the others."""
+"""Implementations that run next to a computation only, behind the others."""
 
 OTHER_CALLS = ("dma_left", "dma_in_place")
-"""What makes another call than the others, next to a computation: all-to-alls without a copy inside a GPU."""
+"""Implementations that make another call next to a computation: all-to-alls without a copy inside a GPU."""
 
 ONE_TENSOR = {
     "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
 }
-"""What takes no part in a study of lists, with the reason."""
+"""Implementations that take no part in a study of lists, with the reason."""
 
 
 def implementations(device_type: str, *, with_auto: bool = False, with_others: bool = False) -> tuple[str, ...]:
@@ -155,7 +154,7 @@ def check_asked(
 Given = torch.Tensor | list[torch.Tensor]
 
 
-class Own(TwoBuffers):
+class Own(Implementation):
     """Sidelane's collectives on symmetric tensors.
 
     Args:
@@ -168,7 +167,7 @@ class Own(TwoBuffers):
     name = ""
 
     def __init__(self, shared: Communicator | Own) -> None:
-        self._shared = shared._shared if isinstance(shared, Own) else self
+        self._shared: Own = shared._shared if isinstance(shared, Own) else self
         self.communicator: Communicator = shared.communicator if isinstance(shared, Own) else shared
         self.device = self.communicator.device
         self.launches: tuple[str, ...] = ("eager",) if self.device.type == "cpu" else ("eager", "graph")
@@ -190,10 +189,10 @@ class Own(TwoBuffers):
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         have = self._shared.buffers
         if have is None or have[0].nbytes < output_bytes or have[1].nbytes < input_bytes:
-            TwoBuffers.reserve(self._shared, output_bytes, input_bytes)
+            Implementation.reserve(self._shared, output_bytes, input_bytes)
 
     def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        return TwoBuffers.tensors(self._shared, case, candidate)
+        return Implementation.tensors(self._shared, case, candidate)
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], Work | None]:
         assert tensors.output is not None
@@ -203,7 +202,7 @@ class Own(TwoBuffers):
         work = self.bind(case, tensors, variant)()
         return nothing_to_wait_for if work is None else work.synchronize
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         work = self._bind(lists.parts[0].kind, lists.outputs, lists.inputs, variant=variant)()
         return nothing_to_wait_for if work is None else work.synchronize
 
@@ -217,7 +216,7 @@ class Own(TwoBuffers):
         self.communicator.close()
 
 
-class Dma(Own):
+class OwnDma(Own):
     """Sidelane's collectives by copy engines. ``with_auto``: its choice next to a computation is one more variant."""
 
     name = DMA
@@ -233,7 +232,7 @@ class Dma(Own):
         return self._auto + names if names else ()
 
 
-class Kernels(Own):
+class OwnKernels(Own):
     """Sidelane's collectives that kernels run.
 
     Raises:
@@ -248,7 +247,7 @@ class Kernels(Own):
             raise UnavailableError("this device or this installation has no kernels for collectives")
 
 
-class Auto(Own):
+class OwnAuto(Own):
     """Sidelane's own choice among its collectives. Its rows name what it chose as their variant."""
 
     name = AUTO
@@ -294,7 +293,7 @@ class OwnPartLeft(InPlace):
 def bound_call(
     communicator: Communicator, kind: Kind, output: Given, input: Given, **options: Any
 ) -> Callable[[], Work | None]:
-    """What makes a call of Sidelane's, and nothing else.
+    """Return what makes a call of Sidelane's, and nothing else.
 
     Args:
         communicator: whose call.
@@ -314,7 +313,7 @@ def bound_call(
 
 @dataclasses.dataclass(slots=True)
 class Roster:
-    """What takes part on this rank, in the same order on every rank.
+    """Implementations that take part on this rank, in the same order on every rank.
 
     Attributes:
         meter: measures, and lets ranks agree.
@@ -405,29 +404,29 @@ def make_roster(
             NcclCtas,
             kernels_of,
         )
-        from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemory
+        from sidelane_lab.baselines.baselines_symm_mem import TorchSymmetricMemory
 
         find_kernels = kernels_of
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
             "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
-            "symm_mem": lambda: SymmetricMemory(rank.device, meter),
+            "symm_mem": lambda: TorchSymmetricMemory(rank.device, meter),
         }
-    own: list[Dma] = []
+    own: list[OwnDma] = []
 
-    def make_own() -> Dma:
+    def make_own() -> OwnDma:
         # Next to a computation the choice is among what leaves it its compute units.
         config = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=COMPUTE if with_auto else NOTHING)
-        own.append(Dma(Communicator(dist.group.WORLD, device=rank.device, config=config), with_auto=with_auto))
+        own.append(OwnDma(Communicator(dist.group.WORLD, device=rank.device, config=config), with_auto=with_auto))
         return own[0]
 
-    def needs_own(make: Callable[[Dma], Implementation]) -> Callable[[], Implementation]:
+    def needs_own(make: Callable[[OwnDma], Implementation]) -> Callable[[], Implementation]:
         return lambda: make(own[0] if own else make_own())
 
     makers["dma"] = make_own
-    makers["auto"] = needs_own(Auto)
-    makers["sm"] = needs_own(Kernels)
+    makers["auto"] = needs_own(OwnAuto)
+    makers["sm"] = needs_own(OwnKernels)
     makers["dma_left"] = needs_own(OwnPartLeft)
     makers["dma_in_place"] = needs_own(InPlace)
     roster = Roster(meter, kernels_of=find_kernels)
@@ -442,7 +441,7 @@ def make_roster(
 
 
 def make_meter(rank: Rank, timeout_s: float) -> Meter:
-    """What measures on this rank. Collective.
+    """Make what measures on this rank. Collective.
 
     Args:
         rank: of this process.

@@ -15,10 +15,12 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.guided import MEASURE, Command, how, what
 from sidelane.cli.options import (
     VERSIONS,
+    choice_option,
+    count_option,
     given,
     machine_option,
     moved_collectives,
-    names,
+    names_option,
     reasons,
     refuse_beside_machine,
     say_rounding,
@@ -78,7 +80,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 )
 @what("--iterations", type=click.IntRange(min=2), default=6, help="Of a pipeline, with --study occupancy.")
 @what("--in-order", is_flag=True, help="GEMMs of a pipeline follow each other, with --study occupancy.")
-@what("--dtype", type=click.Choice(GEMM_DTYPES), default="bfloat16", help="On GPUs; CPUs take float32.")
+@choice_option("--dtype", GEMM_DTYPES, "bfloat16", "On GPUs; CPUs take float32.")
 @what(
     "--strategy",
     "strategies",
@@ -88,13 +90,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     show_default="all",
     help="May be repeated. With --machine, of pairs.",
 )
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="auto",
-    help="Of Sidelane's collectives; the best is reported.",
-)
+@names_option("--variants", "auto", "Of Sidelane's collectives; the best is reported.")
 @what(
     "--full-size",
     is_flag=True,
@@ -132,15 +128,10 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 @what("--third", is_flag=True, help="Next to a third kernel, too, in each order of launches. Measured pairs.")
 @how("--resume", is_flag=True, help="Keep what --json has; measure pairs that lack a strategy there.")
 @how("--budget", "budget_s", type=float, metavar="SECONDS", help="Begin no further pair after so much time.")
-@how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
-@how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
+@count_option("--warmup", 6, "Rounds before the measured.", 0)
+@count_option("--repeats", 9, "Measured rounds.")
 @machine_option
-@what(
-    "--version",
-    type=click.Choice(VERSIONS),
-    default="000",
-    help="Version of the ConCCL paper (docs/internals/model.md), with --machine.",
-)
+@choice_option("--version", VERSIONS, "000", "Version of the ConCCL paper (docs/internals/model.md), with --machine.")
 @functools.partial(study_options, names_of=NAMES)
 def c3(
     pairs: tuple[str, ...],
@@ -264,7 +255,7 @@ def predict_c3(
     report: Path | None,
     json: Path | None,
 ) -> NoReturn:
-    """What ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
+    """Predict, as ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
 
     Raises:
         ValueError: options that do not go together, or no such machine.

@@ -14,11 +14,13 @@ from sidelane.cli.guided import MEASURE, Command, how, output, what
 from sidelane.cli.options import (
     ALL,
     KINDS,
+    choice_option,
+    count_option,
     given,
     machine_option,
     measuring_options,
     moved_collectives,
-    names,
+    names_option,
     refuse_beside_machine,
     shapes,
     size,
@@ -62,33 +64,13 @@ PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
     help="Spread each size over a list of that many tensors: in one call, and in a call each.",
 )
 @what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="",
-    show_default="all; prelaunched only b2b up to 1M",
-    help="Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ...",
+@names_option(
+    "--variants", "", "Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ...", "all; prelaunched only b2b up to 1M"
 )
-@what(
-    "--launch",
-    type=click.Choice(["eager", "graph", "both"]),
-    default="both",
-    help="Call by call, or in a CUDA graph.",
-)
-@what(
-    "--place",
-    type=click.Choice(["in", "out", "both"]),
-    default="both",
-    help="Calls in place, out of place, or both.",
-)
-@how(
-    "--iterations",
-    type=click.IntRange(min=1),
-    default=15,
-    help="Measured rounds; of short eager calls on GPUs four times as many.",
-)
-@how("--warmup", type=click.IntRange(min=0), default=3, help="Rounds before them.")
+@choice_option("--launch", ["eager", "graph", "both"], "both", "Call by call, or in a CUDA graph.")
+@choice_option("--place", ["in", "out", "both"], "both", "Calls in place, out of place, or both.")
+@count_option("--iterations", 15, "Measured rounds; of short eager calls on GPUs four times as many.")
+@count_option("--warmup", 3, "Rounds before them.", 0)
 @how("--profile/--no-profile", default=True, help="On GPUs: look which implementations launched kernels.")
 @machine_option
 @study_options
@@ -120,7 +102,7 @@ def collective(
             sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"], json=json)))
 
         from sidelane.cli.launch import choose_target
-        from sidelane_lab.studies.collectives import study as collective_study
+        from sidelane_lab.studies import collectives as collective_study
 
         on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
         sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 16 << 20 if on_cpu else 4 << 30), factor))
@@ -157,22 +139,15 @@ def collective(
     help=f"May be repeated. One of: {', '.join(PHASED)}.",
 )
 @size_options("1K", "1G on GPUs, 4M on CPUs")
-@what(
+@names_option(
     "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="b2b",
-    help="pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ..., alternating, and in graphs "
+    "b2b",
+    "pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ..., alternating, and in graphs "
     "alternating+opening, the first call of one.",
 )
-@what(
-    "--launch",
-    type=click.Choice(["eager", "graph", "both"]),
-    default="both",
-    help="Call by call, or in a CUDA graph.",
-)
-@how("--calls", type=click.IntRange(min=1), default=31, help="Measured calls of each.")
-@how("--warmup", type=click.IntRange(min=1), default=4, help="Calls before them.")
+@choice_option("--launch", ["eager", "graph", "both"], "both", "Call by call, or in a CUDA graph.")
+@count_option("--calls", 31, "Measured calls of each.")
+@count_option("--warmup", 4, "Calls before them.")
 @what(
     "--predict",
     metavar="NAME_OR_FILE",
@@ -253,23 +228,15 @@ def phases(
     "repeated.",
 )
 @size_options("64M", "1G", fixed=True)
-@what(
+@names_option(
     "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="b2b",
-    help="Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
+    "b2b",
+    "Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
 )
-@what("--launch", type=click.Choice(["eager", "graph"]), default="graph", help="Call by call, or in a CUDA graph.")
-@what(
-    "--place",
-    "places",
-    type=click.Choice(["in", "out", "both"]),
-    default="both",
-    help="Calls in place, out of place, or both.",
-)
+@choice_option("--launch", ["eager", "graph"], "graph", "Call by call, or in a CUDA graph.")
+@choice_option("--place", ["in", "out", "both"], "both", "Calls in place, out of place, or both.", "places")
 @how("--seconds", type=float, default=0.7, help="Seconds that each implementation runs in a round.")
-@how("--rounds", type=click.IntRange(min=1), default=2, help="Rounds over all implementations.")
+@count_option("--rounds", 2, "Rounds over all implementations.")
 @output(
     "--fill",
     type=Written(exists=True),
@@ -337,19 +304,12 @@ def power(
     ),
 )
 @size_options("1M", "256M on GPUs, 4M on CPUs")
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="",
-    show_default="all",
-    help="Of Sidelane's: b2b, pcpy, one_shot, ...",
-)
-@what(
+@names_option("--variants", "", "Of Sidelane's: b2b, pcpy, one_shot, ...", "all")
+@choice_option(
     "--launch",
-    type=click.Choice(["eager", "graph", "prelaunched", ALL]),
-    default=ALL,
-    help="prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
+    ["eager", "graph", "prelaunched", ALL],
+    ALL,
+    "prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
 )
 @study_options
 def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json: Path | None, **others: Any) -> None:
@@ -391,15 +351,9 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     show_default="1K and 64K",
     help="Gathered size, such as 64K. May be repeated.",
 )
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="one_shot,b2b,alternating,striped",
-    help="Of Sidelane's, that are measured.",
-)
-@how("--calls", type=click.IntRange(min=1), default=40, help="Calls in a batch.")
-@how("--batches", "repeats", type=click.IntRange(min=1), default=50, help="Batches that are measured.")
+@names_option("--variants", "one_shot,b2b,alternating,striped", "Of Sidelane's, that are measured.")
+@count_option("--calls", 40, "Calls in a batch.")
+@count_option("--batches", 50, "Batches that are measured.", name="repeats")
 @study_options
 def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     """Measure the microseconds that a call, and a trigger of a prelaunched one, take the host."""
@@ -423,7 +377,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
         ("sidelane fused --machine h100x4 --results results/h100x1/fused.json", "how far predictions are off"),
     ),
 )
-@what("--ops", metavar="NAME,...", callback=names, default="", show_default="all", help="Operators.")
+@names_option("--ops", "", "Operators.", "all")
 @what(
     "--shape",
     "shapes",
@@ -433,7 +387,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     help="With --machine and one operator: GEMV rows, columns of all ranks, tokens; embedding batch, tables of a rank, "
     "pooling; GEMM rows of a rank, depth, columns. May be repeated.",
 )
-@how("--repeats", type=click.IntRange(min=1), default=21, help="Rounds that are measured.")
+@count_option("--repeats", 21, "Rounds that are measured.")
 @output(
     "--timeline",
     type=Written(is_folder=True),

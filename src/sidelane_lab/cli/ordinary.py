@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.guided import MEASURE, Command, how, what
-from sidelane.cli.options import measuring_options, say_rounding, size, size_options, sizes_between
+from sidelane.cli.guided import MEASURE, Command, what
+from sidelane.cli.options import count_option, measuring_options, say_rounding, size, size_options, sizes_between
 from sidelane.program.collective import Kind
 
 # What ``bench.ordinary`` knows, by the same names.
@@ -63,8 +63,8 @@ PARTS = ("alone", "beside", "changing")
     show_default="1M and 64M on GPUs, 64K on CPUs",
     help="Of collectives on tensors that change. May be repeated.",
 )
-@how("--warmup", type=click.IntRange(min=0), default=2, help="Rounds before the measured.")
-@how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
+@count_option("--warmup", 2, "Rounds before the measured.", 0)
+@count_option("--repeats", 9, "Measured rounds.")
 @measuring_options
 def ordinary(
     parts: tuple[str, ...],

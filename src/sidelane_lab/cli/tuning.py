@@ -117,7 +117,7 @@ def tune(
 
 
 def isolated_times(collectives: tuple[str, ...], *, gemms: tuple[str, ...], **others: Any) -> None:
-    """What ``sidelane tune --study c3`` does; no collectives: the four that pairs are made of."""
+    """Measure, as ``sidelane tune --study c3`` does; no collectives: the four that pairs are made of."""
     from sidelane_lab.studies.tune import isolated
 
     if collectives:

@@ -1,4 +1,4 @@
-"""What pictures have in common: colours, lines, axes of sizes, names at the ends of lines, files.
+"""Parts of pictures: colours, lines, axes of sizes, names at the ends of lines, files.
 
 Colours are those of Okabe and Ito, which people with any colour vision tell apart; every line and bar also carries its
 name or its value, so that no picture needs its colours.

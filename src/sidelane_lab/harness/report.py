@@ -27,7 +27,7 @@ CPU_WARNING = (
     "These figures show that the machinery works. They do not predict what GPUs do."
 )
 PAGE = "index.html"
-"""What to open in the folder of a report."""
+"""The file to open in the folder of a report."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 1180px; margin: 2em auto; padding: 0 1em }
@@ -205,7 +205,7 @@ def write(directory: str | Path, studies: Results | Sequence[Results], further: 
 
 
 def _warning(results: Results) -> str:
-    """What readers must know about figures from CPU processes."""
+    """Say what readers must know about figures from CPU processes."""
     return " ".join(filter(None, (CPU_WARNING, study_of(results.study).warning(results))))
 
 

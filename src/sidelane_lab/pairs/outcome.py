@@ -46,7 +46,7 @@ class Alone:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class StrategyResult:
     """A strategy in its best configuration, figures as medians over the rounds; None where ``failure`` says why.
 
     Attributes:
@@ -70,7 +70,7 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class PairOutcome:
     """Everything measured about a pair.
 
     Attributes:
@@ -84,7 +84,7 @@ class Outcome:
     best_comm_us: float | None
     c3_class: C3Class | None
     isolated: tuple[Alone, ...]
-    results: tuple[Result, ...]
+    results: tuple[StrategyResult, ...]
     choice: Choice | None
 
 
@@ -103,7 +103,7 @@ def judge(
     hidden: Mapping[str, float],
     tried: Mapping[str, Sequence[int]] = NOTHING_TAKEN,
     known: Isolated | None = None,
-) -> Outcome:
+) -> PairOutcome:
     """Turn times into figures: ratios in each round first, then their medians.
 
     Args:
@@ -130,7 +130,7 @@ def judge(
         for strategy in strategies
     ]
     candidates = [one for _, one in judged if one is not None and one.strategy.mover.as_asked]
-    return Outcome(
+    return PairOutcome(
         workload=workload,
         gemm_us=gemm_us,
         best=None if best is None else best.label,
@@ -166,29 +166,29 @@ def _judge_strategy(
     failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     tried: Sequence[int],
-) -> tuple[Result, Candidate | None]:
+) -> tuple[StrategyResult, Candidate | None]:
     """The result of a strategy, and its candidacy if it could run."""
     if strategy.name in failures:
-        return Result(strategy.name, failure=failures[strategy.name]), None
+        return StrategyResult(strategy.name, failure=failures[strategy.name]), None
     here = dict.fromkeys(c.implementation for c in configurations)
     name = strategy.implementation(here)
     if name is None:
         wanted = strategy.mover.implementations
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
-        return Result(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}")), None
+        return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}")), None
     own = [(c, units) for c in configurations if c.implementation == name for units in tried]
     timed = [one for one in own if pair_label(strategy, *one) in times]
     if not timed:
         found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
         failure = next(filter(None, found), Problem("no configuration could run"))
-        return Result(strategy.name, failure=failure), None
+        return StrategyResult(strategy.name, failure=failure), None
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(_as_asked(configurations), times) or chosen
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
     gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
     comm_us = statistics.median(times[chosen.label])
-    result = Result(
+    result = StrategyResult(
         strategy=strategy.name,
         label=chosen.label,
         units=units,

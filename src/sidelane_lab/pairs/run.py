@@ -44,8 +44,8 @@ from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane_lab.harness.measure import Job, Meter, Problem
-from sidelane_lab.pairs.outcome import GEMM, Configuration, Outcome, judge, pair_label
-from sidelane_lab.pairs.spans import Beginning, Operation, Trace, Traced
+from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
+from sidelane_lab.pairs.spans import Beginning, Computation, Trace, Traced
 
 YIELDING = 10
 """Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
@@ -218,7 +218,7 @@ def run_workload(
     device_name: str = "",
     known: Isolated | None = None,
     on_trace: Callable[[str, Trace], None] | None = None,
-) -> Outcome:
+) -> PairOutcome:
     """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
 
     Args:
@@ -255,7 +255,9 @@ def run_workload(
         pairs = Pairs(gemm, lanes, workers, partitions)
         gemm.fill(next(seeds))
         instruments.finish("the GEMM's inputs")
-        by_itself = {run.label: (run, functools.partial(run_alone, run)) for run in collectives}
+        by_itself: Launches[CollectiveRun] = {
+            run.label: (run, functools.partial(run_alone, run)) for run in collectives
+        }
         alone, failed_alone = _check(by_itself, (), instruments, seeds)
         able = [strategy for strategy in strategies if strategy.name not in refused]
         looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
@@ -321,7 +323,7 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: Operation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: Computation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes

@@ -54,14 +54,14 @@ Moment = Callable[[], float]
 RELEASED = "released"
 
 
-class Operation(Protocol):
-    """What computes."""
+class Computation(Protocol):
+    """The part that computes."""
 
     def run(self) -> None: ...
 
 
 class Beginning(Protocol):
-    """What communicates."""
+    """The part that communicates."""
 
     def start(self) -> Callable[[], None]: ...
 
@@ -75,7 +75,7 @@ class Traced:
         on_cpu: there are no events.
     """
 
-    def __init__(self, gemm: Operation, collective: Beginning, *, on_cpu: bool) -> None:
+    def __init__(self, gemm: Computation, collective: Beginning, *, on_cpu: bool) -> None:
         self._gemm, self._collective, self._on_cpu = gemm, collective, on_cpu
         self._moments: dict[str, Moment] = {}
         self._released: torch.cuda.Event | None = None
@@ -109,7 +109,7 @@ class Traced:
         return ended
 
     def read(self) -> Trace:
-        """What was remembered, from the release on; the device must have come by."""
+        """Return what was remembered, from the release on; the device must have come by."""
         began, *times = (
             self._moments[name]()
             for name in (RELEASED, "gemm begins", "gemm ends", "collective begins", "collective ends")

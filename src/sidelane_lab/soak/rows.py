@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.errors import last_line
-from sidelane_lab.harness.rows import FlatRow
+from sidelane_lab.harness.study import FlatRow
 from sidelane_lab.soak.tally import shortened
 
 SOAKED = (

@@ -39,11 +39,10 @@ from sidelane_lab.baselines.candidate import (
     views,
 )
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.baselines.roster import Dma, Own, make_roster
+from sidelane_lab.baselines.roster import Own, OwnDma, make_roster
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Results, Study
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
@@ -315,11 +314,11 @@ def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...]
                 yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))
             else:
                 yield _baseline(implementation, candidate, case)
-        if isinstance(implementation, Dma):
+        if isinstance(implementation, OwnDma):
             yield from _triggers(implementation, case)
 
 
-def _triggers(own: Dma, case: Case) -> Iterator[Way]:
+def _triggers(own: OwnDma, case: Case) -> Iterator[Way]:
     for from_host in (False, True):
         for symmetric, tensors in _both(own, case):
             operation = "trigger_from_host" if from_host else "trigger"

@@ -24,14 +24,13 @@ from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.rows import FlatRow
 from sidelane_lab.harness.running import check_targets, publish
-from sidelane_lab.harness.study import Picture, Results, Study, read
+from sidelane_lab.harness.study import FlatRow, Picture, Results, Study, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
 from sidelane_lab.model.swept import KINDS, isolated_of_machine, sweep_of
-from sidelane_lab.pairs.heuristics import Sweep, Verdict, Way, judge
+from sidelane_lab.pairs.heuristics import HeuristicVerdict, Sweep, Way, judge
 from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.prediction import workload_of
@@ -40,7 +39,7 @@ from sidelane_lab.studies.c3.rows import C3Row
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeuristicRow(FlatRow):
-    """What a heuristic chose for a pair, against the best of a sweep.
+    """The choice of a heuristic for a pair, against the best of a sweep.
 
     Attributes:
         heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
@@ -78,7 +77,7 @@ class HeuristicRow(FlatRow):
 
 
 MOST_SHOWN = 20
-"""Of choices with their reasons in a table."""
+"""Choices with their reasons in a table."""
 
 
 def heuristic_tables(rows: Sequence[HeuristicRow]) -> list[Table]:
@@ -165,19 +164,14 @@ TILE = 128
 """Rows and columns of a block of a library's GEMM, about; the heuristic compares it with tens of workgroups."""
 
 LIBRARY_WORKGROUPS = {"cpu": 1, "gpu": 32}
-"""Of the library's collective: a thread of Gloo, and NCCL's CTAs at the sizes that hide behind GEMMs."""
+"""Workgroups of the library's collective: a thread of Gloo, and NCCL's CTAs at the sizes that hide behind GEMMs."""
 
 NO_THIRD = "the file has no third kernel (sidelane c3 --third measures one, --machine simulates one)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeuristicsOptions(c3_study.C3Options):
-    """What to judge.
-
-    Attributes:
-        results: file of ``sidelane c3``; None: measure the pairs first.
-        machine: name in the catalogue, or a file; then nothing is measured.
-    """
+    """Options of the study; ``sidelane c3 --help`` explains them."""
 
     results: Path | None = None
     machine: str | None = None
@@ -306,7 +300,7 @@ def _ways_of(row: C3Row) -> dict[Way, float]:
     return times
 
 
-def row_of(workload: Workload, verdict: Verdict) -> HeuristicRow:
+def row_of(workload: Workload, verdict: HeuristicVerdict) -> HeuristicRow:
     """A verdict with its pair."""
     lost = verdict.lost
     return HeuristicRow(

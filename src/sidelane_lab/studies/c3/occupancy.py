@@ -24,12 +24,11 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.device.gemm_shape import SHAPES, GemmShape
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Job
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import Results, Study, require_all
 from sidelane_lab.pairs.run import GemmRun, Workers, check_launch
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
@@ -165,19 +164,10 @@ HIDE_LAUNCH_US = 150.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OccupancyOptions(StudyOptions):
-    """What to measure.
+    """Options of the study; ``sidelane c3 --help`` explains them.
 
     Attributes:
-        workloads: pairs as Table II of the ConCCL paper writes them.
-        collectives: kinds; every pair runs with each.
-        dtype: of GEMM and collective on accelerators; CPUs take float32.
-        full_size: see ``C3Options``.
-        shapes: names of ``gemm_shape.SHAPES``; CPUs have one of their own.
         blocks: of grids; empty takes ``BLOCKS``.
-        iterations: of a pipeline.
-        in_order: GEMMs follow each other.
-        warmup: rounds before the measured ones; a third of all, as in the paper.
-        repeats: measured rounds.
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -265,7 +255,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
         for implementation in roster.implementations.values():
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
-                run = Prepared(entrant, case, implementation)
+                run = PreparedCall(entrant, case, implementation)
                 pair = Pair(roster, workload, run, lanes, second, options)
                 yield from pair.rows(rank.device, seeds)
     roster.close()
@@ -278,7 +268,7 @@ class Pair:
         self,
         roster: Roster,
         workload: Workload,
-        run: Prepared,
+        run: PreparedCall,
         lanes: Lanes | None,
         second: torch.cuda.Stream | None,
         options: OccupancyOptions,

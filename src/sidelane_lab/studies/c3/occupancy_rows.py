@@ -23,8 +23,7 @@ from sidelane_lab.harness.drawing import (
     save,
 )
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.rows import IMPLEMENTATIONS
-from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.study import IMPLEMENTATIONS, Picture, Results
 from sidelane_lab.studies.c3.rows import PairRow, pair_words
 
 

@@ -139,7 +139,7 @@ def _time(time_us: float | None) -> str:
 
 
 class Everyones(Protocol):
-    """What all ranks have (``bench.running.measure.Meter``)."""
+    """The meter, as far as traces need it."""
 
     def of_all_ranks(self, values: Sequence[float]) -> Sequence[Sequence[float]]: ...
 

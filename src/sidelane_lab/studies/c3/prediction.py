@@ -1,4 +1,4 @@
-"""What was measured of pairs, next to what a machine's description predicts of them."""
+"""Measurements of pairs, next to what a machine's description predicts of them."""
 
 from __future__ import annotations
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from sidelane.cli.table import Table, grouped, notes_of, number
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.rows import FlatRow
-from sidelane_lab.harness.study import Results
+from sidelane_lab.harness.study import FlatRow, Results
 
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
@@ -99,6 +99,10 @@ C3_COLUMNS: Mapping[str, Cell] = {
 }
 
 
+def _strategy(picked: Collection[str], row: C3Row, group: Sequence[C3Row]) -> str:
+    return row.strategy + (" (auto)" if row.strategy in picked else "")
+
+
 def pair_words(row: Any) -> str:
     """Return a GEMM and a collective in words."""
     return f"{row.gemm} ({row.m}x{row.n}x{row.k} {row.dtype}) with {row.collective} of {format_bytes(row.bytes)}"
@@ -123,13 +127,10 @@ def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
         first = next((row for row in same if row.gemm_us is not None), same[0])
         # The row of auto repeats that of the strategy that it picked, which says so.
         shown, picked = [row for row in same if not row.chosen], {row.chosen for row in same}
-        columns: dict[str, Cell] = {
-            "<strategy": lambda row, _, picked=picked: row.strategy + (" (auto)" if row.strategy in picked else "")
-        }
+        columns = {"<strategy": functools.partial(_strategy, picked), **C3_COLUMNS}
         title = f"{pair_words(first)}: {first.c3_class}, {alone_words(first)}"
         notes = notes_of([(row.strategy, row.note) for row in same])
-        none = {"value": lost_percent, "noted": lambda row: False}
-        tables.append(table_of(title, shown, columns | C3_COLUMNS, notes=notes, **none))
+        tables.append(table_of(title, shown, columns, value=lost_percent, noted=lambda row: False, notes=notes))
     return tables
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.machine.inventory import machine_name
 from sidelane.program.collective import ELEMENT_BYTES, Kind
-from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
 from sidelane_lab.harness.running import Sender, StudyOptions, rows_there, run_study
@@ -34,7 +34,7 @@ from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import is_memory_bound
-from sidelane_lab.pairs.outcome import Outcome, Result
+from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
 from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
@@ -45,27 +45,13 @@ NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GP
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class C3Options(StudyOptions):
-    """What to measure.
+    """Options of the study; ``sidelane c3 --help`` explains them.
 
     Attributes:
-        workloads: pairs as Table II of the ConCCL paper writes them (``cb1_896M``, ``4096x4096x4096_64M``).
-        collectives: kinds; every pair runs with each.
-        strategies: names; empty takes all.
         variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
             a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
-        dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
-        full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
-        isolated: file of ``sidelane tune --study c3`` that the partition heuristic goes by; None: the user's of this
-            machine, if there is one.
         known: what is in it; filled in by :func:`main`.
-        warmup: rounds before the measured ones (ConCCL paper: 6).
-        repeats: measured rounds (ConCCL paper: 9).
-        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none. With
-            ``report``, the page has those of the fastest and of the slowest strategy.
         not_run: pairs that are left out, and why: they become rows with that reason.
-        resume: keep the rows of ``json``, and measure only pairs that lack a strategy there, or that were not run.
-        third: run each pair next to a third kernel, too, in every order of their launches (``c3.thirds``).
-        budget_s: begin no further pair when so many seconds have passed; None: all are measured.
         done: rows that are there; filled in by :func:`main`.
     """
 
@@ -125,7 +111,7 @@ def main(options: C3Options) -> Results | None:
 
 
 def isolated_here(options: C3Options) -> Isolated | None:
-    """What heuristics and ``auto`` go by where the study would run: the file that was given, or the user's, if any."""
+    """Return what heuristics and ``auto`` go by where the study would run: the file given, or the user's, if any."""
     place = choose_target(options.ranks, options.device)
     return isolated_times(options.isolated, place.device_type, place.world_size)
 
@@ -135,19 +121,13 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
-    workloads = [
-        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
-        for text in options.workloads
-        for kind in options.collectives
-    ]
-    workloads = [one for one in workloads if not is_done(one, options.strategies, options.done)]
+    texts = [(text, kind) for text in options.workloads for kind in options.collectives]
+    workloads = [one for one in _scaled(texts, options, rank) if not is_done(one, options.strategies, options.done)]
     sender.steps = len(workloads)
     for text, reason in options.not_run:
-        for kind in options.collectives:
-            left_out = scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
-            if is_done(left_out, options.strategies, options.done):
-                continue
-            yield from rows_not_run(left_out, reason, options.strategies)
+        for left_out in _scaled([(text, kind) for kind in options.collectives], options, rank):
+            if not is_done(left_out, options.strategies, options.done):
+                yield from rows_not_run(left_out, reason, options.strategies)
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
@@ -156,31 +136,28 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     )
     own_bytes = 0.0 if on_cpu else float(torch.cuda.mem_get_info(rank.device)[1])
     memory_bytes = None if on_cpu else min(theirs for (theirs,) in roster.meter.of_all_ranks([own_bytes]))
-    cases = []
-    for workload in list(workloads):
+    pairs = []
+    for workload in workloads:
         case = case_of(rank, workload)
         needed = too_large(workload, case, memory_bytes)
         if needed is None:
-            cases.append(case)
-            continue
-        workloads.remove(workload)
-        yield from rows_not_run(workload, needed, options.strategies)
-    if not cases:
+            pairs.append((workload, case))
+        else:
+            yield from rows_not_run(workload, needed, options.strategies)
+    if not pairs:
         roster.close()
         return
-    roster.reserve_for(cases, sender.note)
+    roster.reserve_for([case for _, case in pairs], sender.note)
     instruments = Instruments(roster.meter, options.warmup, options.repeats)
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
-    began = time.monotonic()
-    for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
-        is_over = number > 0 and time.monotonic() - began > (options.budget_s or math.inf)
-        is_over = is_over and rank.rank == 0  # whose clock decides for all
-        if roster.meter.agree("over" if is_over else None) is not None:
-            left = ", ".join(one.name for one in workloads[number:])
-            sender.note(f"{options.budget_s:g} s are over; left: {left} (the same command with --resume goes on)")
-            break
+
+    def over(left: Sequence[tuple[Workload, Case]]) -> None:
+        names = ", ".join(one.name for one, _ in left)
+        sender.note(f"{options.budget_s:g} s are over; left: {names} (the same command with --resume goes on)")
+
+    for number, (workload, case) in enumerate(roster.meter.within(pairs, options.budget_s or math.inf, over, 1)):
         sender.step(workload.name)
         runs = list(_runs(roster, case, options))
         outcome = run_workload(
@@ -212,7 +189,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
 
 
 def _orders(
-    outcome: Outcome, runs: Sequence[Prepared], instruments: Instruments, device: torch.device, seed: int
+    outcome: PairOutcome, runs: Sequence[PreparedCall], instruments: Instruments, device: torch.device, seed: int
 ) -> str:
     """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
     timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
@@ -235,7 +212,7 @@ def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank:
 
 
 def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
-    """Whether bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
+    """Tell if bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
     if known is not None:
         return known.bound(gemm)[0] is Bound.MEMORY
     machine = machine_name(device_name, devices) if device_name else ""
@@ -244,13 +221,18 @@ def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, dev
     return gemm.tag.startswith("mb")
 
 
+def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -> list[Workload]:
+    how: dict[str, Any] = {"dtype": options.dtype, "full_size": options.full_size, "rank": rank}
+    return [scaled_workload(text, kind, **how) for text, kind in texts]
+
+
 def case_of(rank: Rank, workload: Workload) -> Case:
     """The collective of a pair."""
     dtype = getattr(torch, workload.gemm.dtype)
     return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
 
 
-def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
+def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[PreparedCall]:
     """Every configuration that takes part: in and out of place where both exist, launched eagerly.
 
     At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
@@ -259,14 +241,14 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
         only = () if implementation.name == SM and AUTO in options.variants else options.variants
         for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
             try:
-                prepared = Prepared(candidate, case, implementation)
+                prepared = PreparedCall(candidate, case, implementation)
             except UnavailableError:  # on all ranks: windows for which there is no room next to everything else
                 continue
             yield prepared
 
 
-def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
-    """What the rows leave out: every isolated time, the choice, and samples that are in doubt."""
+def _explanations(outcome: PairOutcome, late: Mapping[str, int]) -> Iterator[str]:
+    """Say what the rows leave out: every isolated time, the choice, and samples that are in doubt."""
     times = ", ".join(
         f"{alone.label} {alone.time_us:.0f} us"
         if alone.time_us is not None
@@ -287,14 +269,18 @@ def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
         yield f"  scaled for CPUs: {what} (--full-size: not)"
 
 
+FIGURES = (
+    *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal", "percent_of_ideal"),
+    "percent_of_ideal_nccl",
+)
 NOT_RUN = "not run: "
 """Begins the notes of rows of pairs that were left out."""
 
 Key = tuple[object, ...]
-"""What two rows of one thing have in common."""
+"""The values that two rows of one thing have in common."""
 
 
-def rows_of(outcome: Outcome, known: Isolated | None = None) -> list[C3Row]:
+def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
     """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
 
     Args:
@@ -336,42 +322,33 @@ def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str
 
 def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()) -> list[C3Row]:
     """Rows of a pair without times, one for each strategy (all, if none is named): nothing is left out silently."""
+    nothing: dict[str, Any] = dict.fromkeys(FIGURES)
     return [
         C3Row(
             **workload.columns,
             c3_class="",
             strategy=name,
             chosen="",
-            gemm_us=None,
-            comm_us=None,
-            best_comm_us=None,
-            time_us=None,
-            speedup=None,
-            ideal=None,
-            percent_of_ideal=None,
-            percent_of_ideal_nccl=None,
+            **nothing,
             note=f"{NOT_RUN}{reason}",
         )
         for name in strategies or [one.name for one in all_strategies()]
     ]
 
 
-def key_of(workload: Workload, strategy: str) -> Key:
-    """Of the row of a pair under a strategy."""
-    return (*workload.columns.values(), strategy)
-
-
 def key_of_row(row: C3Row) -> Key:
-    """The same of a row."""
+    """Return what rows of one pair under one strategy have in common."""
     return (row.gemm, row.m, row.n, row.k, row.dtype, row.collective, row.bytes, row.strategy)
 
 
 def is_done(workload: Workload, strategies: Collection[str], done: Collection[Key]) -> bool:
-    """Every strategy that was asked for has a row of the pair."""
-    return all(key_of(workload, name) in done for name in strategies or [one.name for one in all_strategies()])
+    """Tell that every strategy that was asked for has a row of the pair."""
+    return all(
+        (*workload.columns.values(), name) in done for name in strategies or [one.name for one in all_strategies()]
+    )
 
 
-def _with_units(picked: C3Row, outcome: Outcome) -> C3Row:
+def _with_units(picked: C3Row, outcome: PairOutcome) -> C3Row:
     """The row of a swept strategy with the units that were chosen, which need not be the best."""
     assert outcome.choice is not None
     swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
@@ -389,8 +366,8 @@ def _with_units(picked: C3Row, outcome: Outcome) -> C3Row:
     )
 
 
-def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
-    """What the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
+def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> str:
+    """Say what the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
     if known is None or len(result.by_units) < 2:
         return ""
     implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
@@ -405,7 +382,7 @@ def _heuristic(outcome: Outcome, result: Result, known: Isolated | None) -> str:
     return f"; heuristic: {found.units} units, {loss:.1%} behind the best ({found.reason})"
 
 
-def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
+def _row(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> C3Row:
     failure = result.failure
     assert outcome.c3_class is not None
     return C3Row(
@@ -414,13 +391,9 @@ def _row(outcome: Outcome, result: Result, known: Isolated | None) -> C3Row:
         strategy=result.strategy,
         chosen="",
         gemm_us=outcome.gemm_us,
-        comm_us=result.comm_us,
         best_comm_us=outcome.best_comm_us,
-        time_us=result.time_us,
-        speedup=result.speedup,
-        ideal=result.ideal,
-        percent_of_ideal=result.percent_of_ideal,
         percent_of_ideal_nccl=result.percent_of_ideal_library,
+        **{name: getattr(result, name) for name in ("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal")},
         correct=True if failure is None else False if failure.wrong else None,
         note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
         units=result.units,

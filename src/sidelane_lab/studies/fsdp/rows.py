@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import MISSING, Table, grouped, verdict
 from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, save
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.rows import FlatRow
-from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.study import FlatRow, Picture
 
 TRAINED_BY = (
     *("nccl", "gloo", "nccl_ce", "sidelane_ag", "sidelane", "sidelane_copies"),

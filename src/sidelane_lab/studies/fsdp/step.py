@@ -63,7 +63,7 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(Layer(model) for _ in range(model.layers))
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """As :meth:`Layer.forward`."""
+        """Run all layers; see :meth:`Layer.forward`."""
         for layer in self.layers:
             x = layer(x, cos, sin)
         return x
@@ -109,14 +109,14 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 TOLERANCE = 1e-2
-"""Of loss, gradient norm and gradients: bfloat16 is added in another order, and attention adds in any."""
+"""Largest difference of loss, norm and gradients: bfloat16 is added in another order, and attention adds in any."""
 
 LEARNING_RATE = 1e-5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step came to, the same on every rank.
+class StepOutcome:
+    """The outcome of a step, the same on every rank.
 
     Attributes:
         loss: mean over ranks.
@@ -128,8 +128,8 @@ class Outcome:
     grad_norm: float
     peak_mb: float | None
 
-    def differs(self, wanted: Outcome) -> str | None:
-        """What is not as in another step, or None."""
+    def differs(self, wanted: StepOutcome) -> str | None:
+        """Say what is not as in another step, or None."""
         for name in ("loss", "grad_norm"):
             got, other = getattr(self, name), getattr(wanted, name)
             # A loss is a sum of both signs, of a size of 1: it may come to nearly nothing.
@@ -203,7 +203,7 @@ class Stepper:
         self._meter.finish(what)
 
     def measured(self, what: str) -> float | None:
-        """As :meth:`tried`; MB that it needs at most next to what implementations keep, None on CPUs."""
+        """Make a step as :meth:`tried` does; return its MB next to what implementations keep; None on CPUs."""
         if self._rank.device.type == "cpu":
             self.tried(what)
             return None
@@ -215,12 +215,12 @@ class Stepper:
         return (state + torch.cuda.max_memory_allocated() - before) / 1e6
 
     @torch.no_grad()
-    def outcome(self, peak_mb: float | None = None) -> Outcome:
-        """Of the last step. Collective."""
+    def outcome(self, peak_mb: float | None = None) -> StepOutcome:
+        """Return the outcome of the last step. Collective."""
         squares = sum(float(gradient.float().square().sum()) for gradient in self._gradients())
         everyone = self._meter.of_all_ranks([float(self._loss), squares, peak_mb or 0.0])
         losses, norms, peaks = zip(*everyone, strict=True)
-        return Outcome(sum(losses) / len(losses), math.sqrt(sum(norms)), None if peak_mb is None else max(peaks))
+        return StepOutcome(sum(losses) / len(losses), math.sqrt(sum(norms)), None if peak_mb is None else max(peaks))
 
     @torch.no_grad()
     def keep(self) -> None:

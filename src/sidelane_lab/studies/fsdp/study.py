@@ -22,31 +22,20 @@ import torch
 from sidelane.cli.launch import Rank, choose_target
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import Results, Study, require_all
 from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
 from sidelane_lab.studies.fsdp.kernels import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled, profiled
 from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
-from sidelane_lab.studies.fsdp.step import TOLERANCE, Outcome, Stepper
-from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, Ways, names_on
+from sidelane_lab.studies.fsdp.step import TOLERANCE, StepOutcome, Stepper
+from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, CommunicationWays, names_on
 
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FsdpOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        cases: as ``8b:2x4096``; on CPU ranks their sizes are divided.
-        layers: of each model; None for as many as two GPUs take.
-        reduce_dtype: in which gradients are added, ``bfloat16`` or ``float32``.
-        optimizer: a step ends with AdamW's.
-        profile: one more step of each implementation under a profiler. What is timed later in the same run is slower.
-        warmup: rounds before the measured ones, behind two steps that are compared.
-        repeats: measured rounds.
-    """
+    """Options of the study; ``sidelane fsdp --help`` explains them."""
 
     cases: tuple[str, ...] = DEFAULT
     layers: int | None = None
@@ -94,8 +83,8 @@ def _measure(rank: Rank, options: FsdpOptions, sender: Sender) -> Iterator[FsdpR
 
 
 @dataclasses.dataclass(slots=True)
-class Found:
-    """What is known of an implementation.
+class TrialResult:
+    """The findings about an implementation.
 
     Attributes:
         outcome: of the step that was compared.
@@ -105,7 +94,7 @@ class Found:
         kernels: of one step.
     """
 
-    outcome: Outcome
+    outcome: StepOutcome
     held_mb: float | None
     note: str = ""
     rounds: Rounds | None = None
@@ -137,9 +126,9 @@ class Trial:
     ) -> None:
         self._rank, self._meter = rank, meter
         self._stepper = make()
-        self._ways = Ways(self._stepper.model, rank, meter, engines, timeout_s)
-        self._wanted: list[Outcome] = []
-        self.found: dict[str, Found] = {}
+        self._ways = CommunicationWays(self._stepper.model, rank, meter, engines, timeout_s)
+        self._wanted: list[StepOutcome] = []
+        self.found: dict[str, TrialResult] = {}
         self.problems: dict[str, Problem] = {}
 
     def prepare(self, names: Sequence[str]) -> bool:
@@ -166,7 +155,7 @@ class Trial:
             if name in self.found
         }
         rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
-        wanted: Outcome | None = None
+        wanted: StepOutcome | None = None
         for name in jobs:
             self.found[name].rounds = rounds[name]
             self.found[name].note = self._ways.switch(name).note()
@@ -193,7 +182,7 @@ class Trial:
 
     def _compare(self, name: str, library: str) -> bool:
         """Make two steps; the second one's outcome is the row's. False where a step broke off."""
-        stepper, outcomes, peaks, distance = self._stepper, list[Outcome](), list[float | None](), 0.0
+        stepper, outcomes, peaks, distance = self._stepper, list[StepOutcome](), list[float | None](), 0.0
 
         def moved() -> None:
             self._ways.switch(name)
@@ -228,12 +217,12 @@ class Trial:
         held = None
         if self._rank.device.type != "cpu":
             held = max(one for (one,) in self._meter.of_all_ranks([way.held() / 1e6]))
-        self.found[name] = Found(outcomes[1], held, way.note())
+        self.found[name] = TrialResult(outcomes[1], held, way.note())
         return True
 
 
 class _Study:
-    """What the cases share on one rank: the meter, and NCCL on copy engines."""
+    """The parts that cases share on one rank: the meter, and NCCL on copy engines."""
 
     def __init__(self, rank: Rank, options: FsdpOptions) -> None:
         self._rank, self._options = rank, options
@@ -250,7 +239,7 @@ class _Study:
         Yields:
             Rows, the same on every rank but for what was profiled, which the first one has.
         """
-        found: dict[str, Found] = {}
+        found: dict[str, TrialResult] = {}
         problems: dict[str, Problem] = {}
         library, ended = self._names[0], False
         while not ended and library not in problems:
@@ -269,7 +258,7 @@ class _Study:
         if self._engines is not None:
             self._engines.close()
 
-    def _tried(self, case: StepCase, problems: dict[str, Problem]) -> tuple[bool, dict[str, Found]]:
+    def _tried(self, case: StepCase, problems: dict[str, Problem]) -> tuple[bool, dict[str, TrialResult]]:
         """Try a model for all that has no problem so far. Collective.
 
         Returns:
@@ -303,12 +292,12 @@ class _Study:
     def _engines_here(self) -> Any:
         """Return NCCL on copy engines, made when it is wanted first."""
         if self._engines is None:
-            from sidelane_lab.studies.fsdp.ways import Engines
+            from sidelane_lab.studies.fsdp.ways import NcclEngines
 
-            self._engines = Engines(self._rank.device, self._options.step_s, self.meter)
+            self._engines = NcclEngines(self._rank.device, self._options.step_s, self.meter)
         return self._engines
 
-    def _row(self, case: StepCase, name: str, found: dict[str, Found], problem: Problem | None) -> FsdpRow:
+    def _row(self, case: StepCase, name: str, found: dict[str, TrialResult], problem: Problem | None) -> FsdpRow:
         one, floor = found.get(name), found.get(STRAIGHT_STILL)
         times = one.rounds if one is not None and problem is None else None
         kernels = one.kernels if one is not None and problem is None else None
@@ -361,7 +350,7 @@ def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | Non
     }
 
 
-def _rounds(found: dict[str, Found], name: str) -> Rounds | None:
+def _rounds(found: dict[str, TrialResult], name: str) -> Rounds | None:
     return found[name].rounds if name in found else None
 
 

@@ -31,7 +31,7 @@ BUFFERS = 2
 """Gathered layers that FSDP2 has at once: one that is copied out, and the next."""
 
 
-class Turns:
+class BufferTurns:
     """Two buffers of each size, in turn: a gather comes behind the copy-out of the one before the last."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class StillGather(AllGather):
     straight: Straight | None = None
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._turns = BufferTurns()
         self._filled: set[int] = set()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -80,7 +80,7 @@ class StillScatter(ReduceScatter):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._turns = group, Turns()
+        self._group, self._turns = group, BufferTurns()
         self._input: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -113,7 +113,7 @@ class StillLane:
     def all_gather(
         self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
     ) -> dist.Work | None:
-        """As a communicator's."""
+        """Gather as a communicator does."""
         outputs, inputs = list(output), list(input)
         if outputs[0].data_ptr() not in self._filled:
             self._filled.add(outputs[0].data_ptr())
@@ -145,7 +145,7 @@ def fill_others(output: torch.Tensor, own: torch.Tensor, rank: int, ranks: int) 
 
 
 LIBRARY_NAMES = {"cpu": "gloo"}
-"""What the group's own backend is called; elsewhere ``nccl``."""
+"""Names of the group's own backend is called; elsewhere ``nccl``."""
 
 STILL, STRAIGHT_STILL = "compute_only", "compute_only_straight"
 FLOORS = (STILL, STRAIGHT_STILL)
@@ -164,7 +164,7 @@ def names_on(device_type: str) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class CommunicationWay:
     """A way to communicate.
 
     Attributes:
@@ -200,7 +200,7 @@ class Way:
                 into.give_back()
 
 
-class Ways:
+class CommunicationWays:
     """All ways of a study on one model; at most one is on.
 
     Args:
@@ -225,9 +225,9 @@ class Ways:
             [params._all_gather_comm for params in self._params],
             [params._reduce_scatter_comm for params in self._params],
         )
-        self._on: Way | None = None
-        self._close: list[Way] = []
-        self.attached: dict[str, Way] = {}
+        self._on: CommunicationWay | None = None
+        self._close: list[CommunicationWay] = []
+        self.attached: dict[str, CommunicationWay] = {}
 
     def attach(self, name: str) -> str | None:
         """Make a way on all ranks. Collective.
@@ -235,13 +235,13 @@ class Ways:
         Returns:
             Why it cannot be there, or None.
         """
-        made: list[Way] = []
+        made: list[CommunicationWay] = []
         problem = self._meter.attempt(lambda: made.append(self._make(name)))
         if problem is None:
             self.attached[name] = made[0]
         return problem
 
-    def switch(self, name: str) -> Way:
+    def switch(self, name: str) -> CommunicationWay:
         """Have FSDP2 communicate in a way that is attached."""
         way = self.attached[name]
         if way is not self._on:
@@ -265,14 +265,14 @@ class Ways:
             self._on.leave()
         self._on = None
 
-    def _make(self, name: str) -> Way:
+    def _make(self, name: str) -> CommunicationWay:
         gathers, scatters = self._library
         count = len(self._params)
         if name == ENGINES:
             if self._engines is None:
                 raise UnavailableError("there is no NCCL on this device")
             gather = self._engines().gather_of(self._params)
-            return Way(name, self._params, [gather] * count, scatters, gather.note, lambda: gather.held)
+            return CommunicationWay(name, self._params, [gather] * count, scatters, gather.note, lambda: gather.held)
         if name == "sidelane_ag":
             own = self._sidelane(True)
             return dataclasses.replace(own, name=name, scatters=scatters)
@@ -286,10 +286,12 @@ class Ways:
             if name == STRAIGHT_STILL:
                 into = StraightStill(self._group, self._rank.device)
                 still = [into.gather(one) for one in self._params]
-            return Way(name, self._params, still, [StillScatter(self._group)] * count, lambda: NOTHING_MOVES)
-        return Way(name, self._params, gathers, scatters)
+            return CommunicationWay(
+                name, self._params, still, [StillScatter(self._group)] * count, lambda: NOTHING_MOVES
+            )
+        return CommunicationWay(name, self._params, gathers, scatters)
 
-    def _sidelane(self, straight_into_parameters: bool) -> Way:
+    def _sidelane(self, straight_into_parameters: bool) -> CommunicationWay:
         """Sidelane for both collectives, switched off; what gathers alike is shared."""
         name = "sidelane" if straight_into_parameters else "sidelane_copies"
         for way in self._close:
@@ -305,7 +307,7 @@ class Ways:
             elsewhere = [f"{one.calls} calls went elsewhere: {one.what}" for one in enabled.elsewhere.values()]
             return "; ".join([*([f"parameters are copied out: {copied}"] if copied else []), *elsewhere])
 
-        way = Way(
+        way = CommunicationWay(
             name,
             self._params,
             [params._all_gather_comm for params in self._params],
@@ -323,12 +325,12 @@ NOTHING_MOVES = "collectives are skipped, so that loss and gradients are not the
 
 
 def gathered_bytes(params: Any, dtype: torch.dtype, ranks: int) -> int:
-    """Of one of FSDP2's groups of parameters."""
+    """Return the gathered bytes of one of FSDP2's groups of parameters."""
     numel: int = sum(param._sharded_param_data.numel() for param in params.fsdp_params)
     return numel * dtype.itemsize * ranks
 
 
-class Engines:
+class NcclEngines:
     """The communicator of a study, and its windows by size, which the cases share.
 
     Args:
@@ -379,7 +381,7 @@ class WindowGather(AllGather):
         self.held = sum(2 * nbytes for nbytes in windows)
 
     def note(self) -> str:
-        """What went otherwise than it was to."""
+        """Say what went otherwise than it was to."""
         return f"{self._outside} gathers had no window" if self._outside else ""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

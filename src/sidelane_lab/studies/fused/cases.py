@@ -30,7 +30,6 @@ from sidelane_lab.studies.fused.case import (
     GROUP,
     NCCL,
     OURS,
-    OWN,
     SYMM_MEM,
     AutoCall,
     OneShot,
@@ -46,7 +45,7 @@ from sidelane_lab.studies.fused.case import (
     symmetric,
 )
 from sidelane_lab.studies.fused.embedding_cases import embedding
-from sidelane_lab.studies.fused.rows import OWN_METHOD, in_parts, with_programs
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, in_parts, with_programs
 from sidelane_lab.studies.fused.shapes import (
     EVENLY,
     EXPERTS,
@@ -71,6 +70,9 @@ PIECES = (1, 2, 4)
 ROUTED_PIECES = (*PIECES, 6)
 ON_HOST, ON_DEVICE = 'method="auto", counts on the host', 'method="auto", counts on the device'
 AS_ROWS_COME = "rows as they come"
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A product of rows, which it may write into the second tensor."""
 
 Parts = list[tuple[slice, int]]
 """Rows, and the expert that has them."""
@@ -283,7 +285,7 @@ def all_gather_gemm(comm: Communicator, rows: int, depth: int, columns: int) -> 
     )
 
 
-class Routing:
+class RoutedRows:
     """Rows that go to and come from each rank, and the products of those that lie here.
 
     Args:
@@ -309,7 +311,7 @@ class Routing:
         self.parts = by_expert([row[rank] for row in counts] if back else counts[rank])
         self.words = f"{self.each} {EXPERTS}" if self.has_experts else routing
 
-    def products(self, weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    def products(self, weight: torch.Tensor) -> dict[str, Product]:
         """Return what multiplies rows with their experts' weights [E, H, K], into an output or one of its own.
 
         Of several experts that is a product for each expert and peer, and on GPUs one grouped product, whose weights
@@ -323,7 +325,7 @@ class Routing:
                 torch.mm(rows[part], weight[expert].T, out=output[part])
             return output
 
-        found = {"a mm an expert and peer": one_by_one}
+        found: dict[str, Product] = {"a mm an expert and peer": one_by_one}
         if weight.device.type == "cuda":
             grouped = grouped_by(weight, self.parts)
             found["grouped mm"] = lambda rows, output: grouped(rows)
@@ -347,7 +349,7 @@ class Routing:
 
 def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = HALF) -> OperatorCase:
     """Make a case of a GEMM whose rows go to their tokens' ranks; at most ``rows`` of each."""
-    way = Routing(comm, rows, routing, back=False)
+    way = RoutedRows(comm, rows, routing, back=False)
     sent, came = sum(way.sent), sum(way.came)
     x, weight = ordinary(comm, sent, depth), ordinary(comm, way.each, columns, depth).normal_()
     y, out = ordinary(comm, sent, columns), ordinary(comm, came, columns)
@@ -364,7 +366,7 @@ def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, 
         here = torch.empty(came, columns, dtype=torch.float64, device=comm.device)
         return way.through_group(way.exact(x, weight), here)
 
-    def from_x(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Step:
+    def from_x(product: Product) -> Step:
         return lambda output: product(x, output)
 
     fused: dict[str, Run] = {name: functools.partial(call, way.table, order=name, method=FUSED) for name in ORDERS}
@@ -386,7 +388,7 @@ def gemm_all_to_all(comm: Communicator, rows: int, depth: int, columns: int, *, 
 
 def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, routing: str = HALF) -> OperatorCase:
     """Make a case of a GEMM of rows that come from their tokens' ranks; at most ``rows`` of each."""
-    way = Routing(comm, rows, routing, back=True)
+    way = RoutedRows(comm, rows, routing, back=True)
     sent, came = sum(way.sent), sum(way.came)
     x, weight = ordinary(comm, sent, depth), ordinary(comm, way.each, columns, depth).normal_()
     gathered, y = ordinary(comm, came, depth), ordinary(comm, came, columns)
@@ -407,7 +409,7 @@ def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, 
         wide = torch.empty(came, depth, dtype=torch.float64, device=comm.device)
         return way.exact(way.through_group(x.double(), wide), weight)
 
-    def into_y(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Step:
+    def into_y(product: Product) -> Step:
         return lambda source: product(source, y)
 
     fused: dict[str, Run] = {AS_ROWS_COME: functools.partial(call, way.table, method=FUSED)}
@@ -428,7 +430,7 @@ def all_to_all_gemm(comm: Communicator, rows: int, depth: int, columns: int, *, 
     )
 
 
-def _routed_auto(call: Callable[..., torch.Tensor], way: Routing, sizes: tuple[int, ...]) -> dict[str, AutoCall]:
+def _routed_auto(call: Callable[..., torch.Tensor], way: RoutedRows, sizes: tuple[int, ...]) -> dict[str, AutoCall]:
     on_device = {ON_DEVICE: AutoCall(functools.partial(call, way.table), sizes, (SPLIT,), way.each)}
     return on_device if way.has_experts else {ON_HOST: AutoCall(functools.partial(call, way.plain), sizes), **on_device}
 

@@ -24,7 +24,6 @@ from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
     NCCL,
-    OWN,
     AutoCall,
     OperatorCase,
     Run,
@@ -32,7 +31,7 @@ from sidelane_lab.studies.fused.case import (
     ordinary,
     symmetric,
 )
-from sidelane_lab.studies.fused.rows import OWN_METHOD, with_programs
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, with_programs
 
 DIM, TABLE_ROWS = 256, 1 << 17
 """64 MiB a table in bfloat16: 64 of them are 80 times the cache of an H200."""
@@ -67,7 +66,7 @@ def lists_of(call_bytes: int, *, on_cpu: bool) -> int:
     return 2 if on_cpu else min(MOST_LISTS, max(2, math.ceil(COLD_BYTES / call_bytes)))
 
 
-class Lists:
+class IndexLists:
     """Indices of all bags, in the two orders in which they are taken, and some of them in turn.
 
     Args:
@@ -121,7 +120,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Oper
     whole = ordinary(comm, tables * rows, dim).normal_()
     some = list(whole.view(tables, rows, dim))
     call_bytes = batch * tables * pooling * dim * dtype.itemsize
-    lists = Lists(comm, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
+    lists = IndexLists(comm, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
     offsets = torch.arange(tables * batch + 1, device=device) * pooling
     of_table = offsets[: batch + 1].clone()
     sent, received = ordinary(comm, n, tables, part, dim), ordinary(comm, n, tables, part, dim)

@@ -14,7 +14,7 @@ from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, RC, SKY, sav
 from sidelane_lab.harness.study import Picture
 
 MOST_WORKGROUPS = 32
-"""Of a rank, as in the paper."""
+"""Workgroups of a rank, as in the paper."""
 
 COLOURS = {"compute": BLUE, "local": SKY, "send": ORANGE, "wait": GREY, "add": GREEN}
 
@@ -59,7 +59,7 @@ def _first_lanes(intervals: Sequence[Interval], group: str) -> list[str]:
 
 
 Times = tuple[float, ...]
-"""Of a call, by rank."""
+"""Microseconds of a call, by rank."""
 
 
 def times_of_ranks(intervals: Sequence[Interval]) -> Times:

@@ -16,8 +16,7 @@ from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import Table, grouped, verdict
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.rows import LAUNCHES, FlatRow
-from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.study import LAUNCHES, FlatRow, Picture, Results
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
 FUSED_OPS = (
@@ -214,7 +213,7 @@ def with_programs(schedule: str, count: int) -> str:
 
 
 def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> Iterator[FusedTime]:
-    """What to choose by, eager and in graphs, of shapes that have two ways and more.
+    """Yield what to choose by, eager and in graphs, of shapes that have two ways and more.
 
     Args:
         rows: of any operators and shapes.
@@ -250,7 +249,7 @@ def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> I
 
 
 def element_bytes_of(device_type: str) -> int:
-    """Of what the study measures: float32 on CPUs, else bfloat16."""
+    """Return the bytes of an element: of: float32 on CPUs, else bfloat16."""
     return 4 if device_type == CPU else 2
 
 

@@ -29,9 +29,8 @@ from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, capt
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, read
+from sidelane_lab.harness.study import Results, Study, read, require_all
 from sidelane_lab.studies.fused.rows import (
     ALONE,
     FUSED_OPS,
@@ -48,7 +47,7 @@ CALLS = 8
 """In a sample."""
 
 SKEW_CALLS = 3
-"""Whose ranks' times are compared."""
+"""Calls whose ranks' times are compared."""
 
 BEST, AUTO = "unfused_best", "auto"
 COMPUTE, COLLECTIVE = ALONE
@@ -61,16 +60,7 @@ Key = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        ops: operators; empty takes all.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-        timeline: folder for a trace and a picture of each operator's first shape; None writes none.
-        keep: the times in a file of the user's, for ``method="auto"``.
-        results: with ``keep``, a file of this study whose times are kept; nothing is measured.
-    """
+    """Options of the study; ``sidelane fused --help`` explains them."""
 
     ops: tuple[str, ...] = ()
     warmup: int = 3
@@ -288,7 +278,7 @@ class _Case:
         )
 
     def _why(self, key: Key) -> str:
-        """What ``auto`` has chosen. Ranks have agreed on that in the first call."""
+        """Say what ``auto`` has chosen. Ranks have agreed on that in the first call."""
         from sidelane import ops
         from sidelane_lab.studies.fused.case import dtype_of
 

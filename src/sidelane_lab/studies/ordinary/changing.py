@@ -22,7 +22,7 @@ SLOTS = 8
 """Pairs of tensors that rotate."""
 
 MOST_ADDRESSES = 2048
-"""Of a way."""
+"""Addresses of a way."""
 
 SEGMENT_BYTES = 32 << 20
 """torch's allocator gives a tensor of that size memory of its own, of which nothing is left for others."""

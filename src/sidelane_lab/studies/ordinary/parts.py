@@ -15,13 +15,12 @@ from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import ideal_speedup, speedup
 from sidelane.c3.workload import Workload
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, Prepared
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, PreparedCall
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
 from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
-from sidelane_lab.studies.collectives.rows import bus_gbps
-from sidelane_lab.studies.collectives.study import calls_per_sample, checked, hides_launches
+from sidelane_lab.studies.collectives import bus_gbps, calls_per_sample, checked, hides_launches
 from sidelane_lab.studies.ordinary.changing import SETTLING, ChangingProgram, Room
 from sidelane_lab.studies.ordinary.rows import LEARNED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import LEARNING_CALLS, PLACES, Way
@@ -43,11 +42,11 @@ HOST_CALLS, FEW_HOST_CALLS = 25, 5
 
 Times = Sequence[float]
 Said = tuple[str, str]
-"""What a way ran its last call as, and why."""
+"""The variant that a way ran its last call as, and why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PairTimes:
+class RoundTimes:
     """Times of one way, microseconds, one a round: the GEMM and the fastest collective alone, its own, and both."""
 
     gemm: Times
@@ -89,7 +88,7 @@ class Parts:
         """Measure every way in and out of place. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
         candidates = candidates_for(self.ways, case, PLACES[case.kind])
-        runs = {candidate: Prepared(candidate, case, way, calls) for candidate, way in candidates.items()}
+        runs = {candidate: PreparedCall(candidate, case, way, calls) for candidate, way in candidates.items()}
         said: dict[Entrant, Said] = {}
         with self.meter.on_stream():
             found = {candidate: self._ready(way, runs[candidate]) for candidate, way in candidates.items()}
@@ -122,7 +121,7 @@ class Parts:
         candidates = candidates_for(beside, case, (False,))
         problems: dict[Entrant, Problem] = {}
         said: dict[Entrant, Said] = {}
-        runs = {candidate: Prepared(candidate, case, way) for candidate, way in candidates.items()}
+        runs = {candidate: PreparedCall(candidate, case, way) for candidate, way in candidates.items()}
         with self.meter.on_stream(), Workers() as workers:
             gemm = GemmRun(workload.gemm, case.device)
             gemm.fill(next(self.seeds))
@@ -154,7 +153,7 @@ class Parts:
             columns: dict[str, Any] = {"gemm": workload.gemm.name, **{n: getattr(workload.gemm, n) for n in "mnk"}}
             if problem is None and both is not None:
                 own = rounds[candidate, "alone"].times_us
-                columns |= PairTimes(rounds[GEMM].times_us, best, own, both.times_us).columns()
+                columns |= RoundTimes(rounds[GEMM].times_us, best, own, both.times_us).columns()
             yield row_of(case, way, variant, both, problem, _with_late(reason, both), **columns)
 
     def changing(self, case: Case) -> Iterator[OrdinaryRow]:
@@ -223,7 +222,7 @@ class Parts:
     def _rounds(self, jobs: Mapping[Any, Job]) -> dict[Any, Rounds]:
         return self.meter.rounds(jobs, warmup=self.warmup, repeats=self.repeats) if jobs else {}
 
-    def _ready(self, way: Way, prepared: Prepared) -> Problem | None:
+    def _ready(self, way: Way, prepared: PreparedCall) -> Problem | None:
         """Check a call, and repeat it until its ranks know what comes. Collective.
 
         Returns:

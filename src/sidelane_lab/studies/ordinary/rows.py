@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sidelane.cli.table import (
     Table,
@@ -13,10 +14,9 @@ from sidelane.cli.table import (
 )
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, spread, table_of
-from sidelane_lab.harness.rows import OF_LIBRARY
-from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.study import OF_LIBRARY, Picture, Results
 from sidelane_lab.studies.c3.rows import TOGETHER_COLUMNS, alone_words, lost_percent, pair_words
-from sidelane_lab.studies.collectives.rows import CollectiveRow, draw_sizes
+from sidelane_lab.studies.collectives import CollectiveRow, draw_sizes
 
 SYMMETRIC, LEARNED, MAPPED, STAGED = "symmetric", "learned", "mapped", "staged"
 REACHES = (SYMMETRIC, LEARNED, MAPPED, STAGED, "")
@@ -106,7 +106,7 @@ def ordinary_tables(rows: Sequence[OrdinaryRow]) -> list[Table]:
         tables.append(table_of(title, alike, PAIR_COLUMNS, keys=2, value=lost_percent, noted=_is_noted))
     for (kind, nbytes), alike in grouped(changing, lambda row: (row.collective, row.bytes)):
         title = f"{kind} of {format_bytes(nbytes)}, {alike[0].dtype}, on tensors that change from call to call"
-        by = {"by": lambda row: row.variant, "keys": 3, "noted": _is_noted}
+        by: dict[str, Any] = {"by": lambda row: row.variant, "keys": 3, "noted": _is_noted}
         tables.append(table_of(title, alike, CHANGING_COLUMNS, **by))
     return tables
 

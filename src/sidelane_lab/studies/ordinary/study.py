@@ -1,4 +1,4 @@
-"""What collectives cost where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
+"""The cost of collectives where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
 
 Three parts: collectives alone (``alone``), next to a GEMM (``pairs``), and on tensors that change (``changing``). The
 ways that are compared are in ``ways``; all of a case take turns round by round in one process, the slowest rank counts,
@@ -21,9 +21,8 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import Results, Study, require_all
 from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 from sidelane_lab.studies.ordinary.parts import Parts
@@ -33,24 +32,19 @@ from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
 ALONE, BESIDE, CHANGING = "alone", "beside", "changing"
 PARTS = (ALONE, BESIDE, CHANGING)
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-"""What runs next to a GEMM: copy engines move bytes, and add none."""
+"""Collectives that run next to a GEMM: copy engines move bytes, and add none."""
 
 GEMM_DTYPE = "bfloat16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrdinaryOptions(StudyOptions):
-    """What to measure.
+    """Options of the study; ``sidelane ordinary --help`` explains them.
 
     Attributes:
-        collectives: kinds; those that move bytes also run next to a GEMM, and the first of these on tensors that
-            change.
         sizes: bytes of collectives alone; empty takes :func:`default_sizes`.
         pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes :func:`default_pairs`.
         changing: bytes of collectives on tensors that change; empty takes :func:`default_changing`.
-        parts: of ``PARTS``.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
     """
 
     collectives: tuple[Kind, ...] = tuple(PLACES)
@@ -93,13 +87,13 @@ def default_pairs(device_type: str) -> tuple[str, ...]:
 
 
 def default_changing(device_type: str) -> tuple[int, ...]:
-    """What is bound by the host, and what is not; on a CPU a small size."""
+    """Return bytes that are bound by the host, and that are not; on a CPU a small size."""
     return (64 << 10,) if device_type == "cpu" else (1 << 20, 64 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured, as this rank has it.
+class OrdinaryPlan:
+    """Cases of a study, as this rank has them.
 
     Attributes:
         alone: cases.
@@ -113,11 +107,11 @@ class Plan:
 
     @property
     def reserved(self) -> tuple[Case, ...]:
-        """What needs buffers that stay."""
+        """The cases that need buffers that stay."""
         return (*self.alone, *(case for _, case in self.pairs))
 
 
-def plan_of(rank: Rank, options: OrdinaryOptions) -> Plan:
+def plan_of(rank: Rank, options: OrdinaryOptions) -> OrdinaryPlan:
     """All that the options ask for.
 
     Args:
@@ -136,7 +130,7 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> Plan:
     workloads = [
         scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank) for kind in moving for text in asked
     ]
-    return Plan(
+    return OrdinaryPlan(
         cases(options.collectives, options.sizes or default_sizes(device.type)) if ALONE in options.parts else (),
         tuple((one, case_of(rank, one)) for one in workloads) if BESIDE in options.parts else (),
         cases(moving[:1], options.changing or default_changing(device.type)) if CHANGING in options.parts else (),

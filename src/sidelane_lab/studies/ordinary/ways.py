@@ -29,7 +29,7 @@ from sidelane.collectives import Communicator
 from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, LEARN, NOTHING
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Binds, Implementation, Tensors, TwoBuffers, nothing_to_wait_for
+from sidelane_lab.baselines.candidate import Binds, Implementation, Tensors, nothing_to_wait_for
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster, bound_call
 from sidelane_lab.harness.measure import Meter
@@ -52,7 +52,7 @@ LEARNING_CALLS = 96
 """Calls on the same tensors before anything is timed: from the 65th on, calls that can go ahead do."""
 
 
-class OwnWay(TwoBuffers):
+class OwnWay(Implementation):
     """Sidelane's ``auto`` on tensors that peers reach in one way.
 
     Args:
@@ -120,7 +120,7 @@ class OwnWay(TwoBuffers):
         self.communicator.close()
 
 
-class LibraryWay(TwoBuffers):
+class LibraryWay(Implementation):
     """A library on ordinary tensors.
 
     Args:

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
-from sidelane_lab.harness.rows import LAUNCHES, MODEL, FlatRow
-from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.study import LAUNCHES, MODEL, FlatRow, Picture
 
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)

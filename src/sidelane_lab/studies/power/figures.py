@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from sidelane_lab.harness.study import Results
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.power.rows import PowerRow
 
 SPREAD_PERCENT = 10.0

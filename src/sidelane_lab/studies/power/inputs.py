@@ -13,7 +13,7 @@ import math
 import torch
 
 from sidelane.program.collective import REDUCING
-from sidelane_lab.baselines.candidate import Prepared
+from sidelane_lab.baselines.candidate import PreparedCall
 from sidelane_lab.baselines.reference import Case
 
 SMALLEST = -100
@@ -51,10 +51,10 @@ class ReducedInput:
         self._values.uniform_(-1.0, 1.0, generator=generator).mul_(2.0**SMALLEST)
         self._calls = calls_between(case.world_size)
 
-    def put(self, prepared: Prepared) -> None:
+    def put(self, prepared: PreparedCall) -> None:
         """Give a candidate these values, on the current stream."""
         prepared.tensors.input.copy_(self._values)
 
-    def replays_between(self, prepared: Prepared, calls: int) -> int | None:
+    def replays_between(self, prepared: PreparedCall, calls: int) -> int | None:
         """Samples of ``calls`` after which a candidate needs them again; None if it leaves its input as it is."""
         return None if prepared.repeatable else max(1, self._calls // calls)

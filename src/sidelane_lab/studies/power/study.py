@@ -20,15 +20,14 @@ from sidelane.errors import UnavailableError
 from sidelane.machine import local
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import Entrant, Implementation, Prepared, candidates_of
+from sidelane_lab.baselines.candidate import Entrant, Implementation, PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.measure import Job, Problem
-from sidelane_lab.harness.rows import LAUNCHES, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.studies.collectives.study import calls_per_sample, checked, ready
+from sidelane_lab.harness.study import LAUNCHES, Results, Study, require_all
+from sidelane_lab.studies.collectives import calls_per_sample, checked, ready
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.inputs import ReducedInput
 from sidelane_lab.studies.power.meter import Draw, Recorder
@@ -156,7 +155,7 @@ class PowerBench:
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
-        good: dict[Entrant, Prepared] = {}
+        good: dict[Entrant, PreparedCall] = {}
         problems: dict[Entrant, Problem] = {}
         with meter.on_stream():
             inputs: list[ReducedInput] = []
@@ -165,7 +164,7 @@ class PowerBench:
                 refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
                 found = Problem(refused) if refused else self._prepare(candidate, case, implementation)
-                if isinstance(found, Prepared):
+                if isinstance(found, PreparedCall):
                     good[candidate] = found
                 else:
                     problems[candidate] = found
@@ -201,16 +200,16 @@ class PowerBench:
         others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
         return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
 
-    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> Prepared | Problem:
+    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> PreparedCall | Problem:
         """Run once, capture, check. If that fails: what is wrong. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
-        make = functools.partial(Prepared, candidate, case, implementation, calls)
+        make = functools.partial(PreparedCall, candidate, case, implementation, calls)
         found = ready(self._meter, make, next(self._seeds))
-        if isinstance(found, Prepared):
+        if isinstance(found, PreparedCall):
             found.settle()
         return found
 
-    def _replays(self, good: Mapping[Entrant, Prepared]) -> dict[Entrant, int]:
+    def _replays(self, good: Mapping[Entrant, PreparedCall]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""
         if not good:
             return {}
@@ -220,7 +219,7 @@ class PowerBench:
             for candidate, measured in rounds.items()
         }
 
-    def _run(self, prepared: Prepared, replays: int, given: ReducedInput | None = None) -> Point:
+    def _run(self, prepared: PreparedCall, replays: int, given: ReducedInput | None = None) -> Point:
         """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
         job, again = prepared.job(), lambda: None
         every = replays

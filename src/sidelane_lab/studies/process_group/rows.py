@@ -16,7 +16,7 @@ from sidelane.cli.table import (
     without_empty_columns,
 )
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.rows import OF_LIBRARY, FlatRow
+from sidelane_lab.harness.study import OF_LIBRARY, FlatRow
 
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -32,10 +31,9 @@ from sidelane.program.shape import CallShape
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.running import Follower, Sender, follow
+from sidelane_lab.harness.running import Sender, StudyFollower, follow
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.studies.collectives.rows import CollectiveRow
-from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, measure_case
 
 COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")
 
@@ -68,7 +66,7 @@ def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> T
 
 
 def abilities_of(candidates: Sequence[Candidate]) -> Abilities:
-    """What a machine has that ran these."""
+    """Return what a machine has that ran these."""
     return Abilities(tuple(dict.fromkeys(found.implementation for found in candidates)), captures=True)
 
 
@@ -149,13 +147,10 @@ SETUP_S = 120.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions(CollectiveOptions):
-    """What to measure, and where to keep it.
+    """Options of the study; ``sidelane tune --help`` explains them.
 
     Attributes:
-        collectives: those to measure; a profile keeps what it had of the others.
         budget_s: seconds for measuring; None takes ``BUDGET_S``, or ``QUICK_S``.
-        quick: wide steps between the sizes, few rounds.
-        output: file of the profile; None takes the user's of this machine.
         json: another file for it, or ``written.STDOUT``.
     """
 
@@ -200,7 +195,7 @@ def main(options: TuneOptions) -> Profile | None:
     key = key_here(place.device_type, place.world_size)
     path = options.output or required("tune", user_file(key), "--output, ")
     refuse_unwritable("tune", path)
-    follower = Follower(CollectiveRow, progress)
+    follower = StudyFollower(CollectiveRow, progress)
     if not follow(follower, _measure, options, place, "tuning"):
         return None
     curves = curves_of(follower.rows, place.world_size)
@@ -244,7 +239,7 @@ def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
 
 
 def _previous(path: Path, key: Key) -> Profile | None:
-    """What a file has of the same machine and software."""
+    """Return what a file has of the same machine and software."""
     try:
         found = read_profile(path)
     except ValueError:
@@ -276,15 +271,13 @@ def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[Colle
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     assert options.budget_s is not None
-    deadline = time.monotonic() + options.budget_s
-    for done, case in enumerate(cases):
-        # Rank 0's clock decides for all: they must make the same calls.
-        is_late = rank.rank == 0 and time.monotonic() > deadline
-        if roster.meter.agree("late" if is_late else None) is not None:
-            sizes_left = ", ".join(format_bytes(size) for size in sorted({left.nbytes for left in cases[done:]}))
-            count = f"{len(cases) - done} of {len(cases)}"
-            sender.note(f"{options.budget_s:g} s are over: {count} steps are left out, of sizes {sizes_left}")
-            break
+
+    def over(left: Sequence[Case]) -> None:
+        sizes_left = ", ".join(format_bytes(size) for size in sorted({case.nbytes for case in left}))
+        count = f"{len(left)} of {len(cases)}"
+        sender.note(f"{options.budget_s:g} s are over: {count} steps are left out, of sizes {sizes_left}")
+
+    for case in roster.meter.within(cases, options.budget_s, over):
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
         yield from measure_case(roster, case, options, seeds)
     roster.close()

@@ -24,7 +24,7 @@ from sidelane.cli.launch import Rank
 from sidelane.device.gemm_shape import TUNED
 from sidelane.machine import local
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Job
@@ -43,7 +43,7 @@ HIDE_LAUNCH_US = 300.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
+class IsolatedBatch:
     """Points that are compared in turns, and done or left as one.
 
     Attributes:
@@ -89,7 +89,7 @@ class Bench:
         options: ``isolated.IsolatedOptions``.
     """
 
-    def __init__(self, rank: Rank, roster: Roster, batches: Sequence[Batch], options: Any) -> None:
+    def __init__(self, rank: Rank, roster: Roster, batches: Sequence[IsolatedBatch], options: Any) -> None:
         self.roster, self._rank, self._options, self._meter = roster, rank, options, roster.meter
         self._on_cpu = rank.device.type == "cpu"
         if self._on_cpu:
@@ -104,7 +104,7 @@ class Bench:
         if cases:
             roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
 
-    def rows(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def rows(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         """Measure a batch. Collective."""
         measure = {
             MEMORY: self._memory,
@@ -118,13 +118,13 @@ class Bench:
 
     # --- the memory and the GEMM --------------------------------------------------------------------------------------
 
-    def _memory(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def _memory(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         source = torch.zeros(batch.nbytes // 4, dtype=torch.float32, device=self._rank.device)
         target = torch.empty_like(source)
         time_us = self.times({"add": lambda: torch.add(source, 1.0, out=target)})["add"]
         yield self._row(batch, time_us=time_us, gbps=2 * batch.nbytes / time_us / 1e3)
 
-    def _gemm(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def _gemm(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         means, run = Means(batch.means), self._filled(batch)
         launches: dict[int, Callable[[], object]] = {}
         # A machine's own GEMM with all units is measured in any case.
@@ -150,7 +150,7 @@ class Bench:
         if refused or why_not:
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=refused or why_not)
 
-    def _filled(self, batch: Batch) -> GemmRun:
+    def _filled(self, batch: IsolatedBatch) -> GemmRun:
         assert batch.gemm is not None
         run = GemmRun(batch.gemm, self._rank.device)
         run.fill(next(self._seeds))
@@ -197,7 +197,7 @@ class Bench:
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
-    def _collective(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def _collective(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         alone, wrong = self._right(batch)
         yield from wrong
         times = self.times({label: run.run for label, run in alone.items()})
@@ -210,12 +210,12 @@ class Bench:
             note = f"collectives are given no units: {self._no_partitions}"
             yield self._row(batch, means=Means.SPLIT, units=SMALLEST_SHARE, note=note)
 
-    def _right(self, batch: Batch) -> tuple[dict[str, Prepared], list[IsolatedRow]]:
+    def _right(self, batch: IsolatedBatch) -> tuple[dict[str, PreparedCall], list[IsolatedRow]]:
         """Return calls that are right, by label, and rows of the others."""
         case, right, others = self._case(batch), {}, []
         for implementation in self.roster.implementations.values():
             for entrant in candidates_of(implementation, case.kind, launches=("eager",)):
-                run = Prepared(entrant, case, implementation)
+                run = PreparedCall(entrant, case, implementation)
                 wrong = check_launch(self._meter, run.label, run.run, run, (), next(self._seeds))
                 if wrong is None:
                     right[run.label] = run
@@ -223,7 +223,7 @@ class Bench:
                     others.append(self._row(batch, run, note=wrong.text))
         return right, others
 
-    def _given(self, batch: Batch, run: Prepared) -> Iterator[IsolatedRow]:
+    def _given(self, batch: IsolatedBatch, run: PreparedCall) -> Iterator[IsolatedRow]:
         """Measure a collective on its own units."""
         partition, launches = Partition(means=Means.SPLIT), {}
         reason = self._no_partitions
@@ -243,7 +243,7 @@ class Bench:
         for units, time_us in self.times(launches).items():
             yield self._sent(batch, run, units, time_us)
 
-    def _sent(self, batch: Batch, run: Prepared, units: int, time_us: float) -> IsolatedRow:
+    def _sent(self, batch: IsolatedBatch, run: PreparedCall, units: int, time_us: float) -> IsolatedRow:
         ranks = self._rank.world_size
         sent = batch.nbytes * (ranks - 1) / ranks * (2 if batch.collective is Kind.ALL_REDUCE else 1)
         means = Means.SPLIT if units else ""
@@ -251,18 +251,18 @@ class Bench:
 
     # --- a GEMM and a collective under every strategy, for the shares of c3.expected ----------------------------------
 
-    def _pair(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def _pair(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         """Measure every strategy with the call of its mover that is fastest alone, as ``pairs.run`` does for sweeps."""
         right, _ = self._right(batch)  # whoever is wrong has a row as a collective
         alone = self.times({label: run.run for label, run in right.items()})
-        by_mover: dict[str, Prepared] = {}
+        by_mover: dict[str, PreparedCall] = {}
         for run in sorted(right.values(), key=lambda run: alone[run.label]):
             by_mover.setdefault(run.implementation, run)
         gemm = self._filled(batch)
         launches: dict[str, Callable[[], object]] = {
             f"alone {run.label}": functools.partial(run_alone, run) for run in by_mover.values()
         }
-        places: dict[str, tuple[Strategy, Prepared, int]] = {}
+        places: dict[str, tuple[Strategy, PreparedCall, int]] = {}
         with Workers() as workers:
             pairs = Pairs(gemm, self._lanes, workers, self._partitions)
             for strategy, run in _of_movers(by_mover):
@@ -290,7 +290,7 @@ class Bench:
 
     # --- a GEMM beside traffic ----------------------------------------------------------------------------------------
 
-    def _beside(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def _beside(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         gemm = self._filled(batch)
         made: list[Callable[[], object]] = []
         refused = self._meter.attempt(lambda: made.append(self._traffic(batch)))
@@ -315,19 +315,19 @@ class Bench:
             slowest = max(value for (value,) in everyones)
             yield self._row(batch, implementation=batch.means, means=name, time_us=slowest, alone_us=alone[name])
 
-    def _traffic(self, batch: Batch) -> Callable[[], object]:
+    def _traffic(self, batch: IsolatedBatch) -> Callable[[], object]:
         """Return what moves bytes without compute units: peer copies, copies to the host, or a copy on a CPU."""
         if batch.means == DMA:
             case, implementation = self._case(batch), self.roster.implementations[DMA]
             found = candidates_of(implementation, case.kind, only=("b2b",), launches=("eager",))
-            return Prepared(found[-1], case, implementation).run  # the last one is in place
+            return PreparedCall(found[-1], case, implementation).run  # the last one is in place
         source = torch.zeros(batch.nbytes, dtype=torch.uint8, device=self._rank.device)
         target = torch.empty(batch.nbytes, dtype=torch.uint8, device="cpu", pin_memory=not self._on_cpu)
         return functools.partial(target.copy_, source, non_blocking=True)
 
     # --- what all share -----------------------------------------------------------------------------------------------
 
-    def _case(self, batch: Batch) -> Case:
+    def _case(self, batch: IsolatedBatch) -> Case:
         kind = batch.collective or Kind.ALL_GATHER
         dtype = getattr(torch, self._dtype)
         return Case(kind, batch.nbytes, dtype, self._rank.rank, self._rank.world_size, self._rank.device)
@@ -339,7 +339,7 @@ class Bench:
         measured = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
         return {name: rounds.median_us for name, rounds in measured.items()}
 
-    def _row(self, batch: Batch, run: Prepared | None = None, **figures: Any) -> IsolatedRow:
+    def _row(self, batch: IsolatedBatch, run: PreparedCall | None = None, **figures: Any) -> IsolatedRow:
         m, n, k = batch.sizes
         columns: dict[str, Any] = {
             "implementation": run.implementation if run else batch.means if batch.what == BESIDE else "",
@@ -421,7 +421,7 @@ def _timed(operation: Callable[[], object]) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
-def _of_movers(by_mover: Mapping[str, Prepared]) -> Iterator[tuple[Strategy, Prepared]]:
+def _of_movers(by_mover: Mapping[str, PreparedCall]) -> Iterator[tuple[Strategy, PreparedCall]]:
     """Yield every strategy with its call; one after the other with each of them, which the others are held against."""
     for strategy in strategies():
         if not strategy.concurrent:

@@ -28,8 +28,7 @@ from sidelane_lab.harness.drawing import (
     size_axis,
 )
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.rows import FlatRow
-from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.study import FlatRow, Picture, Results
 
 ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 Key = tuple[object, ...]
@@ -80,7 +79,7 @@ class IsolatedRow(FlatRow):
 
 
 def key_of(row: IsolatedRow) -> Key:
-    """What was measured; a file has one row of each."""
+    """Return what was measured; a file has one row of each."""
     sizes = (row.m, row.n, row.k, row.dtype, row.collective, row.bytes)
     return row.what, *sizes, row.implementation, row.variant, row.means, row.units
 
@@ -100,7 +99,7 @@ def isolated_tables(rows: Sequence[IsolatedRow]) -> list[Table]:
 
 
 def choices_table(known: Isolated) -> Table:
-    """What the heuristic says of every GEMM next to every collective that was measured, with the reason."""
+    """Show what the heuristic says of every GEMM next to every collective that was measured, with the reason."""
     lines, reasons = [], []
     for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
         spared = known.spare(gemm)
