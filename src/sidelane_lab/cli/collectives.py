@@ -31,7 +31,7 @@ from sidelane.cli.options import (
 from sidelane.cli.written import Written
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
-# What ``sidelane phases`` knows; bench.phases_programs has the same names.
+# What ``sidelane phases`` knows; studies/phases/programs.py has the same names.
 PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
 
 

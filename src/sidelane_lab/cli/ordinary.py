@@ -12,7 +12,7 @@ from sidelane.cli.guided import MEASURE, Command, what
 from sidelane.cli.options import count_option, measuring_options, say_rounding, size, size_options, sizes_between
 from sidelane.program.collective import Kind
 
-# What ``bench.ordinary`` knows, by the same names.
+# What the study knows, by the same names.
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 PARTS = ("alone", "beside", "changing")
 

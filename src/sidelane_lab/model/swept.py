@@ -1,4 +1,4 @@
-"""A described machine as one that was measured: its isolated times, and pairs under every strategy (``c3.judged``)."""
+"""A described machine as one that was measured: isolated times, and pairs under every strategy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Three kernels at once, in every order of their launches: a pair, and a GEMM of a quarter of the pair's (VII-B1).
 
 On a GPU each has a stream of its own. The second waits for an event that the first records just before its operation,
-and so on, as in ``c3.run``; so the order is kept, and nobody waits for anybody's end. On a CPU a GEMM is a call: the
+and so on, as in ``pairs.run``; so the order is kept, and nobody waits for anybody's end. On a CPU a GEMM is a call: the
 collective begins in its turn, and goes on beside those behind it.
 """
 
@@ -41,7 +41,7 @@ def orders_of(
     Args:
         workload: the pair.
         run: its collective.
-        instruments: as in ``c3.run.run_workload``.
+        instruments: as in ``pairs.run.run_workload``.
         device: of this rank.
         seeds: of the inputs.
 

@@ -259,7 +259,7 @@ class CollectiveOptions(StudyOptions):
         sizes: bytes: gathered size of an all_gather, local buffer of the others; empty takes ``default_sizes``. A size
             that does not divide among the ranks (and tensors) is rounded up.
         tensors: that share the bytes of a size evenly: more than 1 measures calls with lists of them, and separate
-            calls for comparison. What takes one tensor a call (``bench.asked``) takes no part then.
+            calls for comparison. What takes one tensor a call (``roster.ONE_TENSOR``) takes no part then.
         variants: of Sidelane's collectives, ``pcpy+prelaunch`` and so on included; empty takes all without prelaunch,
             and ``b2b+prelaunch`` up to ``PRELAUNCHED_BYTES``.
         repeats: measured rounds; from 256 MiB up at most 9. On GPUs ``HOST_ROUNDS`` times as many of what the host

@@ -32,6 +32,7 @@ class OccupancyRow(PairRow):
     """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
 
     Attributes:
+        bytes: as in :class:`CollectiveRow`.
         shape: of the GEMM's kernel: ``opt1``, ``opt2``, ``tuned``; on CPUs ``rows``.
         grid: ``persistent``: fewer blocks than tiles; or ``data-parallel``.
         blocks: of the grid.

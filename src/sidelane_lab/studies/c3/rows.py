@@ -18,12 +18,7 @@ CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PairRow(FlatRow):
-    """A GEMM and a collective.
-
-    Attributes:
-        gemm: tag of the ConCCL paper's Table I, or ``m,n,k``.
-        bytes: as in :class:`CollectiveRow`.
-    """
+    """A GEMM and a collective."""
 
     gemm: str
     m: int
@@ -44,6 +39,8 @@ class C3Row(PairRow):
     """A GEMM and a collective under one strategy. The figures are defined as in the papers.
 
     Attributes:
+        gemm: tag of the ConCCL paper's Table I, or ``m,n,k``.
+        bytes: as in :class:`CollectiveRow`.
         c3_class: ``class`` in the file: G-long, C-long or GC-equal; empty when no collective could run.
         strategy: what was run; ``chosen`` is what the strategy ``auto`` picked, else empty.
         gemm_us: isolated time of the GEMM.
@@ -60,7 +57,7 @@ class C3Row(PairRow):
         units: compute units that the GEMM did without; 0 also in files without this key.
         sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
-            all_gather 1234.5, ...`` (``c3.thirds``), in the first row of a pair; empty also in files without this key.
+            all_gather 1234.5, ...`` (``pairs.thirds``), in the first row of a pair; empty in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
