@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from forgetful import Forgetful
 from ranks import RankPool
 
 from sidelane import cli
@@ -21,8 +21,6 @@ from sidelane.c3.workload import parse_workload
 from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cpu
-from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
@@ -130,20 +128,6 @@ def test_what_is_not_mapped_is_not_called_so(pool: RankPool) -> None:
             assert (row.time_us is None) == (row.reach == "mapped")
             if row.reach == "mapped":
                 assert row.note.startswith("rank 1: not mapped, but staged: it is not in shared memory")
-
-
-class Forgetful(Gloo):
-    """Leaves one byte out, on one rank."""
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        wait = super().start(case, tensors, variant)
-
-        def forget() -> None:
-            wait()
-            if case.rank == 1 and tensors.output is not None:
-                tensors.output.view(torch.uint8)[-1] ^= 255
-
-        return forget
 
 
 def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:

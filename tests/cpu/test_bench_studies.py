@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forgetful import Forgetful
 from ranks import RankPool
 
 from sidelane.c3.strategies import named, strategies
@@ -54,20 +57,8 @@ CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 
 
-class Forgetful(Gloo):
-    """Leaves one byte out, on one rank, as an implementation with a race does."""
-
+class Named(Forgetful):
     name = "nccl_ce"
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        wait = super().start(case, tensors, variant)
-
-        def forget() -> None:
-            wait()
-            if case.rank == 1 and tensors.output is not None:
-                tensors.output.view(torch.uint8)[-1] ^= 255
-
-        return forget
 
 
 class Refusing(Gloo):
@@ -114,7 +105,7 @@ def roster_of(group: dist.ProcessGroup, *implementations: Gloo) -> Roster:
 
 
 def measured_rows(group: dist.ProcessGroup) -> list[CollectiveRow]:
-    roster = roster_of(group, Gloo(group), Forgetful(group), Refusing(group), Homeless(group), SecondTimeWrong(group))
+    roster = roster_of(group, Gloo(group), Named(group), Refusing(group), Homeless(group), SecondTimeWrong(group))
     case = Case(Kind.ALL_TO_ALL, 3 * 1024, torch.bfloat16, dist.get_rank(group), dist.get_world_size(group), CPU)
     return list(measure_case(roster, case, CollectiveOptions(**QUICK), itertools.count(1)))
 
@@ -139,7 +130,7 @@ def test_a_wrong_implementation_is_flagged_and_its_time_is_not_given(pool: RankP
 def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
     torch.set_num_threads(1)
     workload = parse_workload("32x32x32_3K", Kind.ALL_GATHER, "float32")
-    roster = roster_of(group, Gloo(group), Forgetful(group), Refusing(group))
+    roster = roster_of(group, Gloo(group), Named(group), Refusing(group))
     case = Case(
         workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), dist.get_world_size(group), CPU
     )
@@ -531,3 +522,17 @@ def test_short_operations_are_repeated() -> None:
     assert calls_per_sample(Kind.ALL_TO_ALL, 4 << 30, "cuda") == 1
     assert calls_per_sample(Kind.ALL_GATHER, 16 << 20, "cpu") == 1
     assert default_sizes("cuda")[-1] == 4 << 30
+
+
+def test_a_row_of_one_variant_loads_few_modules_of_the_laboratory() -> None:
+    script = """
+import sys
+from sidelane.cli import main
+try: main("collective --device cpu --ranks 2 --collective all_gather --variants b2b --implementations dma --max-bytes 1K"
+          " --iterations 1 --warmup 0".split())
+except SystemExit as ended: assert not ended.code
+names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
+assert len(names) <= 15, names
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

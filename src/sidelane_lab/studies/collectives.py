@@ -39,7 +39,7 @@ from sidelane_lab.harness.drawing import (
     STYLES,
     file_name,
     label_ends,
-    save,
+    save_titled,
     size_axis,
 )
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
@@ -229,9 +229,8 @@ def draw_sizes(
     label_ends(bandwidth, ends, side="right")
     label_ends(time, starts, side="left")
     title = f"{way}: {results.where}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
-    return save(figure, file_name(way), title, text, directory)
+    return save_titled(figure, file_name(way), title, text, directory)
 
 
 MOST_CALLS = 20

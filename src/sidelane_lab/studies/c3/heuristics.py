@@ -22,7 +22,7 @@ from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import provenance
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import tables_console
-from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save
+from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.running import check_targets, publish
 from sidelane_lab.harness.study import FlatRow, Picture, Results, Study, read
@@ -155,9 +155,8 @@ def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: P
         panels[-1].bar([0], [0], color=colour, label=label)
     panels[-1].legend(fontsize=7, frameon=False)
     title = f"Heuristics: {results.where}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = "Percent that each heuristic's choice takes longer than the best of the sweep, by pair."
-    return [save(figure, "heuristics", title, text, directory)]
+    return [save_titled(figure, "heuristics", title, text, directory)]
 
 
 TILE = 128

@@ -20,7 +20,7 @@ from sidelane_lab.harness.drawing import (
     GREY,
     VERMILLION,
     file_name,
-    save,
+    save_titled,
 )
 from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.machines.load import machine_names, named
@@ -77,13 +77,12 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
         panels[0][0].set_ylim(len(names) - 0.4, -0.6)
         panels[0][0].set_yticks(range(len(names)), names)
         title = f"GEMM with {collective}: {results.where}"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         note = too_few_cores(results)
         if note:
             figure.supxlabel(textwrap.fill(note, round(14 * size[0])), x=0.01, ha="left", fontsize=8, color=VERMILLION)
         name = file_name(f"c3 {collective}") + (f"-{number + 1}" if len(pairs) > PAIRS_A_PICTURE else "")
         text = f"Speedup over serial execution and percent of the ideal speedup by strategy, next to {collective}."
-        pictures.append(save(figure, name, title, text, directory))
+        pictures.append(save_titled(figure, name, title, text, directory))
     return pictures
 
 

@@ -18,7 +18,7 @@ from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, save
+from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
@@ -209,8 +209,7 @@ def _ideal(pairs: Sequence[Sequence[C3Row]], results: Results, directory: Path) 
     axes.set_ylabel("ideal speedup")
     axes.set_ylim(bottom=1.0)
     title = f"Ideal speedup: {results.where}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    return save(figure, "c3-ideal", title, "Ideal speedup of every pair over serial execution.", directory)
+    return save_titled(figure, "c3-ideal", title, "Ideal speedup of every pair over serial execution.", directory)
 
 
 def _mean_speedups(
@@ -258,9 +257,8 @@ def _mean_speedups(
     axes.set_ylabel("mean speedup over serial")
     axes.legend(ncols=4, fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.18))
     title = f"Computation and collectives {what}: {results.where}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     text = "Mean speedup over serial execution by collective and class, with the ideal."
-    return save(figure, name, title, text, directory)
+    return save_titled(figure, name, title, text, directory)
 
 
 def _is(row: C3Row, strategy: str) -> bool:
