@@ -528,8 +528,8 @@ def test_a_row_of_one_variant_loads_few_modules_of_the_laboratory() -> None:
     script = """
 import sys
 from sidelane.cli import main
-try: main("collective --device cpu --ranks 2 --collective all_gather --variants b2b --implementations dma --max-bytes 1K"
-          " --iterations 1 --warmup 0".split())
+try: main("collective --device cpu --ranks 2 --collective all_gather --variants b2b --implementations dma"
+          " --max-bytes 1K --iterations 1 --warmup 0".split())
 except SystemExit as ended: assert not ended.code
 names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
 assert len(names) <= 15, names
