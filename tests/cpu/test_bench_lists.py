@@ -22,7 +22,7 @@ from sidelane_lab.baselines import baselines_cuda
 from sidelane_lab.baselines import candidate as candidates
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
-from sidelane_lab.baselines.baselines_symm_mem import TorchSymmetricMemory
+from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
 from sidelane_lab.baselines.candidate import (
     COALESCED,
     Entrant,
@@ -266,7 +266,7 @@ def test_lists_from_end_to_end(tmp_path: Path) -> None:
 
 def without_ranks() -> list[Any]:
     meter: Any = SimpleNamespace()
-    return [Nccl(CPU, meter), TorchSymmetricMemory(CPU, meter, SimpleNamespace(group_name="all"))]
+    return [Nccl(CPU, meter), SymmetricMemoryOperators(CPU, meter, SimpleNamespace(group_name="all"))]
 
 
 def test_what_takes_one_tensor_a_call_has_no_candidates_for_lists() -> None:

@@ -26,8 +26,8 @@ from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.ordinary import study as ordinary_study
-from sidelane_lab.studies.ordinary.changing import SETTLING
 from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
+from sidelane_lab.studies.ordinary.programs import SETTLING
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
 from sidelane_lab.studies.ordinary.ways import OwnWay, make_ways

@@ -14,7 +14,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, TorchSymmetricMemory
+from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, SymmetricMemoryOperators
 from sidelane_lab.baselines.candidate import Entrant, PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, fill_input
 from sidelane_lab.baselines.roster import Roster
@@ -114,13 +114,13 @@ def case_of(kind: Kind, rank: int = 1) -> Case:
     return Case(kind, NBYTES, torch.bfloat16, rank, RANKS, CPU)
 
 
-def made(monkeypatch: pytest.MonkeyPatch, meter: Any = None, *, offset: int = 0) -> TorchSymmetricMemory:
+def made(monkeypatch: pytest.MonkeyPatch, meter: Any = None, *, offset: int = 0) -> SymmetricMemoryOperators:
     def rendezvous(tensor: torch.Tensor, group: str) -> Any:
         return SimpleNamespace(rank=0, buffer_ptrs=[tensor.data_ptr() - offset])
 
     monkeypatch.setattr(symm_mem, "empty", torch.empty)
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
-    implementation = TorchSymmetricMemory(CPU, meter or Alone(), SimpleNamespace(group_name="all"))
+    implementation = SymmetricMemoryOperators(CPU, meter or Alone(), SimpleNamespace(group_name="all"))
     implementation.reserve(NBYTES, NBYTES)
     return implementation
 
@@ -214,7 +214,9 @@ def process_group(tmp_path: Any) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def rows_of(implementation: TorchSymmetricMemory, meter: Meter, case: Case) -> dict[tuple[str, bool], CollectiveRow]:
+def rows_of(
+    implementation: SymmetricMemoryOperators, meter: Meter, case: Case
+) -> dict[tuple[str, bool], CollectiveRow]:
     options = CollectiveOptions(launches=("eager",), repeats=1, warmup=0)
     roster = Roster(meter, {"symm_mem": implementation})
     return {(row.variant, row.in_place): row for row in measure_case(roster, case, options, iter([1] * 100))}
@@ -258,7 +260,7 @@ def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPat
     def refuse(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
-    implementation = TorchSymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all"))
+    implementation = SymmetricMemoryOperators(CPU, Alone(), SimpleNamespace(group_name="all"))
     monkeypatch.setattr(symm_mem, "empty", refuse)
     with pytest.raises(UnavailableError, match="rank 0: RuntimeError: no peer access"):
         implementation.reserve(NBYTES, NBYTES)
@@ -275,5 +277,5 @@ def test_a_torch_that_knows_no_groups_is_told_of_this_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(symm_mem, "empty", torch.empty)
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(symm_mem, "enable_symm_mem_for_group", told.append)
-    TorchSymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all")).reserve(64, 64)
+    SymmetricMemoryOperators(CPU, Alone(), SimpleNamespace(group_name="all")).reserve(64, 64)
     assert told == ["all"]

@@ -51,7 +51,7 @@ from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 
 
-class TorchSymmetricMemory(Implementation):
+class SymmetricMemoryOperators(Implementation):
     """PyTorch's operators on symmetric memory.
 
     Args:

@@ -404,14 +404,14 @@ def make_roster(
             NcclCtas,
             kernels_of,
         )
-        from sidelane_lab.baselines.baselines_symm_mem import TorchSymmetricMemory
+        from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
 
         find_kernels = kernels_of
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
             "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
-            "symm_mem": lambda: TorchSymmetricMemory(rank.device, meter),
+            "symm_mem": lambda: SymmetricMemoryOperators(rank.device, meter),
         }
     own: list[OwnDma] = []
 

@@ -105,14 +105,12 @@ def collective(
         from sidelane_lab.studies import collectives as collective_study
 
         on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
-        sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 16 << 20 if on_cpu else 4 << 30), factor))
-        kinds = KINDS if ALL in collectives else collectives
         collective_study.main(
             collective_study.CollectiveOptions(
-                collectives=tuple(map(Kind, kinds)),
-                sizes=sizes,
-                launches=() if launch == "both" else (launch,),
-                places=() if place == "both" else (place,),
+                collectives=tuple(map(Kind, KINDS if ALL in collectives else collectives)),
+                sizes=_sizes(min_bytes, max_bytes, factor, 16 << 20 if on_cpu else 4 << 30),
+                launches=_unless_both(launch),
+                places=_unless_both(place),
                 repeats=iterations,
                 json=json,
                 **others,
@@ -180,30 +178,26 @@ def phases(
             refuse_beside_machine(*allowed)
             from sidelane_lab.studies.phases import predict as phases_predict
 
-            sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 1 << 30), factor))
-            sys.exit(
-                phases_predict.main(
-                    phases_predict.PredictOptions(
-                        machine=machine,
-                        operations=chosen,
-                        variants=variants,
-                        sizes=sizes,
-                        json=json,
-                        report=others["report"],
-                    )
-                )
+            asked = phases_predict.PredictOptions(
+                machine=machine,
+                operations=chosen,
+                variants=variants,
+                sizes=_sizes(min_bytes, max_bytes, factor, 1 << 30),
+                json=json,
+                report=others["report"],
             )
+            sys.exit(phases_predict.main(asked))
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.phases import study as phases_study
 
-        place = choose_target(others["ranks"], others["device"])
+        on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
         phases_study.main(
             phases_study.PhasesOptions(
                 operations=chosen,
-                sizes=tuple(sizes_between(min_bytes, _or(max_bytes, 4 << 20 if place.on_cpu else 1 << 30), factor)),
+                sizes=_sizes(min_bytes, max_bytes, factor, 4 << 20 if on_cpu else 1 << 30),
                 variants=variants,
-                launches=() if launch == "both" else (launch,),
+                launches=_unless_both(launch),
                 json=json,
                 **others,
             )
@@ -263,7 +257,7 @@ def power(
     """
     with plain_errors():
         kinds = tuple(map(Kind, collectives))
-        sizes = tuple(sizes_between(min_bytes, max_bytes, factor))
+        sizes = _sizes(min_bytes, max_bytes, factor)
         if machine is not None:
             refuse_beside_machine("gemms", "collectives", "min_bytes", "max_bytes", "factor", "json", "report")
             if gemms:
@@ -288,7 +282,7 @@ def power(
             power_study.PowerOptions(
                 collectives=kinds,
                 sizes=sizes,
-                places=() if places == "both" else (places,),
+                places=_unless_both(places),
                 json=json,
                 **others,
             )
@@ -323,10 +317,9 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
         asked = {name: others[name] for name in ("implementations", "variants")}
         launches = () if launch == ALL else (launch,)
         check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)
-        largest = _or(max_bytes, 4 << 20 if place.on_cpu else 256 << 20)
         chain_study.main(
             chain_study.ChainOptions(
-                sizes=tuple(sizes_between(min_bytes, largest, factor)),
+                sizes=_sizes(min_bytes, max_bytes, factor, 4 << 20 if place.on_cpu else 256 << 20),
                 launches=launches,
                 json=json,
                 **others,
@@ -438,6 +431,11 @@ def fused(
         fused_study.main(fused_study.FusedOptions(json=json, results=measured, **others))
 
 
-def _or(given: int | None, default: int) -> int:
-    """0 is a size that somebody gave, and is refused as such."""
-    return default if given is None else given
+def _sizes(smallest: int, largest: int | None, factor: int, usual: int = 0) -> tuple[int, ...]:
+    """Return the sizes that are asked for, up to ``usual`` where nobody says; 0 is said, and is refused as such."""
+    return tuple(sizes_between(smallest, usual if largest is None else largest, factor))
+
+
+def _unless_both(word: str) -> tuple[str, ...]:
+    """Return the one of two that was asked for, or nothing for both."""
+    return () if word == "both" else (word,)

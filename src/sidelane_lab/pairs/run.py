@@ -45,7 +45,7 @@ from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
-from sidelane_lab.pairs.spans import Beginning, Computation, Trace, Traced
+from sidelane_lab.pairs.spans import Beginning, ComputePart, Trace, Traced
 
 YIELDING = 10
 """Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
@@ -261,14 +261,7 @@ def run_workload(
         alone, failed_alone = _check(by_itself, (), instruments, seeds)
         able = [strategy for strategy in strategies if strategy.name not in refused]
         looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
-        runs = _runs_of(able, [run for run in collectives if run.label in alone], collectives, looked, tried)
-        every = {
-            pair_label(strategy, run, units): (strategy, run, units)
-            for strategy in able
-            for run in runs[strategy.name]
-            for units in tried.get(strategy.name, (0,))
-            if _suits(strategy, run, units)
-        }
+        every = _plan_of(able, [run for run in collectives if run.label in alone], collectives, looked, tried)
         aliases = aliases_of(every)
         planned = {
             label: (run, pairs.launch(strategy, run, units))
@@ -293,14 +286,15 @@ def run_workload(
         failures = {**failed_alone, **failed_together, **refused}
         hidden = hidden_shares(device_name)
         outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
-        for result in outcome.results:
-            best = next((one for one in collectives if one.label == result.label), None)
-            if on_trace is not None and result.time_us is not None and best is not None:
-                traced = Traced(gemm, best, on_cpu=device.type == "cpu")
-                strategy = next(one for one in strategies if one.name == result.strategy)
-                launch = Pairs(traced, lanes, workers, partitions).launch(strategy, traced, result.units)
-                instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
-                on_trace(result.strategy, traced.read())
+        if on_trace is not None:
+            by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
+            for result in outcome.results:
+                if result.time_us is not None:
+                    traced = Traced(gemm, by_label[result.label], on_cpu=device.type == "cpu")
+                    together_traced = Pairs(traced, lanes, workers, partitions)
+                    launch = together_traced.launch(by_name[result.strategy], traced, result.units)
+                    instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
+                    on_trace(result.strategy, traced.read())
     return outcome
 
 
@@ -323,7 +317,7 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: Computation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes
@@ -405,27 +399,32 @@ def _begin_thread(yields: int) -> None:
         os.nice(yields)
 
 
-def _runs_of(
+def _plan_of(
     strategies: Sequence[Strategy],
     right: Sequence[CollectiveRun],
     all_runs: Sequence[CollectiveRun],
-    looked: Mapping[str, Sequence[float]],
+    looked: Times,
     tried: Mapping[str, Sequence[int]],
-) -> dict[str, list[CollectiveRun]]:
-    """Return the right runs of a strategy's implementation; where units are taken only what is fastest alone."""
+) -> Planned[CollectiveRun]:
+    """Return each strategy's launches: the right calls of its implementation, with each number of units.
+
+    Where units are taken only the call that is fastest alone is planned; where a GEMM leaves units to workgroups that
+    are counted, the call that has as many of these.
+    """
     here = {run.implementation for run in all_runs}
-    runs = {}
+    planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
     for strategy in strategies:
+        counted, units = strategy.mover is Mover.LIBRARY_CTAS, tried.get(strategy.name, (0,))
         mine = [run for run in right if run.implementation == strategy.implementation(here)]
-        if any(tried.get(strategy.name, ())) and strategy.mover is not Mover.LIBRARY_CTAS:
+        if any(tried.get(strategy.name, ())) and not counted:
             mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
-        runs[strategy.name] = mine
-    return runs
-
-
-def _suits(strategy: Strategy, run: CollectiveRun, units: int) -> bool:
-    """Tell that, where a GEMM leaves units to workgroups that are counted, there are as many of these."""
-    return strategy.mover is not Mover.LIBRARY_CTAS or not units or run.workgroups == units
+        planned |= {
+            pair_label(strategy, run, taken): (strategy, run, taken)
+            for run in mine
+            for taken in units
+            if not counted or not taken or run.workgroups == taken
+        }
+    return planned
 
 
 def _check(

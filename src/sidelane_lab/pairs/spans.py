@@ -54,7 +54,7 @@ Moment = Callable[[], float]
 RELEASED = "released"
 
 
-class Computation(Protocol):
+class ComputePart(Protocol):
     """The part that computes."""
 
     def run(self) -> None: ...
@@ -75,7 +75,7 @@ class Traced:
         on_cpu: there are no events.
     """
 
-    def __init__(self, gemm: Computation, collective: Beginning, *, on_cpu: bool) -> None:
+    def __init__(self, gemm: ComputePart, collective: Beginning, *, on_cpu: bool) -> None:
         self._gemm, self._collective, self._on_cpu = gemm, collective, on_cpu
         self._moments: dict[str, Moment] = {}
         self._released: torch.cuda.Event | None = None

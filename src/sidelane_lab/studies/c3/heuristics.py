@@ -263,7 +263,7 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         workgroups: of the library's collective.
     """
     sweeps = []
-    for _, alike in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+    for _, alike in grouped(rows, lambda row: row.pair, ordered=False):
         timed = [row for row in alike if row.time_us is not None and not row.chosen]
         if not timed or timed[0].gemm_us is None:
             continue

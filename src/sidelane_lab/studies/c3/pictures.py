@@ -178,7 +178,7 @@ def traced(folder: Path, rows: Sequence[C3Row], page: Path) -> list[Picture]:
     """
     page.mkdir(parents=True, exist_ok=True)
     pictures = []
-    for _, alike in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+    for _, alike in grouped(rows, lambda row: row.pair, ordered=False):
         times = {row.strategy: row.time_us for row in alike if row.time_us is not None and not row.chosen}
         pair = f"{alike[0].gemm}_{format_bytes(alike[0].bytes)} {alike[0].collective}"
         for strategy in dict.fromkeys(

@@ -179,7 +179,7 @@ def draw_groups(rows: Sequence[C3Row], predicted: Predicted, results: Results, d
         directory: for the files, made if need be.
     """
     timed = [row for row in rows if row.speedup is not None]
-    pairs = grouped(timed, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False)
+    pairs = grouped(timed, lambda row: row.pair, ordered=False)
     if len(pairs) < FEWEST_PAIRS:
         return []
     directory.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ class TimedKernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class GemmTime:
+class StepGemm:
     """A GEMM of a step.
 
     Attributes:
@@ -74,7 +74,7 @@ class Profiled:
     last_scatter_ms: float
     on_stream: dict[str, float]
     waits_ms: float
-    gemms: tuple[GemmTime, ...]
+    gemms: tuple[StepGemm, ...]
 
     @property
     def whole_ms(self) -> float:
@@ -135,7 +135,7 @@ def summed(kernels: Iterable[TimedKernel]) -> Profiled | None:
         on_stream,
         waits_us / 1e3,
         tuple(
-            GemmTime((one.end_us - one.begin_us) / 1e3, _covered_us(one, transfers) / 1e3)
+            StepGemm((one.end_us - one.begin_us) / 1e3, _covered_us(one, transfers) / 1e3)
             for one in sorted(gemms, key=lambda one: one.begin_us)
         ),
     )

@@ -21,7 +21,7 @@ from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
 from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
 from sidelane_lab.studies.collectives import bus_gbps, calls_per_sample, checked, hides_launches
-from sidelane_lab.studies.ordinary.changing import SETTLING, ChangingProgram, Room
+from sidelane_lab.studies.ordinary.programs import SETTLING, ChangingProgram, Room
 from sidelane_lab.studies.ordinary.rows import LEARNED, NEW_SEGMENT, REPEATED, SYMMETRIC, OrdinaryRow
 from sidelane_lab.studies.ordinary.ways import LEARNING_CALLS, PLACES, Way
 
