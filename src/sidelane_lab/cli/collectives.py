@@ -74,18 +74,7 @@ PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
 @how("--profile/--no-profile", default=True, help="On GPUs: look which implementations launched kernels.")
 @machine_option
 @study_options
-def collective(
-    collectives: tuple[str, ...],
-    min_bytes: int,
-    max_bytes: int | None,
-    factor: int,
-    launch: str,
-    place: str,
-    iterations: int,
-    machine: str | None,
-    json: Path | None,
-    **others: Any,
-) -> None:
+def collective(machine: str | None, collectives: tuple[str, ...], iterations: int, **options: Any) -> None:
     """Time every implementation of a collective at every size, and check what it makes.
 
     With --tensors: calls with lists, next to separate calls one behind the other (variants that end with "separate").
@@ -99,23 +88,15 @@ def collective(
             refuse_beside_machine("json", "report")
             from sidelane_lab.papers.simulated import study as sim_study
 
-            sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"], json=json)))
+            sys.exit(sim_study.collective_main(sim_study.Options(machine, options["report"], json=options["json"])))
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies import collectives as collective_study
 
-        on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
-        collective_study.main(
-            collective_study.CollectiveOptions(
-                collectives=tuple(map(Kind, KINDS if ALL in collectives else collectives)),
-                sizes=_sizes(min_bytes, max_bytes, factor, 16 << 20 if on_cpu else 4 << 30),
-                launches=_unless_both(launch),
-                places=_unless_both(place),
-                repeats=iterations,
-                json=json,
-                **others,
-            )
-        )
+        on_cpu = choose_target(options["ranks"], options["device"]).on_cpu
+        options |= _asked(options, 16 << 20 if on_cpu else 4 << 30)
+        kinds = tuple(map(Kind, KINDS if ALL in collectives else collectives))
+        collective_study.main(collective_study.CollectiveOptions(collectives=kinds, repeats=iterations, **options))
 
 
 # The study says why something else is none, so this is no click.Choice.
@@ -155,53 +136,29 @@ def collective(
 )
 @machine_option
 @measuring_options
-def phases(
-    operations: tuple[str, ...],
-    min_bytes: int,
-    max_bytes: int | None,
-    factor: int,
-    variants: tuple[str, ...],
-    launch: str,
-    machine: str | None,
-    json: Path | None,
-    **others: Any,
-) -> None:
+def phases(operations: tuple[str, ...], machine: str | None, **options: Any) -> None:
     """Show where a transfer and a collective spend their time: control, schedule, copy, sync.
 
     Measured by time stamps around the copies and by the host's clock, one call at a time, next to what the simulator
     predicts for the same programs. With --machine: predicted only, for a machine that need not be here.
     """
     with plain_errors():
-        chosen = operations or PHASED
+        options["operations"] = operations or PHASED
         if machine is not None:
             allowed = ("operations", "min_bytes", "max_bytes", "factor", "variants", "json", "report")
             refuse_beside_machine(*allowed)
             from sidelane_lab.studies.phases import predict as phases_predict
 
-            asked = phases_predict.PredictOptions(
-                machine=machine,
-                operations=chosen,
-                variants=variants,
-                sizes=_sizes(min_bytes, max_bytes, factor, 1 << 30),
-                json=json,
-                report=others["report"],
-            )
-            sys.exit(phases_predict.main(asked))
+            options |= _asked(options, 1 << 30)
+            asked = {name: options[name] for name in ("operations", "variants", "sizes", "json", "report")}
+            sys.exit(phases_predict.main(phases_predict.PredictOptions(machine=machine, **asked)))
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.phases import study as phases_study
 
-        on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
-        phases_study.main(
-            phases_study.PhasesOptions(
-                operations=chosen,
-                sizes=_sizes(min_bytes, max_bytes, factor, 4 << 20 if on_cpu else 1 << 30),
-                variants=variants,
-                launches=_unless_both(launch),
-                json=json,
-                **others,
-            )
-        )
+        on_cpu = choose_target(options["ranks"], options["device"]).on_cpu
+        options |= _asked(options, 4 << 20 if on_cpu else 1 << 30)
+        phases_study.main(phases_study.PhasesOptions(**options))
 
 
 @click.command(
@@ -228,7 +185,7 @@ def phases(
     "Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
 )
 @choice_option("--launch", ["eager", "graph"], "graph", "Call by call, or in a CUDA graph.")
-@choice_option("--place", ["in", "out", "both"], "both", "Calls in place, out of place, or both.", "places")
+@choice_option("--place", ["in", "out", "both"], "both", "Calls in place, out of place, or both.")
 @how("--seconds", type=float, default=0.7, help="Seconds that each implementation runs in a round.")
 @count_option("--rounds", 2, "Rounds over all implementations.")
 @output(
@@ -240,15 +197,7 @@ def phases(
 @machine_option
 @study_options
 def power(
-    collectives: tuple[str, ...],
-    min_bytes: int,
-    max_bytes: int,
-    factor: int,
-    places: str,
-    machine: str | None,
-    gemms: tuple[str, ...],
-    json: Path | None,
-    **others: Any,
+    collectives: tuple[str, ...], machine: str | None, gemms: tuple[str, ...], launch: str, **options: Any
 ) -> None:
     """Measure power and energy of collectives, by the GPUs' counters.
 
@@ -256,37 +205,23 @@ def power(
     reductions as Sidelane runs them on copy engines; with --gemm next to a GEMM, as `sidelane c3` has it.
     """
     with plain_errors():
-        kinds = tuple(map(Kind, collectives))
-        sizes = _sizes(min_bytes, max_bytes, factor)
+        options |= _asked(options) | {"collectives": tuple(map(Kind, collectives))}
         if machine is not None:
             refuse_beside_machine("gemms", "collectives", "min_bytes", "max_bytes", "factor", "json", "report")
+            asked = {name: options[name] for name in ("collectives", "sizes", "json", "report")}
             if gemms:
                 from sidelane_lab.studies.power import pairs as power_pairs
 
-                pairs = power_pairs.PairsOptions(
-                    machine=machine, gemms=gemms, collectives=kinds, sizes=sizes, json=json, report=others["report"]
-                )
-                sys.exit(power_pairs.main(pairs))
+                sys.exit(power_pairs.main(power_pairs.PairsOptions(machine=machine, gemms=gemms, **asked)))
             from sidelane_lab.studies.power import predict as power_predict
 
-            asked = power_predict.PredictOptions(
-                machine=machine, collectives=kinds, sizes=sizes, json=json, report=others["report"]
-            )
-            sys.exit(power_predict.main(asked))
+            sys.exit(power_predict.main(power_predict.PredictOptions(machine=machine, **asked)))
         if gemms:
             raise ValueError("power: --gemm is predicted, not measured; it needs --machine")
 
         from sidelane_lab.studies.power import study as power_study
 
-        power_study.main(
-            power_study.PowerOptions(
-                collectives=kinds,
-                sizes=sizes,
-                places=_unless_both(places),
-                json=json,
-                **others,
-            )
-        )
+        power_study.main(power_study.PowerOptions(launch=launch, **options))
 
 
 @click.command(
@@ -306,25 +241,18 @@ def power(
     "prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
 )
 @study_options
-def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json: Path | None, **others: Any) -> None:
+def chain(**options: Any) -> None:
     """Measure a GEMM, an all-gather of its result and a GEMM that reads that, with no host between."""
     with plain_errors():
         from sidelane.cli.launch import choose_target
         from sidelane_lab.baselines.roster import check_asked
         from sidelane_lab.studies.chain import study as chain_study
 
-        place = choose_target(others["ranks"], others["device"])
-        asked = {name: others[name] for name in ("implementations", "variants")}
-        launches = () if launch == ALL else (launch,)
-        check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)
-        chain_study.main(
-            chain_study.ChainOptions(
-                sizes=_sizes(min_bytes, max_bytes, factor, 4 << 20 if place.on_cpu else 256 << 20),
-                launches=launches,
-                json=json,
-                **others,
-            )
-        )
+        place = choose_target(options["ranks"], options["device"])
+        options |= _asked(options, 4 << 20 if place.on_cpu else 256 << 20)
+        asked = {name: options[name] for name in ("implementations", "variants", "launches")}
+        check_asked(place.device_type, (Kind.ALL_GATHER,), **asked)
+        chain_study.main(chain_study.ChainOptions(**options))
 
 
 @click.command(
@@ -348,14 +276,12 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
 @count_option("--calls", 40, "Calls in a batch.")
 @count_option("--batches", 50, "Batches that are measured.", name="repeats")
 @study_options
-def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
+def host(sizes: tuple[int, ...], **options: Any) -> None:
     """Measure the microseconds that a call, and a trigger of a prelaunched one, take the host."""
     with plain_errors():
         from sidelane_lab.studies import host as host_study
 
-        if sizes:
-            others["sizes"] = sizes
-        host_study.main(host_study.HostOptions(json=json, **others))
+        host_study.main(host_study.HostOptions(**options, **({"sizes": sizes} if sizes else {})))
 
 
 @click.command(
@@ -431,11 +357,17 @@ def fused(
         fused_study.main(fused_study.FusedOptions(json=json, results=measured, **others))
 
 
-def _sizes(smallest: int, largest: int | None, factor: int, usual: int = 0) -> tuple[int, ...]:
-    """Return the sizes that are asked for, up to ``usual`` where nobody says; 0 is said, and is refused as such."""
-    return tuple(sizes_between(smallest, usual if largest is None else largest, factor))
+def _asked(options: dict[str, Any], usual: int = 0) -> dict[str, Any]:
+    """Take sizes, launches and places out of the parameters of a command, and return them as studies have them.
 
-
-def _unless_both(word: str) -> tuple[str, ...]:
-    """Return the one of two that was asked for, or nothing for both."""
-    return () if word == "both" else (word,)
+    Args:
+        options: the parameters.
+        usual: the largest size where nobody says one; 0 is said, and is refused as such.
+    """
+    smallest, largest, factor = (options.pop(name) for name in ("min_bytes", "max_bytes", "factor"))
+    asked = {"sizes": tuple(sizes_between(smallest, usual if largest is None else largest, factor))}
+    for name, several in (("launch", "launches"), ("place", "places")):
+        if name in options:
+            word = options.pop(name)
+            asked[several] = () if word in ("both", ALL) else (word,)
+    return asked

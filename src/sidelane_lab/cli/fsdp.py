@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -48,7 +47,7 @@ from sidelane.cli.options import count_option, measuring_options, names, names_o
 @count_option("--warmup", 1, "Rounds before the measured, behind two compared steps.", 0)
 @count_option("--repeats", 7, "Rounds that are measured.")
 @measuring_options
-def fsdp(cases: tuple[str, ...], json: Path | None, **others: Any) -> None:
+def fsdp(**options: Any) -> None:
     """Measure a training step with FSDP2, by who makes its collectives.
 
     Loss and gradients are compared with those of NCCL (on CPUs Gloo) before any time is shown.
@@ -56,4 +55,4 @@ def fsdp(cases: tuple[str, ...], json: Path | None, **others: Any) -> None:
     with plain_errors():
         from sidelane_lab.studies.fsdp import study as fsdp_study
 
-        fsdp_study.main(fsdp_study.FsdpOptions(cases=cases, json=json, **others))
+        fsdp_study.main(fsdp_study.FsdpOptions(**options))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -73,7 +72,6 @@ def ordinary(
     max_bytes: int | None,
     factor: int,
     pairs: tuple[str, ...],
-    json: Path | None,
     **others: Any,
 ) -> None:
     """Measure what collectives cost where the caller's tensors are ordinary memory.
@@ -86,7 +84,7 @@ def ordinary(
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.ordinary import study as ordinary_study
 
-        usual = ordinary_study.default_sizes(choose_target(others["ranks"], others["device"]).device_type)
+        usual = ordinary_study.SIZES[choose_target(others["ranks"], others["device"]).device_type]
         smallest = usual[0] if min_bytes is None else min_bytes
         largest = max(usual[-1], smallest) if max_bytes is None else max_bytes
         ordinary_study.main(
@@ -95,7 +93,6 @@ def ordinary(
                 collectives=tuple(map(Kind, dict.fromkeys(collectives))),
                 sizes=tuple(sizes_between(smallest, largest, factor)),
                 pairs=tuple(dict.fromkeys(pairs)),
-                json=json,
                 **others,
             )
         )

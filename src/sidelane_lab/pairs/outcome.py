@@ -120,7 +120,13 @@ def judge(
     """
     best = _fastest(_as_asked(configurations), times)
     isolated = tuple(
-        Alone(c.implementation, c.label, c.in_place, _median(times.get(c.label)), failures.get(c.label))
+        Alone(
+            c.implementation,
+            c.label,
+            c.in_place,
+            statistics.median(times[c.label]) if c.label in times else None,
+            failures.get(c.label),
+        )
         for c in configurations
     )
     gemm_us = statistics.median(times[GEMM])
@@ -212,10 +218,6 @@ def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:
 def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequence[float]]) -> Configuration | None:
     timed = [c for c in configurations if c.label in times]
     return min(timed, key=lambda c: statistics.median(times[c.label]), default=None)
-
-
-def _median(values: Sequence[float] | None) -> float | None:
-    return None if values is None else statistics.median(values)
 
 
 def median_of_rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:

@@ -156,7 +156,9 @@ def _list_summary(rows: Sequence[CollectiveRow]) -> Table:
     for (nbytes, launch), same in grouped(rows, lambda row: (row.bytes, row.launch)):
         timed = [row for row in same if row.time_us is not None]
         auto = {row.separate: row.time_us for row in timed if row.implementation == "auto"}
-        theirs = min((row for row in timed if row.implementation in OF_LIBRARY), key=_time_of, default=None)
+        theirs = min(
+            (row for row in timed if row.implementation in OF_LIBRARY), key=lambda row: row.time_us or 0.0, default=None
+        )
         one, each, other = auto.get(False), auto.get(True), None if theirs is None else theirs.time_us
         saves = f"{100 * (1 - one / each):.0f}" if one and each else MISSING
         ratio = f"{other / one:.3f}" if one and other else MISSING
@@ -175,10 +177,6 @@ def way_to_call(row: CollectiveRow) -> str:
     """Say what rows of one table and one picture have in common."""
     listed = f", lists of {row.tensors} tensors" if row.tensors > 1 else ""
     return f"{row.collective}, {row.dtype}, {place_of(row.in_place)}, {row.launch}{listed}"
-
-
-def _time_of(row: CollectiveRow) -> float:
-    return row.time_us or 0.0
 
 
 R = TypeVar("R", bound=CollectiveRow)

@@ -35,6 +35,13 @@ MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 """Collectives that run next to a GEMM: copy engines move bytes, and add none."""
 
 GEMM_DTYPE = "bfloat16"
+SIZES = {
+    kind: tuple(smallest * 4**exponent for exponent in range(4))
+    for kind, smallest in (("cpu", 64 << 10), ("cuda", 16 << 20))
+}
+PAIRS = {"cpu": ("8192x8192x8192_97M",), "cuda": tuple(f"8192x8192x8192_{size}" for size in ("97M", "330M", "1.2G"))}
+CHANGING_SIZES = {"cpu": (64 << 10,), "cuda": (1 << 20, 64 << 20)}
+"""Bytes and pairs where nobody says. On tensors that change there is one size that the host limits, and a large one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +49,9 @@ class OrdinaryOptions(StudyOptions):
     """Options of the study; ``sidelane ordinary --help`` explains them.
 
     Attributes:
-        sizes: bytes of collectives alone; empty takes :func:`default_sizes`.
-        pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes :func:`default_pairs`.
-        changing: bytes of collectives on tensors that change; empty takes :func:`default_changing`.
+        sizes: bytes of collectives alone; empty takes ``SIZES``.
+        pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes ``PAIRS``.
+        changing: bytes of collectives on tensors that change; empty takes ``CHANGING_SIZES``.
     """
 
     collectives: tuple[Kind, ...] = tuple(PLACES)
@@ -68,27 +75,6 @@ class OrdinaryOptions(StudyOptions):
 def main(options: OrdinaryOptions) -> Results | None:
     """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
     return run_study(STUDY, options)
-
-
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Powers of 4: 16 MB to 1 GB on an accelerator, 64 KB to 4 MB on a CPU.
-
-    >>> default_sizes("cpu")[-1] == 4 << 20
-    True
-    """
-    first = 64 << 10 if device_type == "cpu" else 16 << 20
-    return tuple(first * 4**exponent for exponent in range(4))
-
-
-def default_pairs(device_type: str) -> tuple[str, ...]:
-    """One GEMM with three sizes; on a CPU, where it is divided, with the first."""
-    sizes = ("97M",) if device_type == "cpu" else ("97M", "330M", "1.2G")
-    return tuple(f"8192x8192x8192_{size}" for size in sizes)
-
-
-def default_changing(device_type: str) -> tuple[int, ...]:
-    """Return bytes that are bound by the host, and that are not; on a CPU a small size."""
-    return (64 << 10,) if device_type == "cpu" else (1 << 20, 64 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +112,14 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> OrdinaryPlan:
             Case(kind, size, torch.bfloat16, rank.rank, rank.world_size, device) for kind in kinds for size in rounded
         )
 
-    asked = options.pairs or default_pairs(device.type)
+    asked = options.pairs or PAIRS[device.type]
     workloads = [
         scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank) for kind in moving for text in asked
     ]
     return OrdinaryPlan(
-        cases(options.collectives, options.sizes or default_sizes(device.type)) if ALONE in options.parts else (),
+        cases(options.collectives, options.sizes or SIZES[device.type]) if ALONE in options.parts else (),
         tuple((one, case_of(rank, one)) for one in workloads) if BESIDE in options.parts else (),
-        cases(moving[:1], options.changing or default_changing(device.type)) if CHANGING in options.parts else (),
+        cases(moving[:1], options.changing or CHANGING_SIZES[device.type]) if CHANGING in options.parts else (),
     )
 
 
