@@ -281,7 +281,9 @@ def host(sizes: tuple[int, ...], **options: Any) -> None:
     with plain_errors():
         from sidelane_lab.studies import host as host_study
 
-        host_study.main(host_study.HostOptions(**options, **({"sizes": sizes} if sizes else {})))
+        if sizes:
+            options["sizes"] = sizes
+        host_study.main(host_study.HostOptions(**options))
 
 
 @click.command(
