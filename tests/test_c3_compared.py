@@ -12,8 +12,8 @@ from sidelane.cli import main
 from sidelane_lab.harness import report
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
-from sidelane_lab.studies.c3 import foretold, pictures
-from sidelane_lab.studies.c3.grouped_pictures import draw_groups
+from sidelane_lab.studies.c3 import pictures, prediction
+from sidelane_lab.studies.c3.prediction import draw_groups
 from sidelane_lab.studies.c3.rows import C3Row
 
 MEASURED = Path(__file__).parent.parent / "results" / "h200x4" / "c3.json"
@@ -42,9 +42,9 @@ def test_a_report_of_a_known_machine_has_its_predictions(tmp_path: Path, monkeyp
     monkeypatch.setattr(pictures, "draw_strategies", lambda *given: [])
     monkeypatch.setattr(pictures, "draw_groups", lambda rows, predicted, *given: drawn.append(predicted) or [])
     assert report.draw(results, tmp_path) == []
-    compared = foretold.compare(named("h200x4"), rows)
+    compared = prediction.compare(named("h200x4"), rows)
     assert not any(one.row.chosen for one in compared)
-    speedups = foretold.speedups(compared)
+    speedups = prediction.speedups(compared)
     assert drawn == [speedups]
     assert {key[3] for key in speedups} == {"serial", "c3_base", "c3_sp", "conccl"}
     few = [row for row in rows if (row.gemm, row.collective) == (rows[0].gemm, rows[0].collective)]

@@ -24,19 +24,19 @@ from sidelane.cli.output import STDOUT, Written
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
+from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import running as study
-from sidelane_lab.harness.asked import check_asked
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.papers.claims import command as claims
 from sidelane_lab.papers.simulated import fused as sim_fused
 from sidelane_lab.papers.simulated import overlap as sim_overlap
 from sidelane_lab.papers.simulated import plan as sim_plan
 from sidelane_lab.papers.simulated import study as sim_study
+from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies import host as host_study
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.chain import study as chain_study
-from sidelane_lab.studies.collectives import study as collective_study
 from sidelane_lab.studies.tune import command as tune_command
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -40,7 +40,7 @@ from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
-from sidelane_lab.studies.tune.changes import changes_table
+from sidelane_lab.studies.tune.command import changes_table
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parent.parent / "results"

@@ -23,7 +23,7 @@ from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine, Quantity, Source, Topology
 from sidelane_lab.papers.claims.gemms import GemmTime, gemm_times, predict_gemms
 from sidelane_lab.papers.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.gemms import FITTED, GemmRow
 
 LIBRARY = {kind: str(kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)}

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from forgetful import Forgetful
 from ranks import crew
 from test_call_errors import communicator, error_of
 
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Tensors
-from sidelane_lab.baselines.own import Auto, Dma
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.chain import study as chain_study
@@ -33,20 +31,8 @@ QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": ROU
 PRELAUNCHED = {(variant, in_place) for variant in ("pcpy", "b2b", "striped", "bcst") for in_place in (False, True)}
 
 
-class Forgetful(Gloo):
-    """Leaves one element out, on one rank."""
-
+class Named(Forgetful):
     name = "symm_mem"
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        wait = super().start(case, tensors, variant)
-
-        def forget() -> None:
-            wait()
-            if case.rank == 1 and tensors.output is not None:
-                tensors.output[0] = 1000
-
-        return forget
 
 
 def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tuple[list[ChainRow], list[str], list[str]]:
@@ -88,8 +74,8 @@ def chains(group: dist.ProcessGroup, options: ChainOptions, broken: str) -> tupl
 
         comm.prepare_all_gather = prepare
         chain_study.Gemms = Watched
-        dma = Dma(comm)
-        made = (Gloo(group), Forgetful(group), dma, Auto(dma))
+        dma = OwnDma(comm)
+        made = (Gloo(group), Named(group), dma, OwnAuto(dma))
         roster = Roster(Meter(CPU, group=group), {implementation.name: implementation for implementation in made})
         roster.reserve(case.output_bytes, case.input_bytes)
         rows = list(chain_study.measure_case(roster, case, options, itertools.count(1)))

@@ -15,7 +15,15 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cuda
 from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines, NcclCtas
-from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of, nothing_to_wait_for, views
+from sidelane_lab.baselines.candidate import (
+    Entrant,
+    Implementation,
+    PreparedCall,
+    Tensors,
+    candidates_of,
+    nothing_to_wait_for,
+    views,
+)
 from sidelane_lab.baselines.reference import POISON, Case
 
 CPU = torch.device("cpu")
@@ -147,7 +155,7 @@ def test_a_communicator_for_each_number_of_ctas(library: Library, monkeypatch: p
     assert [(one.config.min_ctas, one.config.max_ctas) for one in asked] == [(n, n) for n in (4, 8, 16, 32)]
     nccl.reserve(1024, 1024)
     case = Case(Kind.ALL_REDUCE, 1024, torch.bfloat16, 0, 1, CPU)
-    runs = [Prepared(entrant, case, nccl) for entrant in candidates_of(nccl, case.kind)]
+    runs = [PreparedCall(entrant, case, nccl) for entrant in candidates_of(nccl, case.kind)]
     assert [(run.variant, run.workgroups, run.in_place) for run in runs] == [
         (f"ctas{n}", n, True) for n in (4, 8, 16, 32)
     ]
@@ -170,7 +178,7 @@ def test_a_choice_of_sidelanes_variants_leaves_the_baselines_alone() -> None:
     assert {(c.variant, c.in_place) for c in nccl} == {("", False), ("", True), ("window", False), ("window", True)}
 
 
-class Recorder:
+class Recorder(Implementation):
     """An implementation whose calls are counted, and graphs that count them."""
 
     name, launches = "dma", ("eager", "graph")
@@ -208,9 +216,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-def prepared_graph(recorder: Recorder, calls: int) -> Prepared:
+def prepared_graph(recorder: Recorder, calls: int) -> PreparedCall:
     case = Case(Kind.ALL_GATHER, 64, torch.uint8, 0, 2, CPU)
-    return Prepared(Entrant("dma", "b2b", False, "graph"), case, recorder, calls)  # type: ignore[arg-type]
+    return PreparedCall(Entrant("dma", "b2b", False, "graph"), case, recorder, calls)  # type: ignore[arg-type]
 
 
 def test_a_graph_to_time_holds_all_calls_and_a_graph_to_check_one(recorder: Recorder) -> None:
@@ -244,7 +252,7 @@ def test_a_capture_that_fails_is_ended(recorder: Recorder) -> None:
 
 def test_outputs_are_poisoned_before_inputs_are_filled(recorder: Recorder) -> None:
     case = Case(Kind.ALL_GATHER, 64, torch.uint8, 1, 2, CPU)
-    Prepared(Entrant("dma", "b2b", True), case, recorder).fill(5)  # type: ignore[arg-type]
+    PreparedCall(Entrant("dma", "b2b", True), case, recorder).fill(5)  # type: ignore[arg-type]
     assert recorder.output[:32].eq(POISON).all()
     assert not recorder.output[32:].eq(POISON).all()  # in place, the input is part of the output
 

@@ -23,14 +23,18 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fsdp import rows as pictures
 from sidelane_lab.studies.fsdp import study
 from sidelane_lab.studies.fsdp.cases import StepCase, parse_case
-from sidelane_lab.studies.fsdp.engines import WindowGather
-from sidelane_lab.studies.fsdp.profiled import Kernel, group_of, summed
+from sidelane_lab.studies.fsdp.kernels import TimedKernel, group_of, summed
 from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
 from sidelane_lab.studies.fsdp.step import Stepper
-from sidelane_lab.studies.fsdp.still import StillGather
-from sidelane_lab.studies.fsdp.study import FsdpOptions
-from sidelane_lab.studies.fsdp.trial import Trial
-from sidelane_lab.studies.fsdp.ways import Way, Ways, gathered_bytes, names_on
+from sidelane_lab.studies.fsdp.study import FsdpOptions, Trial
+from sidelane_lab.studies.fsdp.ways import (
+    CommunicationWay,
+    CommunicationWays,
+    StillGather,
+    WindowGather,
+    gathered_bytes,
+    names_on,
+)
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
@@ -89,26 +93,26 @@ class Breaks(StillGather):
 def planted(group: dist.ProcessGroup, case: StepCase, options: FsdpOptions) -> list[FsdpRow]:
     """The study of a case in which ``sidelane`` moves nothing, and ``sidelane_copies`` breaks off."""
     torch.set_num_threads(1)
-    make = Ways._make
+    make = CommunicationWays._make
 
-    def wrong(self: Ways, name: str) -> Way:
+    def wrong(self: CommunicationWays, name: str) -> CommunicationWay:
         way = make(self, name)
         count = len(way.gathers)
         if name == "sidelane":
-            return Way(name, way.params, [StillGather()] * count, make(self, "gloo").scatters)
+            return CommunicationWay(name, way.params, [StillGather()] * count, make(self, "gloo").scatters)
         if name == "sidelane_copies":
-            return Way(name, way.params, [Breaks()] * count, way.scatters)
+            return CommunicationWay(name, way.params, [Breaks()] * count, way.scatters)
         if name == "sidelane_ag":
             raise RuntimeError("not here")
         return way
 
-    Ways._make = wrong  # type: ignore[method-assign]
+    CommunicationWays._make = wrong  # type: ignore[method-assign]
     this = study._Study(Rank(dist.get_rank(), dist.get_world_size(), CPU, lambda line: None), options)
     try:
         return list(this.rows(case))
     finally:
         this.close()
-        Ways._make = make  # type: ignore[method-assign]
+        CommunicationWays._make = make  # type: ignore[method-assign]
 
 
 def test_what_is_wrong_or_breaks_off_has_no_time_and_leaves_the_others_theirs() -> None:
@@ -189,32 +193,40 @@ KERNELS = {
 
 def test_kernels_are_told_apart_and_summed() -> None:
     assert {name: group_of(name) for name in KERNELS} == KERNELS
-    found = summed(Kernel(name, 1000.0 * place, 1000.0 * place + 500) for place, name in enumerate(reversed(KERNELS)))
+    found = summed(
+        TimedKernel(name, 1000.0 * place, 1000.0 * place + 500) for place, name in enumerate(reversed(KERNELS))
+    )
     assert found is not None
     assert found.by_group["gemm"] == found.by_group["copy_in"] == 1.0 and found.by_group["copy_out"] == 0.5
     assert (found.first_gather_ms, found.last_scatter_ms) == (10.0, 0.0)
-    assert summed([Kernel("Memcpy PtoP", 0, 1)]) is None
+    assert summed([TimedKernel("Memcpy PtoP", 0, 1)]) is None
 
 
 GATHER, COPY, OUT, MULTIPLY, SILU = "Memcpy PtoP", "chunk_cat", "split_with_sizes_copy", "nvjet", "silu"
 
 
-def step_of(*gemms_ms: float, first: float = 2.0, scatter: float = 3.0) -> list[Kernel]:
+def step_of(*gemms_ms: float, first: float = 2.0, scatter: float = 3.0) -> list[TimedKernel]:
     """A gather, then GEMMs with a copy-out of 0.5 ms and a pause of 0.25 behind each but the last, then a scatter.
 
     The second GEMM runs next to a copy between peers for 60% of its time; a cast is on that stream, too.
     """
-    kernels, now = [Kernel(GATHER, 0, 1000 * first, 9)], 1000 * first
+    kernels, now = [TimedKernel(GATHER, 0, 1000 * first, 9)], 1000 * first
     for number, ms in enumerate(gemms_ms):
-        kernels.append(Kernel(MULTIPLY, now, now + 1000 * ms, 7))
+        kernels.append(TimedKernel(MULTIPLY, now, now + 1000 * ms, 7))
         if number == 1:
-            kernels += [Kernel(GATHER, now - 900, now + 300 * ms, 9), Kernel(COPY, now + 300 * ms, now + 400 * ms, 9)]
-            kernels.append(Kernel(GATHER, now + 700 * ms, now + 1100 * ms, 8))
+            kernels += [
+                TimedKernel(GATHER, now - 900, now + 300 * ms, 9),
+                TimedKernel(COPY, now + 300 * ms, now + 400 * ms, 9),
+            ]
+            kernels.append(TimedKernel(GATHER, now + 700 * ms, now + 1100 * ms, 8))
         now += 1000 * ms
         if number + 1 < len(gemms_ms):
-            kernels.append(Kernel(OUT, now, now + 500, 7))
+            kernels.append(TimedKernel(OUT, now, now + 500, 7))
             now += 750
-    kernels += [Kernel(SILU, now, now + 100, 7), Kernel("ncclDevKernel_ReduceScatter", now, now + 1000 * scatter, 8)]
+    kernels += [
+        TimedKernel(SILU, now, now + 100, 7),
+        TimedKernel("ncclDevKernel_ReduceScatter", now, now + 1000 * scatter, 8),
+    ]
     return kernels[::-1]
 
 
@@ -235,11 +247,11 @@ def test_the_stream_of_the_computation_is_the_whole_step() -> None:
 def test_no_time_is_counted_twice_on_a_stream(seed: int) -> None:
     """Kernels begin before the last one has ended, on three streams: what is on the first is the whole of it."""
     draw = random.Random(seed)
-    names, now, kernels = [MULTIPLY, OUT, COPY, GATHER, SILU], 0.0, [Kernel(MULTIPLY, 0, 50, 0)]
+    names, now, kernels = [MULTIPLY, OUT, COPY, GATHER, SILU], 0.0, [TimedKernel(MULTIPLY, 0, 50, 0)]
     for _ in range(60):
         now += draw.uniform(0, 80)
-        kernels.append(Kernel(draw.choice(names), now, now + draw.uniform(1, 90), draw.randrange(3)))
-    kernels += [Kernel(MULTIPLY, now + 100, now + 5000, 0)]
+        kernels.append(TimedKernel(draw.choice(names), now, now + draw.uniform(1, 90), draw.randrange(3)))
+    kernels += [TimedKernel(MULTIPLY, now + 100, now + 5000, 0)]
     found = summed(draw.sample(kernels, len(kernels)))
     assert found is not None
     begin, end = min(one.begin_us for one in kernels), max(one.end_us for one in kernels)

@@ -118,7 +118,7 @@ def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_skew_is_of_each_ranks_own_time() -> None:
-    from sidelane_lab.studies.fused.skew import skew_percent, times_of_ranks
+    from sidelane_lab.studies.fused.pictures import skew_percent, times_of_ranks
 
     fast = [Interval("rank 0", "workgroup 1", "local", 2.0, 10.0), Interval("rank 0", "workgroup 0", "wait", 0.0, 4.0)]
     late = [Interval("rank 10", "workgroup 0", "wait", 1000.0, 1008.0), Interval("rank 2", "w 0", "wait", 500.0, 515.0)]

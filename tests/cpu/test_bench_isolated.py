@@ -24,13 +24,10 @@ from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read, write
 from sidelane_lab.pairs.outcome import GEMM, judge
 from sidelane_lab.studies.c3 import heuristics
-from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow
-from sidelane_lab.studies.c3.heuristics import HeuristicsOptions
-from sidelane_lab.studies.c3.pair_rows import rows_of
-from sidelane_lab.studies.c3.study import is_bound_by_memory
+from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions
+from sidelane_lab.studies.c3.study import is_bound_by_memory, rows_of
 from sidelane_lab.studies.tune import isolated
-from sidelane_lab.studies.tune.isolated import IsolatedOptions
-from sidelane_lab.studies.tune.isolated_batches import batches_of
+from sidelane_lab.studies.tune.isolated import IsolatedOptions, batches_of
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, key_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "command": "test"}

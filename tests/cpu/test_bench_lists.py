@@ -19,20 +19,26 @@ from test_call_errors import communicator
 from sidelane.choice.candidate import takes_one_tensor
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.baselines import baselines_cuda
+from sidelane_lab.baselines import candidate as candidates
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines
-from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemory
-from sidelane_lab.baselines.candidate import Entrant, Lists, Prepared, Tensors, candidates_of
-from sidelane_lab.baselines.listed import COALESCED, PreparedList, coalesced, is_separate, prepare
-from sidelane_lab.baselines.own import Auto, Dma
+from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
+from sidelane_lab.baselines.candidate import (
+    COALESCED,
+    Entrant,
+    PreparedCall,
+    TensorLists,
+    Tensors,
+    candidates_of,
+    coalesced,
+    is_separate,
+)
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
-from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.collectives import study as collective_study
-from sidelane_lab.studies.collectives.rows import CollectiveRow
-from sidelane_lab.studies.collectives.study import CollectiveOptions, calls_per_sample, measure_case
+from sidelane_lab.studies import collectives as collective_study
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, calls_per_sample, measure_case
 
 CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 2, "timeout_s": 100.0}
@@ -117,13 +123,13 @@ def every_way(group: dist.ProcessGroup, kinds: tuple[Kind, ...]) -> tuple[list[s
     errors: list[str] = []
     ran: set[tuple[Any, ...]] = set()
     with communicator(group) as comm:
-        dma = Dma(comm)
-        for implementation in (Gloo(group), dma, Auto(dma)):
+        dma = OwnDma(comm)
+        for implementation in (Gloo(group), dma, OwnAuto(dma)):
             cases = [case_here(group, kind) for kind in kinds]
             implementation.reserve(max(c.output_room for c in cases), max(c.input_room for c in cases))
             for case in cases:
                 for candidate in candidates_of(implementation, case.kind, listed=True):
-                    prepared = prepare(candidate, case, implementation)
+                    prepared = PreparedCall(candidate, case, implementation)
                     prepared.fill(1)
                     if prepared.error(1) is None and not (case.kind is Kind.BROADCAST and case.rank == 0):
                         errors.append(f"{case.kind} {candidate}: accepted without a run")
@@ -165,7 +171,7 @@ class Forgetful(Gloo):
 
     name = "symm_mem"
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         wait = super().start_list(lists, variant)
 
         def forget() -> None:
@@ -181,7 +187,7 @@ class Mixed(Gloo):
 
     name = "nccl"
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         outputs = [lists.outputs[1], lists.outputs[0], *lists.outputs[2:]]
         pairs = tuple(Tensors(o, pair.input) for o, pair in zip(outputs, lists.pairs, strict=True))
         return super().start_list(dataclasses.replace(lists, pairs=pairs), variant)
@@ -193,7 +199,7 @@ class Ungrouped(Gloo):
     name = "nccl_ce"
     lists = False
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         self.lists = True
         try:
             return super().start_list(lists, variant)
@@ -260,7 +266,7 @@ def test_lists_from_end_to_end(tmp_path: Path) -> None:
 
 def without_ranks() -> list[Any]:
     meter: Any = SimpleNamespace()
-    return [Nccl(CPU, meter), SymmetricMemory(CPU, meter, SimpleNamespace(group_name="all"))]
+    return [Nccl(CPU, meter), SymmetricMemoryOperators(CPU, meter, SimpleNamespace(group_name="all"))]
 
 
 def test_what_takes_one_tensor_a_call_has_no_candidates_for_lists() -> None:
@@ -315,10 +321,10 @@ def list_names(group: dist.ProcessGroup) -> list[Any]:
     from sidelane.choice.candidate import find
 
     with communicator(group) as comm:
-        return [find(kind, name) for kind in KINDS for name in Dma(comm).list_variants(kind, False)]
+        return [find(kind, name) for kind in KINDS for name in OwnDma(comm).list_variants(kind, False)]
 
 
-# Lists in NCCL, with the library played by a recorder.
+# TensorLists in NCCL, with the library played by a recorder.
 
 
 class Recorder:
@@ -338,7 +344,7 @@ class Recorder:
 
         monkeypatch.setattr(dist, "_coalescing_manager", manager)
         for name in ("all_gather", "reduce_scatter"):
-            monkeypatch.setattr(baselines_cuda, name, note(name))
+            monkeypatch.setattr(candidates, name, note(name))
         for name in ("all_reduce", "broadcast"):
             monkeypatch.setattr(dist, name, note(name))
         monkeypatch.setattr(dist, "all_to_all_single", note("all_to_all"))
@@ -350,25 +356,25 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     recorder = Recorder(monkeypatch)
     nccl = Nccl(CPU, SimpleNamespace(), "group")
     ordinary, windows = ((torch.zeros(1 << 16, dtype=torch.uint8),) * 2 for _ in range(2))
-    nccl._ordinary, nccl._windows = ordinary, SimpleNamespace(buffers=windows)
+    nccl.buffers, nccl._windows = ordinary, SimpleNamespace(buffers=windows)
     case = case_of(kind, 0, 2, (64, 128))
     where = windows if variant else ordinary
     offsets = [512 * number // case.dtype.itemsize for number in (0, 1)]
     calls = [f"{kind} {offset} group" for offset in offsets]
 
-    together = PreparedList(Entrant("nccl", variant, in_place=True), case, nccl)
+    together = PreparedCall(Entrant("nccl", variant, in_place=True), case, nccl)
     together.run()
     # Those that torch hands over as one operation need no device to stand between.
     device = None if kind in COALESCED else CPU
     assert recorder.log == [f"begin group {device} False", *calls, "end"]
-    assert {t.untyped_storage().data_ptr() for t in together._lists.outputs} == {where[0].data_ptr()}
-    assert {t.untyped_storage().data_ptr() for t in together._lists.inputs} == {where[0].data_ptr()}
+    assert {pair.output.untyped_storage().data_ptr() for pair in together.pairs} == {where[0].data_ptr()}
+    assert {pair.input.untyped_storage().data_ptr() for pair in together.pairs} == {where[0].data_ptr()}
 
     recorder.log.clear()
-    apart = PreparedList(Entrant("nccl", f"{variant}+separate".lstrip("+"), in_place=True), case, nccl)
+    apart = PreparedCall(Entrant("nccl", f"{variant}+separate".lstrip("+"), in_place=True), case, nccl)
     apart.run()
     assert recorder.log == calls
-    assert {t.untyped_storage().data_ptr() for t in apart._lists.outputs} == {where[0].data_ptr()}
+    assert {pair.output.untyped_storage().data_ptr() for pair in apart.pairs} == {where[0].data_ptr()}
     assert str(apart.candidate) == apart.label
     assert apart.variant.endswith("separate")
 
@@ -420,11 +426,11 @@ def test_a_graph_holds_every_call_of_a_list(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     nccl = Nccl(CPU, SimpleNamespace(), "group")
-    nccl._ordinary = (torch.zeros(4096, dtype=torch.uint8),) * 2
+    nccl.buffers = (torch.zeros(4096, dtype=torch.uint8),) * 2
     case = case_of(Kind.ALL_GATHER, 0, 2, (64, 128))
     one = ["all_gather 0 group", "all_gather 512 group"]
     for variant, call in (("separate", one), ("", ["begin group None False", *one, "end"])):
-        prepared: Prepared = prepare(Entrant("nccl", variant, launch="graph"), case, nccl, calls=3)
+        prepared: PreparedCall = PreparedCall(Entrant("nccl", variant, launch="graph"), case, nccl, calls=3)
         recorder.log.clear()
         prepared.capture()
         assert recorder.log == ["capture", *3 * call, "captured", "capture", *call, "captured"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from forgetful import Forgetful
 from ranks import RankPool
 
 from sidelane import cli
@@ -21,20 +21,16 @@ from sidelane.c3.workload import parse_workload
 from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cpu
-from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.ordinary import study as ordinary_study
-from sidelane_lab.studies.ordinary.alone import measure_alone
-from sidelane_lab.studies.ordinary.changing import measure_changing
-from sidelane_lab.studies.ordinary.pairs import PairTimes, measure_pair
+from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
 from sidelane_lab.studies.ordinary.programs import SETTLING
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
 from sidelane_lab.studies.ordinary.study import OrdinaryOptions
-from sidelane_lab.studies.ordinary.ways import Own, make_ways
+from sidelane_lab.studies.ordinary.ways import OwnWay, make_ways
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [("auto", "symmetric"), ("auto", "learned"), ("auto", "mapped"), ("auto", "staged"), ("gloo", "")]
@@ -88,13 +84,9 @@ def rows_ahead(group: dist.ProcessGroup, part: str) -> list[OrdinaryRow]:
         roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
         assert not roster.unavailable, roster.unavailable
-        given: dict[str, Any] = {"warmup": 1, "repeats": 3, "seeds": itertools.count(1)}
-        if part == "beside":
-            workload = parse_workload("64x64x64_4K", case.kind, "float32")
-            rows = list(measure_pair(roster.meter, ways, workload, case, lanes=None, **given))
-        else:
-            measure = measure_changing if part == "changing" else measure_alone
-            rows = list(measure(roster.meter, ways, case, **given))
+        parts = Parts(roster.meter, ways, 1, 3, itertools.count(1))
+        workload = parse_workload("64x64x64_4K", case.kind, "float32")
+        rows = list(parts.pair(workload, case, None) if part == "beside" else getattr(parts, part)(case))
         roster.close()
     return rows
 
@@ -124,8 +116,8 @@ def private(group: dist.ProcessGroup) -> list[OrdinaryRow]:
             patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)
         roster, ways = make_ways(rank, Meter(CPU, group=group), 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
-        assert isinstance(ways["mapped"], Own)
-        rows = list(measure_alone(roster.meter, ways, case, warmup=0, repeats=1, seeds=itertools.count(1)))
+        assert isinstance(ways["mapped"], OwnWay)
+        rows = list(Parts(roster.meter, ways, 0, 1, itertools.count(1)).alone(case))
         roster.close()
     return rows
 
@@ -138,20 +130,6 @@ def test_what_is_not_mapped_is_not_called_so(pool: RankPool) -> None:
                 assert row.note.startswith("rank 1: not mapped, but staged: it is not in shared memory")
 
 
-class Forgetful(Gloo):
-    """Leaves one byte out, on one rank."""
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        wait = super().start(case, tensors, variant)
-
-        def forget() -> None:
-            wait()
-            if case.rank == 1 and tensors.output is not None:
-                tensors.output.view(torch.uint8)[-1] ^= 255
-
-        return forget
-
-
 def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
     torch.set_num_threads(1)
     rank = Rank(dist.get_rank(group), dist.get_world_size(group), CPU, print)
@@ -162,9 +140,8 @@ def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
         meter = Meter(CPU, group=group)
         roster, ways = make_ways(rank, meter, 60.0, group)
         roster.reserve(case.output_bytes, case.input_bytes)
-        given: dict[str, Any] = {"warmup": 0, "repeats": 2, "seeds": itertools.count(1)}
-        rows = [*measure_alone(meter, ways, case, **given), *measure_changing(meter, ways, case, **given)]
-        rows += measure_pair(meter, ways, workload, case, lanes=None, **given)
+        parts = Parts(meter, ways, 0, 2, itertools.count(1))
+        rows = [*parts.alone(case), *parts.changing(case), *parts.pair(workload, case, None)]
         roster.close()
     return rows
 
@@ -180,7 +157,7 @@ def test_what_is_wrong_has_no_time_and_spoils_nobody_elses(pool: RankPool) -> No
 
 
 def test_the_ideal_goes_by_the_fastest_collective_of_all() -> None:
-    columns = PairTimes((100.0,) * 3, (50.0,) * 3, (80.0, 90.0, 70.0), (110.0, 100.0, 125.0)).columns()
+    columns = RoundTimes((100.0,) * 3, (50.0,) * 3, (80.0, 90.0, 70.0), (110.0, 100.0, 125.0)).columns()
     assert columns["comm_us"] == 80.0 and columns["best_comm_us"] == 50.0
     assert columns["ideal"] == 1.5
     assert columns["speedup"] == pytest.approx(150 / 110)
@@ -196,7 +173,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         assert result.exit_code == 0, result.output
         return seen.pop()
 
-    assert asked() == OrdinaryOptions(device="cpu", sizes=ordinary_study.default_sizes("cpu"))
+    assert asked() == OrdinaryOptions(device="cpu", sizes=ordinary_study.SIZES["cpu"])
     assert asked("--min-bytes", "16M").sizes == (16 << 20,)
     some = asked("--part", "beside", "--collective", "all_to_all", "--pair", SMALL, "--changing-bytes", "1M")
     assert (some.parts, some.collectives, some.pairs, some.changing) == (

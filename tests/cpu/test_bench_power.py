@@ -15,9 +15,8 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
-from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.baselines.roster import OwnDma, Roster
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.power import study as power_study
 from sidelane_lab.studies.power.meter import Recorder
@@ -146,7 +145,7 @@ def reduced(group: dist.ProcessGroup, kind: Kind) -> tuple[list[PowerRow], list[
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     with Communicator(group, config=Config(timeout_s=60)) as comm:
         added = Adding(group)
-        roster = Roster(Meter(CPU, group=group), {"gloo": added, "dma": Dma(comm)})
+        roster = Roster(Meter(CPU, group=group), {"gloo": added, "dma": OwnDma(comm)})
         roster.reserve(1 << 12, 1 << 12)
         recorder = Recorder(MadeUp(rank), interval_s=0.001)
         try:

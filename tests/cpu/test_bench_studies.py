@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forgetful import Forgetful
 from ranks import RankPool
 
 from sidelane.c3.strategies import named, strategies
@@ -22,22 +25,28 @@ from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Entrant, Prepared, Tensors, candidates_of
+from sidelane_lab.baselines.candidate import Entrant, PreparedCall, Tensors, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.running import Follower, merged
+from sidelane_lab.harness.running import StudyFollower, merged
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.run import Instruments, run_workload
+from sidelane_lab.studies import collectives as collective_study
 from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.c3.heuristics import sweeps_of
-from sidelane_lab.studies.c3.pair_rows import is_done, key_of_row, rows_not_run, rows_of, too_large
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.study import C3Instruments, C3Options
-from sidelane_lab.studies.collectives import study as collective_study
-from sidelane_lab.studies.collectives.rows import CollectiveRow
-from sidelane_lab.studies.collectives.study import (
+from sidelane_lab.studies.c3.study import (
+    C3Options,
+    is_done,
+    key_of_row,
+    rows_not_run,
+    rows_of,
+    too_large,
+)
+from sidelane_lab.studies.collectives import (
     CollectiveOptions,
+    CollectiveRow,
     absent_rows,
     calls_per_sample,
     default_sizes,
@@ -48,20 +57,8 @@ CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 
 
-class Forgetful(Gloo):
-    """Leaves one byte out, on one rank, as an implementation with a race does."""
-
+class Named(Forgetful):
     name = "nccl_ce"
-
-    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        wait = super().start(case, tensors, variant)
-
-        def forget() -> None:
-            wait()
-            if case.rank == 1 and tensors.output is not None:
-                tensors.output.view(torch.uint8)[-1] ^= 255
-
-        return forget
 
 
 class Refusing(Gloo):
@@ -108,7 +105,7 @@ def roster_of(group: dist.ProcessGroup, *implementations: Gloo) -> Roster:
 
 
 def measured_rows(group: dist.ProcessGroup) -> list[CollectiveRow]:
-    roster = roster_of(group, Gloo(group), Forgetful(group), Refusing(group), Homeless(group), SecondTimeWrong(group))
+    roster = roster_of(group, Gloo(group), Named(group), Refusing(group), Homeless(group), SecondTimeWrong(group))
     case = Case(Kind.ALL_TO_ALL, 3 * 1024, torch.bfloat16, dist.get_rank(group), dist.get_world_size(group), CPU)
     return list(measure_case(roster, case, CollectiveOptions(**QUICK), itertools.count(1)))
 
@@ -133,12 +130,12 @@ def test_a_wrong_implementation_is_flagged_and_its_time_is_not_given(pool: RankP
 def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
     torch.set_num_threads(1)
     workload = parse_workload("32x32x32_3K", Kind.ALL_GATHER, "float32")
-    roster = roster_of(group, Gloo(group), Forgetful(group), Refusing(group))
+    roster = roster_of(group, Gloo(group), Named(group), Refusing(group))
     case = Case(
         workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), dist.get_world_size(group), CPU
     )
     runs = [
-        Prepared(candidate, case, implementation)
+        PreparedCall(candidate, case, implementation)
         for implementation in roster.implementations.values()
         for candidate in candidates_of(implementation, case.kind)
         if not candidate.in_place or implementation.name == "gloo"
@@ -149,7 +146,7 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
         Strategy(name="forgetful", order=Order.COLLECTIVE_FIRST, mover=Mover.LIBRARY_DMA, recipe=""),
         Strategy(name="refusing", order=Order.GEMM_FIRST, mover=Mover.SM, recipe=""),
     )
-    instruments = C3Instruments(roster.meter, C3Options(**QUICK))
+    instruments = Instruments(roster.meter, warmup=0, repeats=1)
     outcome = run_workload(
         workload, runs, instruments, device=CPU, strategies=wanted, unavailable={"dma": "no engines"}
     )
@@ -181,7 +178,7 @@ def test_every_strategy_of_a_pair_is_checked(pool: RankPool) -> None:
 class WrongGemm:
     """Counts on the order of fill, run, error; the product is spoilt behind the GEMM's back."""
 
-    def __init__(self, run: Prepared, spoil: Callable[[], None]) -> None:
+    def __init__(self, run: PreparedCall, spoil: Callable[[], None]) -> None:
         self.implementation, self.in_place, self.label = run.implementation, run.in_place, run.label
         self.fill, self.error = run.fill, run.error
         self._run, self._spoil = run, spoil
@@ -211,9 +208,9 @@ def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
         workload = parse_workload("32x32x32_1K", Kind.ALL_GATHER, "float32")
         roster = roster_of(group, Gloo(group))
         case = Case(workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), 2, CPU)
-        run = Prepared(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
+        run = PreparedCall(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
         spoilt = WrongGemm(run, lambda: gemms[0].c[3].fill_(0.5))
-        instruments = C3Instruments(roster.meter, C3Options(**QUICK))
+        instruments = Instruments(roster.meter, warmup=0, repeats=1)
         outcome = run_workload(workload, [spoilt], instruments, device=CPU)
     finally:
         c3_run.GemmRun.__init__ = make  # type: ignore[method-assign]
@@ -452,13 +449,14 @@ def test_an_implementation_that_one_rank_cannot_make_is_a_row_on_all(pool: RankP
 
 
 def test_nothing_that_works_is_an_error_with_the_reasons() -> None:
-    from sidelane_lab.pairs.outcome import GEMM, Failure, judge
+    from sidelane_lab.harness.measure import Problem
+    from sidelane_lab.pairs.outcome import GEMM, judge
 
     class Way:
         implementation, label, in_place = "dma", "dma auto", False
 
     outcome = judge(
-        parse_workload("8x8x8_1K"), [Way()], strategies(), {GEMM: [1.0]}, {"dma auto": Failure("x", True)}, {}, {}
+        parse_workload("8x8x8_1K"), [Way()], strategies(), {GEMM: [1.0]}, {"dma auto": Problem("x", True)}, {}, {}
     )  # type: ignore[list-item]
     with pytest.raises(UnavailableError, match="dma auto: x"):
         rows_of(outcome)
@@ -472,7 +470,9 @@ def test_rows_until_a_failure_are_published(
 ) -> None:
     row = CollectiveRow("all_gather", 64, "uint8", False, "eager", "gloo", "", False, 1.0, 1.0, 1.0, 0.1, None, True)
 
-    def half_way(function: Any, world_size: int, *asked: Any, progress: Follower[CollectiveRow], **others: Any) -> None:
+    def half_way(
+        function: Any, world_size: int, *asked: Any, progress: StudyFollower[CollectiveRow], **others: Any
+    ) -> None:
         progress(json.dumps({"step": 0, "of": 2, "text": "all_gather"}))
         progress(json.dumps({"row": row.to_dict()}))
         raise failure
@@ -522,3 +522,17 @@ def test_short_operations_are_repeated() -> None:
     assert calls_per_sample(Kind.ALL_TO_ALL, 4 << 30, "cuda") == 1
     assert calls_per_sample(Kind.ALL_GATHER, 16 << 20, "cpu") == 1
     assert default_sizes("cuda")[-1] == 4 << 30
+
+
+def test_a_row_of_one_variant_loads_few_modules_of_the_laboratory() -> None:
+    script = """
+import sys
+from sidelane.cli import main
+try: main("collective --device cpu --ranks 2 --collective all_gather --variants b2b --implementations dma"
+          " --max-bytes 1K --iterations 1 --warmup 0".split())
+except SystemExit as ended: assert not ended.code
+names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
+assert len(names) <= 15, names
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr

@@ -14,13 +14,12 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, SymmetricMemory
-from sidelane_lab.baselines.candidate import Entrant, Prepared, candidates_of
+from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, SymmetricMemoryOperators
+from sidelane_lab.baselines.candidate import Entrant, PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, fill_input
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.studies.collectives.rows import CollectiveRow
-from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, measure_case
 
 CPU = torch.device("cpu")
 RANKS, NBYTES = 4, 256
@@ -115,13 +114,13 @@ def case_of(kind: Kind, rank: int = 1) -> Case:
     return Case(kind, NBYTES, torch.bfloat16, rank, RANKS, CPU)
 
 
-def made(monkeypatch: pytest.MonkeyPatch, meter: Any = None, *, offset: int = 0) -> SymmetricMemory:
+def made(monkeypatch: pytest.MonkeyPatch, meter: Any = None, *, offset: int = 0) -> SymmetricMemoryOperators:
     def rendezvous(tensor: torch.Tensor, group: str) -> Any:
         return SimpleNamespace(rank=0, buffer_ptrs=[tensor.data_ptr() - offset])
 
     monkeypatch.setattr(symm_mem, "empty", torch.empty)
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
-    implementation = SymmetricMemory(CPU, meter or Alone(), SimpleNamespace(group_name="all"))
+    implementation = SymmetricMemoryOperators(CPU, meter or Alone(), SimpleNamespace(group_name="all"))
     implementation.reserve(NBYTES, NBYTES)
     return implementation
 
@@ -160,7 +159,7 @@ def test_the_output_that_is_checked_is_what_the_operator_made(
     operators = Torch(case_of(kind, rank))
     play(monkeypatch, operators)
     candidate = Entrant("symm_mem", variant, in_place)
-    prepared = Prepared(candidate, operators.case, made(monkeypatch))
+    prepared = PreparedCall(candidate, operators.case, made(monkeypatch))
     prepared.fill(1)
     assert prepared.error(1) is not None
     prepared.run()
@@ -178,7 +177,7 @@ def test_operators_get_arguments_of_their_schema_and_symmetric_inputs(
     operators = Torch(case_of(kind))
     play(monkeypatch, operators)
     implementation = made(monkeypatch)
-    Prepared(Entrant("symm_mem", variant, in_place), operators.case, implementation).run()
+    PreparedCall(Entrant("symm_mem", variant, in_place), operators.case, implementation).run()
     [(_, arguments)] = operators.calls
     kinds = {"Tensor": torch.Tensor, "str": str, "bool": bool}
     assert [kinds[str(argument.type)] for argument in schema.arguments] == [type(a) for a in arguments]
@@ -196,11 +195,11 @@ def test_what_overwrites_its_input_is_run_once_between_checks(
     monkeypatch: pytest.MonkeyPatch, variant: str, in_place: bool
 ) -> None:
     candidate = Entrant("symm_mem", variant, in_place)
-    assert not Prepared(candidate, case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
+    assert not PreparedCall(candidate, case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
 
 
 def test_what_keeps_its_input_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Prepared(Entrant("symm_mem", "one_shot"), case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
+    assert PreparedCall(Entrant("symm_mem", "one_shot"), case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
 
 
 @pytest.fixture
@@ -215,7 +214,9 @@ def process_group(tmp_path: Any) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def rows_of(implementation: SymmetricMemory, meter: Meter, case: Case) -> dict[tuple[str, bool], CollectiveRow]:
+def rows_of(
+    implementation: SymmetricMemoryOperators, meter: Meter, case: Case
+) -> dict[tuple[str, bool], CollectiveRow]:
     options = CollectiveOptions(launches=("eager",), repeats=1, warmup=0)
     roster = Roster(meter, {"symm_mem": implementation})
     return {(row.variant, row.in_place): row for row in measure_case(roster, case, options, iter([1] * 100))}
@@ -252,14 +253,14 @@ def test_kernels_are_not_given_memory_that_they_would_look_for_elsewhere(monkeyp
     implementation = made(monkeypatch, offset=512)
     play(monkeypatch, Torch(case_of(Kind.REDUCE_SCATTER)))
     with pytest.raises(UnavailableError, match="512 bytes behind"):
-        Prepared(Entrant("symm_mem", "direct"), case_of(Kind.REDUCE_SCATTER), implementation).run()
+        PreparedCall(Entrant("symm_mem", "direct"), case_of(Kind.REDUCE_SCATTER), implementation).run()
 
 
 def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
-    implementation = SymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all"))
+    implementation = SymmetricMemoryOperators(CPU, Alone(), SimpleNamespace(group_name="all"))
     monkeypatch.setattr(symm_mem, "empty", refuse)
     with pytest.raises(UnavailableError, match="rank 0: RuntimeError: no peer access"):
         implementation.reserve(NBYTES, NBYTES)
@@ -276,5 +277,5 @@ def test_a_torch_that_knows_no_groups_is_told_of_this_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(symm_mem, "empty", torch.empty)
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
     monkeypatch.setattr(symm_mem, "enable_symm_mem_for_group", told.append)
-    SymmetricMemory(CPU, Alone(), SimpleNamespace(group_name="all")).reserve(64, 64)
+    SymmetricMemoryOperators(CPU, Alone(), SimpleNamespace(group_name="all")).reserve(64, 64)
     assert told == ["all"]

@@ -14,11 +14,9 @@ from sidelane.choice.store import InForce, builtin, in_force, read
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape
 from sidelane_lab.harness.study import Results, write
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.tune import command as tune
-from sidelane_lab.studies.tune.changes import changes_table
-from sidelane_lab.studies.tune.command import TuneOptions, passes
-from sidelane_lab.studies.tune.profile import curves_of, profile_of
+from sidelane_lab.studies.tune.command import TuneOptions, changes_table, curves_of, passes, profile_of
 
 
 def row(

@@ -12,7 +12,8 @@ from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, parse_workload
 from sidelane.choice.hidden import HIDDEN, hidden_shares
 from sidelane.program.collective import Kind
-from sidelane_lab.pairs.outcome import GEMM, Failure, judge, pair_label
+from sidelane_lab.harness.measure import Problem
+from sidelane_lab.pairs.outcome import GEMM, judge, pair_label
 
 PAIR = parse_workload("cb1_896M")
 WANTED = tuple(map(named, ("serial", "c3_base", "c3_sp", "conccl", "nccl_ce")))
@@ -52,7 +53,7 @@ def test_average_of_the_conccl_paper() -> None:
     assert percent_of_ideal(gemm, comm, (gemm + comm) / 1.13) == pytest.approx(21, abs=1)
 
 
-def judged(times: dict[str, list[float]], failures: dict[str, Failure] | None = None, **kwargs: dict[str, str]):
+def judged(times: dict[str, list[float]], failures: dict[str, Problem] | None = None, **kwargs: dict[str, str]):
     ways = (NCCL, NCCL_IN_PLACE, DMA)
     return judge(PAIR, ways, WANTED, times, failures or {}, kwargs.get("unavailable", {}), HIDDEN["h200"])
 
@@ -79,7 +80,7 @@ def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() ->
     results = {result.strategy: result for result in outcome.results}
     assert list(results) == [strategy.name for strategy in WANTED]
     absent = results.pop("nccl_ce")
-    assert absent.failure == Failure("not available: no nccl_ce among what runs here (nccl, dma)", wrong=False)
+    assert absent.failure == Problem("not available: no nccl_ce among what runs here (nccl, dma)", wrong=False)
     assert outcome.best == DMA.label
     assert outcome.best_comm_us == 1800
     assert outcome.c3_class is C3Class.C_LONG
@@ -128,11 +129,11 @@ def test_what_failed_has_no_time_and_says_why() -> None:
     times = all_times()
     for label in (pair_label(named("conccl"), DMA), DMA.label):
         del times[label]
-    outcome = judged(times, {DMA.label: Failure("rank 1: 3 bytes are wrong", wrong=True)})
+    outcome = judged(times, {DMA.label: Problem("rank 1: 3 bytes are wrong", wrong=True)})
     conccl = next(result for result in outcome.results if result.strategy == "conccl")
     assert conccl.time_us is None
     assert conccl.percent_of_ideal is None
-    assert conccl.failure == Failure("rank 1: 3 bytes are wrong", wrong=True)
+    assert conccl.failure == Problem("rank 1: 3 bytes are wrong", wrong=True)
     assert outcome.best == NCCL_IN_PLACE.label
     assert outcome.choice is not None
     assert outcome.choice.strategy != "conccl"
@@ -142,20 +143,20 @@ def test_what_failed_has_no_time_and_says_why() -> None:
 def test_what_belongs_here_but_is_missing_is_a_result_with_the_reason() -> None:
     outcome = judged(all_times(), unavailable={"nccl_ce": "no windows"})
     assert outcome.results[-1].strategy == "nccl_ce"
-    assert outcome.results[-1].failure == Failure("not available: no windows", wrong=False)
+    assert outcome.results[-1].failure == Problem("not available: no windows", wrong=False)
 
 
 def test_nothing_that_works() -> None:
-    outcome = judge(PAIR, (DMA,), strategies(), {GEMM: [1.0]}, {DMA.label: Failure("broken", wrong=True)}, {}, {})
+    outcome = judge(PAIR, (DMA,), strategies(), {GEMM: [1.0]}, {DMA.label: Problem("broken", wrong=True)}, {}, {})
     assert (outcome.best, outcome.c3_class, outcome.choice) == (None, None, None)
     failures = {result.strategy: result.failure for result in outcome.results}
     assert list(failures) == [strategy.name for strategy in strategies()]
-    assert failures["conccl"] == failures["conccl_rp"] == Failure("broken", wrong=True)
-    assert failures["c3_base"] == Failure("not available: no nccl or gloo among what runs here (dma)", wrong=False)
+    assert failures["conccl"] == failures["conccl_rp"] == Problem("broken", wrong=True)
+    assert failures["c3_base"] == Problem("not available: no nccl or gloo among what runs here (dma)", wrong=False)
 
 
 def test_what_a_runner_refuses_is_a_result_with_the_reason() -> None:
-    refused = Failure("no green contexts", wrong=False)
+    refused = Problem("no green contexts", wrong=False)
     outcome = judge(
         PAIR, (NCCL,), [named("c3_rp")], {GEMM: [1.0], NCCL.label: [1.0]}, {"c3_rp": refused}, {}, HIDDEN["h200"]
     )

@@ -18,10 +18,18 @@ from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import main
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import read
-from sidelane_lab.pairs.judged import CHOICE, HEURISTICS, LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, Sweep, judge
+from sidelane_lab.pairs.heuristics import (
+    CHOICE,
+    HEURISTICS,
+    LAUNCH_ORDER,
+    LAUNCH_ORDERS,
+    PARTITION,
+    SPARED,
+    Sweep,
+    judge,
+)
 from sidelane_lab.studies.c3 import heuristics
-from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow
-from sidelane_lab.studies.c3.heuristics import HeuristicsOptions, sweeps_of
+from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions, sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
 
 SHAPE = Gemm(8192, 8192, 8192)

@@ -20,7 +20,7 @@ from sidelane.execute.cuda import partition
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.partition import NEEDED, UnitSplit
 from sidelane.program.collective import Kind
-from sidelane_lab.pairs.outcome import Outcome
+from sidelane_lab.pairs.outcome import PairOutcome
 from sidelane_lab.pairs.run import Pairs, Workers, run_workload
 
 
@@ -224,7 +224,7 @@ class Alone:
     look = time
 
 
-def measured(times: Mapping[str, float], refuses: str = "") -> tuple[Outcome, list[list[str]]]:
+def measured(times: Mapping[str, float], refuses: str = "") -> tuple[PairOutcome, list[list[str]]]:
     instruments = Alone(times)
     outcome = run_workload(
         parse_workload("8x8x8_1K", Kind.ALL_GATHER, "float32"),

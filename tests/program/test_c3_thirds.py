@@ -14,10 +14,10 @@ from test_c3_judged import KNOWN
 from sidelane.c3.workload import Gemm, parse_workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.program.collective import Kind
-from sidelane_lab.pairs.judged import LAUNCH_ORDERS, judge
+from sidelane_lab.pairs.heuristics import LAUNCH_ORDERS, judge
 from sidelane_lab.pairs.thirds import orders_of, small_of
 from sidelane_lab.studies.c3.heuristics import sweeps_of
-from sidelane_lab.studies.c3.pair_rows import rows_not_run
+from sidelane_lab.studies.c3.study import rows_not_run
 
 PAIR = parse_workload("8x6x4_1K", Kind.ALL_REDUCE, "float32")
 NAMES = ("gemm", "small gemm", "all_reduce")

@@ -8,7 +8,7 @@ from made_up_device import FakeDevice
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
 from sidelane_lab.pairs.run import Pairs, Workers
-from sidelane_lab.pairs.traced import Traced
+from sidelane_lab.pairs.spans import Traced
 
 
 class Work:

@@ -22,8 +22,7 @@ from sidelane.choice.fused import (
 from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import Key
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, kept_of, times_of
-from sidelane_lab.studies.fused.rows import FusedRow
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, FusedRow, kept_of, times_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 ALL = (FUSED, SPLIT, UNFUSED)

@@ -38,7 +38,7 @@ from sidelane_lab.papers.claims.results import (
 )
 from sidelane_lab.papers.claims.verdicts import in_between, nearest
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.gemms import FITTED, SEEN
 from sidelane_lab.studies.power.rows import PowerRow
 

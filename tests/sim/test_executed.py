@@ -19,7 +19,7 @@ from sidelane_lab.model.kernels import dma_gangs, dma_us
 from sidelane_lab.model.published import library_us, published_program
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.sim import simulate
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 
 H200, MI300X = named("h200x4"), named("mi300x8")
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "h200x4" / "collectives.json"

@@ -15,7 +15,7 @@ from sidelane_lab.machines.load import named, parse
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.papers.claims.results import predict_alone
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 import fit_machine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -73,17 +73,29 @@ def shapes(context: click.Context, option: click.Parameter, value: tuple[str, ..
     return tuple(found)
 
 
+def names_option(flag: str, default: str, text: str, shown: str | bool = True) -> Callable[[C], C]:
+    """Return an option that takes names separated by commas; ``shown``: its default in words."""
+    return what(flag, metavar="NAME,...", callback=names, default=default, show_default=shown, help=text)
+
+
+def choice_option(
+    flag: str, choices: Sequence[str], default: str, text: str, name: str | None = None
+) -> Callable[[C], C]:
+    """Return an option that takes one of some words; ``name``: of the parameter, if it is not that of the option."""
+    declared = (flag,) if name is None else (flag, name)
+    return what(*declared, type=click.Choice(choices), default=default, help=text)
+
+
+def count_option(flag: str, default: int, text: str, least: int = 1, name: str | None = None) -> Callable[[C], C]:
+    """Return an option that takes a whole number from ``least`` on, which says how a study is run."""
+    declared = (flag,) if name is None else (flag, name)
+    return how(*declared, type=click.IntRange(min=least), default=default, help=text)
+
+
 def study_options(command: C, *, names_of: str = "nccl, nccl_ce, symm_mem, gloo, dma, sm, auto") -> C:
-    """Add the options of every study that compares implementations."""
-    option = what(
-        "--implementations",
-        metavar="NAME,...",
-        callback=names,
-        default="",
-        show_default="all that this machine has",
-        help=f"Measure only these: {names_of}.",
-    )
-    return option(measuring_options(command))
+    """Options that every study has that compares implementations."""
+    text = f"Measure only these: {names_of}."
+    return names_option("--implementations", "", text, "all that this machine has")(measuring_options(command))
 
 
 def measuring_options(command: C) -> C:

@@ -1,1 +1,1 @@
-"""What a study can run: every implementation of a collective behind one interface, and what it must return."""
+"""Implementations of collectives behind one interface, and the results that they must have."""

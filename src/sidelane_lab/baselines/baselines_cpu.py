@@ -10,18 +10,27 @@ import torch.distributed as dist
 
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import (
-    Entrant,
-    Lists,
+    COALESCED,
+    Implementation,
+    TensorLists,
     Tensors,
-    all_gather,
-    reduce_scatter,
-    views,
+    coalesced,
+    library_call,
+    separately,
 )
-from sidelane_lab.baselines.listed import COALESCED, coalesced, separately
-from sidelane_lab.baselines.reference import ROOT, Case
+from sidelane_lab.baselines.reference import Case
+
+PLACES = {
+    Kind.ALL_GATHER: (False, True),
+    Kind.ALL_TO_ALL: (False,),
+    Kind.REDUCE_SCATTER: (False,),
+    Kind.ALL_REDUCE: (True,),
+    Kind.BROADCAST: (True,),
+}
+"""Collectives, out of place and in place."""
 
 
-class Gloo:
+class Gloo(Implementation):
     """Gloo's collectives on ordinary tensors. Every call is asynchronous, so that a GEMM can run next to it.
 
     A list is one coalesced operation where torch has it for Gloo, elsewhere calls that are all begun before the first
@@ -30,52 +39,23 @@ class Gloo:
 
     name = "gloo"
     launches: tuple[str, ...] = ("eager",)
+    device = torch.device("cpu")
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._output: torch.Tensor | None = None
-        self._input: torch.Tensor | None = None
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        supported = {
-            Kind.ALL_GATHER: (False, True),
-            Kind.ALL_TO_ALL: (False,),
-            Kind.REDUCE_SCATTER: (False,),
-            Kind.ALL_REDUCE: (True,),
-            Kind.BROADCAST: (True,),
-        }
-        return ("",) if in_place in supported.get(kind, ()) else ()
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._output = torch.empty(output_bytes, dtype=torch.uint8)
-        self._input = torch.empty(input_bytes, dtype=torch.uint8)
-
-    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        assert self._output is not None, "reserve comes first"
-        assert self._input is not None
-        return views(case, candidate.in_place, self._output, self._input)
+        return ("",) if in_place in PLACES.get(kind, ()) else ()
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
-        output, input = tensors.output, tensors.input
-        assert output is not None
-        work: dist.Work
-        match case.kind:
-            case Kind.ALL_GATHER:
-                work = all_gather(output, input, group=self._group, async_op=True)
-            case Kind.ALL_TO_ALL:
-                work = dist.all_to_all_single(output, input, group=self._group, async_op=True)
-            case Kind.REDUCE_SCATTER:
-                work = reduce_scatter(output, input, group=self._group, async_op=True)
-            case Kind.ALL_REDUCE:
-                work = dist.all_reduce(output, group=self._group, async_op=True)
-            case _:
-                work = dist.broadcast(output, group_src=ROOT, group=self._group, async_op=True)
+        assert tensors.output is not None
+        work = library_call(case.kind, tensors.output, tensors.input, group=self._group, async_op=True)()
         return lambda: _wait(work)
 
     def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
         calls = list(zip(lists.parts, lists.pairs, strict=True))
         if calls[0][0].kind not in COALESCED:
             waits = [self.start(part, pair, variant) for part, pair in calls]
@@ -84,9 +64,6 @@ class Gloo:
             for part, pair in calls:
                 self.start(part, pair, variant)
         return lambda: _wait(begun)
-
-    def close(self) -> None:
-        self._output = self._input = None
 
 
 def _wait(work: Any) -> None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -35,24 +34,26 @@ import torch.distributed as dist
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import (
+    COALESCED,
     CTAS,
     Entrant,
-    Lists,
+    Implementation,
+    TensorLists,
     Tensors,
-    all_gather,
+    coalesced,
+    library_call,
     nothing_to_wait_for,
-    reduce_scatter,
+    separately,
     views,
 )
-from sidelane_lab.baselines.listed import COALESCED, coalesced, separately
-from sidelane_lab.baselines.reference import ROOT, Case
+from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 
 BOTH, OUT_OF_PLACE, IN_PLACE = (False, True), (False,), (True,)
 WINDOW = "window"
 
 
-class Nccl:
+class Nccl(Implementation):
     """NCCL as it comes: kernels on SMs."""
 
     name = "nccl"
@@ -68,10 +69,7 @@ class Nccl:
     )
 
     def __init__(self, device: torch.device, meter: Meter, group: dist.ProcessGroup | None = None) -> None:
-        self._device = device
-        self._meter = meter
-        self.group = group
-        self._ordinary: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.device, self._meter, self.group = device, meter, group
         self._windows: Windows | None = None
         self._no_windows = ""
 
@@ -82,20 +80,16 @@ class Nccl:
         return tuple(name for one in self.variants(kind, in_place) for name in (one, separately(one)))
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._ordinary = (
-            torch.empty(output_bytes, dtype=torch.uint8, device=self._device),
-            torch.empty(input_bytes, dtype=torch.uint8, device=self._device),
-        )
+        super().reserve(output_bytes, input_bytes)
         try:
             # NCCL on copy engines has nothing but windows, and Sidelane is what is compared.
-            self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes, others=2)
+            self._windows = Windows(self.device, self._meter, self.group, output_bytes, input_bytes, others=2)
         except UnavailableError as error:
             self._no_windows = str(error)
 
     def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        assert self._ordinary is not None, "reserve comes first"
         if candidate.variant != WINDOW:
-            return views(case, candidate.in_place, *self._ordinary)
+            return super().tensors(case, candidate)
         if self._windows is None:
             raise UnavailableError(self._no_windows)
         return views(case, candidate.in_place, *self._windows.buffers)
@@ -105,27 +99,17 @@ class Nccl:
         return nothing_to_wait_for
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
-        output, input = tensors.output, tensors.input
-        assert output is not None
-        match case.kind:
-            case Kind.ALL_GATHER:
-                return partial(all_gather, output, input, group=self.group)
-            case Kind.ALL_TO_ALL:
-                return partial(dist.all_to_all_single, output, input, group=self.group)
-            case Kind.REDUCE_SCATTER:
-                return partial(reduce_scatter, output, input, group=self.group)
-            case Kind.ALL_REDUCE:
-                return partial(dist.all_reduce, output, group=self.group)
-        return partial(dist.broadcast, output, group_src=ROOT, group=self.group)
+        assert tensors.output is not None
+        return library_call(case.kind, tensors.output, tensors.input, group=self.group)
 
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
-        with coalesced(self.group, None if lists.parts[0].kind in COALESCED else self._device):
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
+        with coalesced(self.group, None if lists.parts[0].kind in COALESCED else self.device):
             for part, pair in zip(lists.parts, lists.pairs, strict=True):
                 self.start(part, pair, variant)
         return nothing_to_wait_for
 
     def close(self) -> None:
-        self._ordinary = None
+        super().close()
         if self._windows is not None:
             self._windows.close()
         self._windows = None
@@ -170,10 +154,7 @@ class NcclCtas(Nccl):
         return tuple(self._groups) if in_place in self.places.get(kind, ()) else ()
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._ordinary = (
-            torch.empty(output_bytes, dtype=torch.uint8, device=self._device),
-            torch.empty(input_bytes, dtype=torch.uint8, device=self._device),
-        )
+        Implementation.reserve(self, output_bytes, input_bytes)
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
         self.group = self._groups[variant]  # of the call that is bound; each keeps the one that it has
@@ -216,7 +197,7 @@ class NcclCopyEngines(Nccl):
         return ("",) if in_place in self.places.get(kind, ()) else ()
 
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._windows = Windows(self._device, self._meter, self.group, output_bytes, input_bytes)
+        self._windows = Windows(self.device, self._meter, self.group, output_bytes, input_bytes)
 
     def tensors(self, case: Case, candidate: Entrant) -> Tensors:
         assert self._windows is not None, "reserve comes first"

@@ -46,12 +46,12 @@ import torch.distributed as dist
 
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Entrant, Tensors, nothing_to_wait_for, views
+from sidelane_lab.baselines.candidate import Entrant, Implementation, Tensors, nothing_to_wait_for, views
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.harness.measure import Meter
 
 
-class SymmetricMemory:
+class SymmetricMemoryOperators(Implementation):
     """PyTorch's operators on symmetric memory.
 
     Args:
@@ -66,7 +66,7 @@ class SymmetricMemory:
     def __init__(self, device: torch.device, meter: Meter, group: dist.ProcessGroup | None = None) -> None:
         chosen = group if group is not None else dist.group.WORLD
         assert chosen is not None
-        self._device = device
+        self.device = device
         self._meter = meter
         self._group_name = chosen.group_name
         self._ordinary: torch.Tensor | None = None
@@ -79,13 +79,13 @@ class SymmetricMemory:
     def reserve(self, output_bytes: int, input_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
-        ordinary = torch.empty(0, dtype=torch.uint8, device=self._device)
+        ordinary = torch.empty(0, dtype=torch.uint8, device=self.device)
         symmetric, handle = ordinary, None
 
         def allocate() -> None:
             nonlocal ordinary, symmetric
-            ordinary = torch.empty(output_bytes, dtype=torch.uint8, device=self._device)
-            symmetric = symm_mem.empty(input_bytes, dtype=torch.uint8, device=self._device)
+            ordinary = torch.empty(output_bytes, dtype=torch.uint8, device=self.device)
+            symmetric = symm_mem.empty(input_bytes, dtype=torch.uint8, device=self.device)
 
         def exchange() -> None:
             nonlocal handle

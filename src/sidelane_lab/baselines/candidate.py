@@ -1,16 +1,17 @@
-"""What a study can run: every implementation of a collective behind one interface.
+"""Implementations of collectives behind one interface.
 
 An :class:`Implementation` owns one pair of buffers that serves all sizes. A :class:`Entrant` names one way to call
 it. :class:`Prepared` is a candidate bound to a :class:`Case`: it can be filled, run, timed and checked. Calls with
-lists of tensors are in ``listed.py``, Sidelane's own implementations in ``own.py``.
+lists of tensors are at the end; Sidelane's own implementations are in ``roster.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
 from sidelane.program.variant import Variant
-from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
+from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.study import SEPARATE
 
 # PyTorch 2.13 renamed both and warns of the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +34,7 @@ CALLS_AHEAD = 2
 """Eager calls that a sample makes in front of the clock: see ``measure.Job``."""
 
 HIDDEN_LAUNCH_US = 100.0
-"""What takes as long is timed without its launches, as graphs are: behind a spin of the device that takes that long."""
+"""Microseconds. Calls that take as long are timed without their launches, as graphs are: behind a spin so long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Tensors:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lists:
+class TensorLists:
     """Where a call with a list reads and writes.
 
     Attributes:
@@ -84,36 +86,59 @@ class Lists:
     inputs: list[torch.Tensor]
 
 
-class Implementation(Protocol):
-    """A library that can run some collectives.
+class Implementation:
+    """A library that can run some collectives, with an output buffer and an input buffer that serve all cases.
 
     Attributes:
         name: as the result file has it.
         launches: ``eager``, and ``graph`` where its calls can be captured.
+        leaves_own_part: all-to-alls leave every rank's own part in its input, and its place as it was.
+        device: of the buffers.
+        buffers: output and input; None before they are reserved.
     """
 
-    name: str
-    launches: tuple[str, ...]
+    name: str = ""
+    launches: tuple[str, ...] = ("eager",)
+    leaves_own_part = False
+    device: torch.device
+    buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        """The variants that exist; empty where it cannot do this at all."""
-        ...
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        """Allocate the buffers for all cases to come. Collective."""
-        ...
-
-    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        """Views of the buffers for one case, of its dtype."""
-        ...
+        """Return the variants that exist; empty where it cannot do this at all."""
+        raise NotImplementedError
 
     def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
         """Call the library on the current stream; what comes back waits for the end on a CPU, and does nothing else."""
-        ...
+        raise NotImplementedError
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """Return the variants of calls with lists of tensors; one that ends with ``separate`` is a call for each."""
+        return ()
+
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
+        """Call the library as ``start`` does, for all tensors in one call."""
+        raise NotImplementedError
+
+    def chosen(self) -> str:
+        """Return what the last call was run as, where rows name that as their variant; empty elsewhere."""
+        return ""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """Allocate bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        """Allocate the buffers for all cases to come. Collective."""
+        self.buffers = self.memory(output_bytes), self.memory(input_bytes)
+
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
+        """Return views of the buffers for one case, of its dtype."""
+        assert self.buffers is not None, "reserve comes first"
+        return views(case, candidate.in_place, *self.buffers)
 
     def close(self) -> None:
         """Release what was made. Not called after a failure."""
-        ...
+        self.buffers = None
 
 
 @runtime_checkable
@@ -121,41 +146,12 @@ class Binds(Protocol):
     """An implementation whose calls can be decided ahead of time, so that no question of a study is timed with them."""
 
     def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], object]:
-        """What calls the library as ``Implementation.start`` does, and nothing else."""
+        """Return what calls the library as ``Implementation.start`` does, and nothing else."""
         ...
-
-
-@runtime_checkable
-class TakesLists(Protocol):
-    """An implementation that has calls with lists of tensors."""
-
-    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
-        """The variants of such calls; one that ends with ``separate`` is a call for each tensor."""
-        ...
-
-    def start_list(self, lists: Lists, variant: str) -> Callable[[], None]:
-        """As ``Implementation.start``, for all tensors in one call."""
-        ...
-
-
-@runtime_checkable
-class Chooses(Protocol):
-    """An implementation whose rows name what it chose as their variant."""
-
-    def chosen(self) -> str:
-        """What the last call was run as."""
-        ...
-
-
-@runtime_checkable
-class LeavesOwnPart(Protocol):
-    """An implementation of all-to-alls that leave every rank's own part in its input, and its place as it was."""
-
-    leaves_own_part: bool
 
 
 def nothing_to_wait_for() -> None:
-    """What ``start`` returns where the stream keeps the order."""
+    """Do nothing: ``start`` returns this where the stream keeps the order."""
 
 
 def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor) -> Tensors:
@@ -176,7 +172,21 @@ def views(case: Case, in_place: bool, output: torch.Tensor, input: torch.Tensor)
     return Tensors(whole_output.view(case.dtype), whole_input.view(case.dtype))
 
 
-class Prepared:
+def library_call(kind: Kind, output: torch.Tensor, input: torch.Tensor, **options: Any) -> Callable[[], Any]:
+    """Return a call of torch.distributed, with ``group`` and what else is given."""
+    match kind:
+        case Kind.ALL_GATHER:
+            return partial(all_gather, output, input, **options)
+        case Kind.ALL_TO_ALL:
+            return partial(dist.all_to_all_single, output, input, **options)
+        case Kind.REDUCE_SCATTER:
+            return partial(reduce_scatter, output, input, **options)
+        case Kind.ALL_REDUCE:
+            return partial(dist.all_reduce, output, **options)
+    return partial(dist.broadcast, output, group_src=ROOT, **options)
+
+
+class PreparedCall:
     """A candidate bound to a case.
 
     Args:
@@ -187,16 +197,20 @@ class Prepared:
 
     Raises:
         Exception: whatever the library raises for buffers that it does not take.
+
+    Attributes:
+        pairs: the tensors of a call; several of a list.
     """
 
     def __init__(self, candidate: Entrant, case: Case, implementation: Implementation, calls: int = 1) -> None:
-        self.candidate = candidate
-        self.variant = candidate.variant
-        self.case = case
-        self.calls = calls
+        self.candidate, self.variant, self.case, self.calls = candidate, candidate.variant, case, calls
         self._implementation = implementation
-        self._tensors = implementation.tensors(case, candidate)
-        self._allocates_output = self._tensors.output is None
+        self._one_variant = in_one_call(candidate.variant)
+        one = dataclasses.replace(candidate, variant=self._one_variant)
+        self._parts = case.parts
+        self.pairs = tuple(implementation.tensors(part, one) for part in self._parts)
+        self._allocates_output = self.tensors.output is None
+        assert not (case.sizes and self._allocates_output), "what allocates its outputs takes no lists"
         self._one_call: torch.cuda.CUDAGraph | None = None
         self._all_calls: torch.cuda.CUDAGraph | None = None
 
@@ -214,7 +228,7 @@ class Prepared:
 
     @property
     def workgroups(self) -> int:
-        """That the library is held to, as its variant says; 0: it has as many as it likes."""
+        """The workgroups that the library is held to, as its variant says; 0: it has as many as it likes."""
         return int(self.variant.removeprefix(CTAS)) if self.variant.startswith(CTAS) else 0
 
     @property
@@ -222,12 +236,16 @@ class Prepared:
         """True if a second run on the same input gives the same output: the first one has not overwritten the input."""
         if self.in_place:
             return self.case.kind in (Kind.ALL_GATHER, Kind.BROADCAST)
-        return self._tensors.keeps_input
+        return self.tensors.keeps_input
 
     @property
     def tensors(self) -> Tensors:
-        """Where a run reads and writes."""
-        return self._tensors
+        """The tensors that a run reads and writes; the first ones of a list."""
+        return self.pairs[0]
+
+    @property
+    def _takes_list(self) -> bool:
+        return bool(self.case.sizes) and not is_separate(self.candidate.variant)
 
     def start(self) -> Callable[[], None]:
         """Begin one run on the current stream; call what comes back to wait for its end (needed on a CPU only)."""
@@ -237,22 +255,33 @@ class Prepared:
         return self._call()
 
     def _call(self) -> Callable[[], None]:
-        return self._implementation.start(self.case, self._tensors, self.candidate.variant)
+        start, variant = self._implementation.start, self._one_variant
+        if self._takes_list:
+            outputs = [pair.output for pair in self.pairs if pair.output is not None]
+            lists = TensorLists(self._parts, self.pairs, outputs, [pair.input for pair in self.pairs])
+            return self._implementation.start_list(lists, variant)
+        # On a CPU each call is waited for before the next one begins; on a device the stream does that.
+        for part, pair in zip(self._parts[:-1], self.pairs[:-1], strict=True):
+            start(part, pair, variant)()
+        return start(self._parts[-1], self.pairs[-1], variant)
 
     def _bound(self) -> Callable[[], object]:
-        """The quickest way to make the call on a device, where the stream waits for its end."""
-        if isinstance(self._implementation, Binds):
-            return self._implementation.bind(self.case, self._tensors, self.candidate.variant)
-        return self.run
+        """Return the quickest way to make the call on a device, where the stream waits for its end."""
+        implementation = self._implementation
+        if self._takes_list or not isinstance(implementation, Binds):
+            return self.run
+        pairs = zip(self._parts, self.pairs, strict=True)
+        calls = [implementation.bind(part, pair, self._one_variant) for part, pair in pairs]
+        return calls[0] if len(calls) == 1 else partial(_all, calls)
 
     def run(self) -> None:
-        """One run from beginning to end."""
+        """Make one run from beginning to end."""
         self.start()()
 
     def settle(self) -> None:
         """Note what was chosen, after a first call (and the capture, if there is one), where that is the question."""
-        if isinstance(self._implementation, Chooses):
-            self.variant = self._implementation.chosen()
+        chosen = self._implementation.chosen() or self._one_variant
+        self.variant = separately(chosen) if is_separate(self.candidate.variant) else chosen
 
     def capture(self) -> None:
         """Go over to graphs: one with all calls of a sample, to time, and one with a single call, to check.
@@ -263,7 +292,7 @@ class Prepared:
         self._one_call = self._captured(1)  # last, so that an output that the library allocates is this graph's
 
     def job(self, hide_launch_us: float = 0.0) -> Job:
-        """The job that samples ``calls`` operations."""
+        """Return the job that samples ``calls`` operations."""
         if self._all_calls is not None:
             return Job(self._all_calls.replay, calls=self.calls, hide_launch_us=hide_launch_us)
         # On a CPU a call has to be waited for.
@@ -276,19 +305,27 @@ class Prepared:
 
     def fill(self, seed: int) -> None:
         """Poison the output and put fresh random bytes, the same for the same seed, into the input."""
-        if self._tensors.output is not None:
-            poison(self._tensors.output)
+        for pair in self.pairs:
+            if pair.output is not None:
+                poison(pair.output)
         if self._allocates_output and self._one_call is None:
             # Leave poison where the allocator will look first, now that the last output has gone back to it.
-            self._tensors.output = None
+            self.tensors.output = None
             poison(torch.empty(self.case.output_bytes, dtype=torch.uint8, device=self.case.device))
-        fill_input(self.case, self._tensors.input, seed)
+        # Behind all poison: in place, an input is a part of an output.
+        for part, pair in zip(self._parts, self.pairs, strict=True):
+            fill_input(part, pair.input, seed)
 
     def error(self, seed: int) -> str | None:
-        """What is wrong with the output after a run on the input of ``seed``; None if nothing is."""
-        output = self._tensors.output
-        left = isinstance(self._implementation, LeavesOwnPart)
-        return "there is no output" if output is None else output_error(self.case, output, seed, own_part_left=left)
+        """Say what is wrong with the output after a run on the input of ``seed``; None if nothing is."""
+        left = self._implementation.leaves_own_part
+        for number, (part, pair) in enumerate(zip(self._parts, self.pairs, strict=True)):
+            if pair.output is None:
+                return "there is no output"
+            wrong = output_error(part, pair.output, seed, own_part_left=left)
+            if wrong is not None:
+                return f"number {number} in the list: {wrong}" if self.case.sizes else wrong
+        return None
 
     def release(self) -> None:
         """Drop the graphs and what they hold."""
@@ -296,7 +333,7 @@ class Prepared:
 
 
 def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of ``calls`` runs, captured on the current stream, which must not be the legacy default one."""
+    """Capture a graph of ``calls`` runs, captured on the current stream, which must not be the legacy default one."""
     graph = torch.cuda.CUDAGraph()
     # Not torch.cuda.graph(): it collects garbage and empties the allocator's cache, 50 ms for each of some hundred
     # captures. Other threads (a library's watchdog) may go on calling the driver while this one captures.
@@ -320,7 +357,7 @@ def candidates_of(
     launches: tuple[str, ...] = (),
     listed: bool = False,
 ) -> list[Entrant]:
-    """Every way in which an implementation can run a collective.
+    """Return every way in which an implementation can run a collective.
 
     Args:
         implementation: whose variants and launches.
@@ -330,22 +367,80 @@ def candidates_of(
         listed: calls with lists of tensors; none where the implementation takes one tensor a call.
     """
     only = only if implementation.name in (DMA, SM) else ()
+    find = implementation.list_variants if listed else implementation.variants
     return [
         Entrant(implementation.name, variant, in_place, launch)
         for in_place in (False, True)
-        for variant in _kept(_variants(implementation, kind, in_place, listed), only)
+        for variant in _kept(find(kind, in_place), only)
         for launch in implementation.launches
         if (not launches or launch in launches) and not (launch == "graph" and Variant.of(variant).prelaunched)
     ]
-
-
-def _variants(implementation: Implementation, kind: Kind, in_place: bool, listed: bool) -> tuple[str, ...]:
-    if not listed:
-        return implementation.variants(kind, in_place)
-    return implementation.list_variants(kind, in_place) if isinstance(implementation, TakesLists) else ()
 
 
 def _kept(found: tuple[str, ...], only: tuple[str, ...]) -> tuple[str, ...]:
     if not only:
         return found
     return tuple(name for name in only if Variant.of(name).called in found)
+
+
+COALESCED = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+"""Collectives that torch hands over as one operation, ``all_gather_into_tensor_coalesced`` and so on."""
+
+
+def separately(variant: str) -> str:
+    """Return the name of a variant that takes the tensors of a list in a call each.
+
+    >>> separately(""), separately("window")
+    ('separate', 'window+separate')
+    """
+    return f"{variant}+{SEPARATE}" if variant else SEPARATE
+
+
+def is_separate(variant: str) -> bool:
+    """Tell if a variant is one that :func:`separately` names."""
+    return variant.rpartition("+")[2] == SEPARATE
+
+
+def in_one_call(variant: str) -> str:
+    """Return the variant that each call of ``separately(variant)`` is.
+
+    >>> in_one_call("separate"), in_one_call("window+separate"), in_one_call("b2b")
+    ('', 'window', 'b2b')
+    """
+    return variant.rpartition("+")[0] if is_separate(variant) else variant
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+@contextlib.contextmanager
+def coalesced(
+    group: dist.ProcessGroup | None, device: torch.device | None = None, *, async_ops: bool = False
+) -> Iterator[Any]:
+    """Collect torch's collectives in a ``with`` block and hand them over together: torch's own manager, mended.
+
+    After an error in its block, torch's goes on collecting for ever: later calls on the group would do nothing.
+
+    Args:
+        group: None for the default one.
+        device: for collectives that are not in ``COALESCED``: the block stands between the library's own group calls.
+        async_ops: what the block gets has a ``wait``.
+
+    Raises:
+        RuntimeError: the backend has no such thing.
+    """
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None
+    began = False
+    try:
+        with dist._coalescing_manager(group=chosen, device=device, async_ops=async_ops) as manager:
+            began = True
+            yield manager
+    except BaseException:
+        collecting = dist.distributed_c10d._world.pg_coalesce_state.pop(chosen, None) is not None
+        if began and collecting and device is not None:
+            with contextlib.suppress(Exception):
+                chosen._end_coalescing(device)  # nobody else would end the library's group
+        raise

@@ -1,4 +1,4 @@
-"""What a collective is given and what it must return, without running one.
+"""The input of a collective and the output that it must have, without running one.
 
 Inputs are random bytes that follow from a seed, the source rank and the chunk. Every rank can regenerate what its peers
 were given, so the reference depends on no collective.
@@ -24,7 +24,7 @@ APART_BYTES = 512
 """The tensors of a list begin at multiples of it, as do those that torch's allocator gives."""
 
 MOST_TENSORS = 1024
-"""Of a list: proving a program takes longer with each, and a study makes one for every variant and size."""
+"""Tensors of a list at the most: proving a program takes longer with each, and a study proves many."""
 
 MOVING_DTYPES = (
     torch.bool,
@@ -45,11 +45,11 @@ MOVING_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-"""What collectives that reduce nothing are tried with, which take any."""
+"""Dtypes that collectives that reduce nothing are tried with; they take any."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Spot:
+class ListSpot:
     """Which tensor of a list it is, and where it begins in an implementation's buffers, in bytes."""
 
     number: int
@@ -75,7 +75,7 @@ class Case:
     world_size: int
     device: torch.device
     sizes: tuple[int, ...] = ()
-    spot: Spot | None = None
+    spot: ListSpot | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -105,7 +105,7 @@ class Case:
         parts: list[Case] = []
         output_at = input_at = 0
         for number, nbytes in enumerate(self.sizes):
-            spot = Spot(number, output_at, input_at)
+            spot = ListSpot(number, output_at, input_at)
             parts.append(dataclasses.replace(self, nbytes=nbytes, sizes=(), spot=spot))
             output_at += _apart(parts[-1].output_bytes)
             input_at += _apart(parts[-1].input_bytes)
@@ -168,7 +168,7 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def output_error(case: Case, output: torch.Tensor, seed: int, *, own_part_left: bool = False) -> str | None:
-    """What is wrong with ``output`` (1-d) for the inputs of ``seed``; None if nothing is. Waits for the device.
+    """Say what is wrong with ``output`` (1-d) for the inputs of ``seed``; None if nothing is. Waits for the device.
 
     ``own_part_left``: what this rank sends to itself must not have arrived: poison must be there.
     """
@@ -216,7 +216,7 @@ Part = tuple[int, int]
 
 
 def _input_parts(case: Case) -> Iterator[tuple[Part, int, int]]:
-    """What this rank's input is made of: (part, offset, bytes)."""
+    """Yield what this rank's input is made of: (part, offset, bytes)."""
     if case.kind is Kind.ALL_GATHER:
         yield (case.rank, 0), 0, case.shard_bytes
     elif case.kind is Kind.BROADCAST:
@@ -228,7 +228,7 @@ def _input_parts(case: Case) -> Iterator[tuple[Part, int, int]]:
 
 
 def _output_parts(case: Case) -> Iterator[tuple[list[Part], int, int]]:
-    """What this rank's output must be: (parts to add up, offset, bytes)."""
+    """Yield what this rank's output must be: (parts to add up, offset, bytes)."""
     everyone, shard = range(case.world_size), case.shard_bytes
     match case.kind:
         case Kind.ALL_GATHER:

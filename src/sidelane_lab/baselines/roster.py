@@ -3,24 +3,317 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
+from sidelane.choice import Abilities
+from sidelane.choice.candidate import (
+    DMA,
+    EVERYTHING,
+    IMPLEMENTATIONS,
+    SM,
+    applicable,
+    everything,
+    find,
+    takes_one_tensor,
+)
+from sidelane.choice.key import CPU
 from sidelane.cli.launch import Rank
+from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, NOTHING
-from sidelane.session import Communicator
-from sidelane_lab.baselines.candidate import Implementation
-from sidelane_lab.baselines.own import Auto, Dma, InPlace, Kernels, OwnPartLeft
-from sidelane_lab.baselines.reference import Case
-from sidelane_lab.harness.asked import ONE_TENSOR, check_implementations, implementations
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+from sidelane.program.variant import PRELAUNCH, Variant
+from sidelane.session import Communicator, Work
+from sidelane.session.prelaunch import prelaunchable
+from sidelane_lab.baselines.candidate import (
+    Entrant,
+    Implementation,
+    TensorLists,
+    Tensors,
+    nothing_to_wait_for,
+    separately,
+)
+from sidelane_lab.baselines.reference import ROOT, Case
 from sidelane_lab.harness.measure import Meter
+
+ON_CPUS = ("gloo", "dma", "auto")
+ON_GPUS = ("nccl", "nccl_ce", "symm_mem", "dma", "auto", "sm")
+"""Names of implementations, in the order of a study."""
+
+BESIDE = ("nccl_ctas",)
+"""Implementations that run next to a computation only, behind the others."""
+
+OTHER_CALLS = ("dma_left", "dma_in_place")
+"""Implementations that make another call next to a computation: all-to-alls without a copy inside a GPU."""
+
+ONE_TENSOR = {
+    "symm_mem": "PyTorch's operators on symmetric memory take one tensor a call",
+}
+"""Implementations that take no part in a study of lists, with the reason."""
+
+
+def implementations(device_type: str, *, with_auto: bool = False, with_others: bool = False) -> tuple[str, ...]:
+    """Names that a study knows on a kind of device.
+
+    Args:
+        device_type: where the ranks' tensors are.
+        with_auto: ``auto`` is a variant of ``dma`` in this study.
+        with_others: so are ``OTHER_CALLS``, each by itself.
+
+    >>> implementations("cpu")
+    ('gloo', 'dma', 'auto')
+    """
+    names = ON_CPUS if device_type == CPU else ON_GPUS + (BESIDE if with_auto else ())
+    names += OTHER_CALLS if with_others else ()
+    return tuple(name for name in names if not (with_auto and name == "auto"))
+
+
+def check_implementations(
+    wanted: Collection[str],
+    device_type: str,
+    *,
+    with_auto: bool = False,
+    with_others: bool = False,
+    listed: bool = False,
+) -> None:
+    """Refuse an implementation that is not known on a kind of device, or (``listed``) that takes no lists.
+
+    Raises:
+        ValueError: with the allowed names.
+    """
+    known = implementations(device_type, with_auto=with_auto, with_others=with_others)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        where = "CPU ranks" if device_type == CPU else "GPUs"
+        raise ValueError(
+            f"implementations: not known on {where} (value={', '.join(unknown)}, allowed={', '.join(known)})"
+        )
+    refused = [name for name in wanted if listed and name in ONE_TENSOR]
+    if refused:
+        reasons = "; ".join(ONE_TENSOR[name] for name in refused)
+        allowed = ", ".join(name for name in known if name not in ONE_TENSOR)
+        raise ValueError(
+            f"implementations: not with lists of tensors: {reasons} (value={', '.join(refused)}, allowed={allowed})"
+        )
+
+
+def check_asked(
+    device_type: str,
+    kinds: Sequence[Kind],
+    *,
+    implementations: Collection[str] = (),
+    variants: Sequence[str] = (),
+    launches: Collection[str] = (),
+    chosen_from: Sequence[str] = IMPLEMENTATIONS,
+    with_auto: bool = False,
+    with_others: bool = False,
+    listed: bool = False,
+) -> None:
+    """Refuse names that a study could only leave out in silence. A variant of one of the collectives is enough.
+
+    Args:
+        device_type: where the ranks' tensors are.
+        kinds: collectives of the study.
+        implementations: asked for; empty for all.
+        variants: asked for; empty for all.
+        launches: asked for; empty for all.
+        chosen_from: Sidelane's implementations whose variants can be chosen.
+        with_auto: as :func:`implementations` has it.
+        with_others: likewise.
+        listed: calls with lists of tensors.
+
+    Raises:
+        ValueError: with what was given and what is allowed.
+    """
+    check_implementations(implementations, device_type, with_auto=with_auto, with_others=with_others, listed=listed)
+    if device_type == CPU and set(launches) == {"graph"}:
+        raise ValueError(f"launch: CPU ranks have no graphs (value={', '.join(launches)}, allowed=eager)")
+    abilities = Abilities() if device_type == CPU else EVERYTHING
+    here = [name for name in chosen_from if name in abilities.implementations and not (listed and name in ONE_TENSOR)]
+    own = [name for name in here if name in implementations] or here
+    found = [one for kind in kinds for one in everything(kind, abilities) if one.implementation in own]
+    found = [one for one in found if not (listed and takes_one_tensor(one))]
+    known = [*([AUTO] if with_auto else []), *dict.fromkeys(one.variant for one in found)]
+    ahead = dict.fromkeys(name for kind in kinds if DMA in own for name in prelaunchable(everything(kind, abilities)))
+    unknown = [name for name in variants if name not in known and Variant.of(name).called not in ahead]
+    if unknown:
+        suffixed = f"; {', '.join(ahead)} also with {PRELAUNCH}" if ahead else ""
+        lists = "lists of " if listed else ""
+        raise ValueError(
+            f"variants: no such variant of {' or '.join(own)} for {lists}{' or '.join(kinds)} "
+            f"(value={', '.join(unknown)}, allowed={', '.join(known)}{suffixed})"
+        )
+
+
+Given = torch.Tensor | list[torch.Tensor]
+
+
+class Own(Implementation):
+    """Sidelane's collectives on symmetric tensors.
+
+    Args:
+        shared: the communicator; or an implementation whose communicator and buffers this one has, too.
+
+    Attributes:
+        communicator: whose collectives these are.
+    """
+
+    name = ""
+
+    def __init__(self, shared: Communicator | Own) -> None:
+        self._shared: Own = shared._shared if isinstance(shared, Own) else self
+        self.communicator: Communicator = shared.communicator if isinstance(shared, Own) else shared
+        self.device = self.communicator.device
+        self.launches: tuple[str, ...] = ("eager",) if self.device.type == "cpu" else ("eager", "graph")
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """Return the variants that this machine has of ``name``'s."""
+        if kind is Kind.BROADCAST and not in_place:
+            return ()
+        found = applicable(kind, self.communicator.world_size, self.communicator.abilities)
+        return tuple(candidate.variant for candidate in found if candidate.implementation == self.name)
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        names = self.variants(kind, in_place)
+        return tuple(name for name in names if (one := find(kind, name)) is None or not takes_one_tensor(one))
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return self.communicator.empty(nbytes, dtype=torch.uint8)
+
+    def reserve(self, output_bytes: int, input_bytes: int) -> None:
+        have = self._shared.buffers
+        if have is None or have[0].nbytes < output_bytes or have[1].nbytes < input_bytes:
+            Implementation.reserve(self._shared, output_bytes, input_bytes)
+
+    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
+        return Implementation.tensors(self._shared, case, candidate)
+
+    def bind(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], Work | None]:
+        assert tensors.output is not None
+        return self._bind(case.kind, tensors.output, tensors.input, variant=variant)
+
+    def start(self, case: Case, tensors: Tensors, variant: str) -> Callable[[], None]:
+        work = self.bind(case, tensors, variant)()
+        return nothing_to_wait_for if work is None else work.synchronize
+
+    def start_list(self, lists: TensorLists, variant: str) -> Callable[[], None]:
+        work = self._bind(lists.parts[0].kind, lists.outputs, lists.inputs, variant=variant)()
+        return nothing_to_wait_for if work is None else work.synchronize
+
+    def _bind(self, kind: Kind, output: Given, input: Given, **options: Any) -> Callable[[], Work | None]:
+        if self.device.type == "cpu":
+            options["async_op"] = True  # a synchronous call returns when it has ended, and nothing could run next to it
+        return bound_call(self.communicator, kind, output, input, **options)
+
+    def close(self) -> None:
+        super().close()
+        self.communicator.close()
+
+
+class OwnDma(Own):
+    """Sidelane's collectives by copy engines. ``with_auto``: its choice next to a computation is one more variant."""
+
+    name = DMA
+
+    def __init__(self, shared: Communicator | Own, *, with_auto: bool = False) -> None:
+        super().__init__(shared)
+        self._auto = (AUTO,) if with_auto else ()
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        if self._auto and in_place and kind is Kind.ALL_TO_ALL:
+            return ()  # it overwrites its input: next to a computation that is another call (``InPlace``)
+        names = super().variants(kind, in_place)
+        return self._auto + names if names else ()
+
+
+class OwnKernels(Own):
+    """Sidelane's collectives that kernels run.
+
+    Raises:
+        UnavailableError: this machine does not have them.
+    """
+
+    name = SM
+
+    def __init__(self, shared: Own) -> None:
+        super().__init__(shared)
+        if SM not in self.communicator.abilities.implementations:
+            raise UnavailableError("this device or this installation has no kernels for collectives")
+
+
+class OwnAuto(Own):
+    """Sidelane's own choice among its collectives. Its rows name what it chose as their variant."""
+
+    name = AUTO
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return (AUTO,) if self._shared.variants(kind, in_place) else ()
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        """Return the list in one call, and for comparison a call for each tensor, which may run as something else."""
+        return tuple(name for auto in self.variants(kind, in_place) for name in (auto, separately(auto)))
+
+    def chosen(self) -> str:
+        """Return what the last call was run as."""
+        choice = self.communicator.last_choice()
+        assert choice is not None, "a call comes first"
+        return choice.candidate.variant
+
+
+class InPlace(Own):
+    """All-to-alls on copy engines whose input and output are the same bytes."""
+
+    name = "dma_in_place"
+    in_place = True
+
+    def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return (AUTO,) if kind is Kind.ALL_TO_ALL and in_place is self.in_place else ()
+
+    def list_variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
+        return ()
+
+
+class OwnPartLeft(InPlace):
+    """All-to-alls on copy engines, out of place, that leave every rank's own part in its input."""
+
+    name = "dma_left"
+    in_place = False
+    leaves_own_part = True
+
+    def _bind(self, kind: Kind, output: Given, input: Given, **options: Any) -> Callable[[], Work | None]:
+        return super()._bind(kind, output, input, copy_own_part=False, **options)
+
+
+def bound_call(
+    communicator: Communicator, kind: Kind, output: Given, input: Given, **options: Any
+) -> Callable[[], Work | None]:
+    """Return what makes a call of Sidelane's, and nothing else.
+
+    Args:
+        communicator: whose call.
+        kind: which collective.
+        output: what it writes; of a broadcast all that there is.
+        input: what it reads.
+        options: of the call, such as ``variant``.
+    """
+    match kind:
+        case Kind.ALL_REDUCE:
+            return partial(communicator.all_reduce, input, output=output, **options)
+        case Kind.BROADCAST:
+            return partial(communicator.broadcast, output, root=ROOT, **options)
+    collective: Callable[..., Work | None] = getattr(communicator, kind)
+    return partial(collective, output, input, **options)
 
 
 @dataclasses.dataclass(slots=True)
 class Roster:
-    """What takes part on this rank, in the same order on every rank.
+    """Implementations that take part on this rank, in the same order on every rank.
 
     Attributes:
         meter: measures, and lets ranks agree.
@@ -111,29 +404,29 @@ def make_roster(
             NcclCtas,
             kernels_of,
         )
-        from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemory
+        from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
 
         find_kernels = kernels_of
         makers = {
             "nccl": lambda: Nccl(rank.device, meter),
             "nccl_ctas": lambda: NcclCtas(rank.device, timeout_s, meter),
             "nccl_ce": lambda: NcclCopyEngines(rank.device, timeout_s, meter),
-            "symm_mem": lambda: SymmetricMemory(rank.device, meter),
+            "symm_mem": lambda: SymmetricMemoryOperators(rank.device, meter),
         }
-    own: list[Dma] = []
+    own: list[OwnDma] = []
 
-    def make_own() -> Dma:
+    def make_own() -> OwnDma:
         # Next to a computation the choice is among what leaves it its compute units.
         config = dataclasses.replace(settings.current(), timeout_s=timeout_s, beside=COMPUTE if with_auto else NOTHING)
-        own.append(Dma(Communicator(dist.group.WORLD, device=rank.device, config=config), with_auto=with_auto))
+        own.append(OwnDma(Communicator(dist.group.WORLD, device=rank.device, config=config), with_auto=with_auto))
         return own[0]
 
-    def needs_own(make: Callable[[Dma], Implementation]) -> Callable[[], Implementation]:
+    def needs_own(make: Callable[[OwnDma], Implementation]) -> Callable[[], Implementation]:
         return lambda: make(own[0] if own else make_own())
 
     makers["dma"] = make_own
-    makers["auto"] = needs_own(Auto)
-    makers["sm"] = needs_own(Kernels)
+    makers["auto"] = needs_own(OwnAuto)
+    makers["sm"] = needs_own(OwnKernels)
     makers["dma_left"] = needs_own(OwnPartLeft)
     makers["dma_in_place"] = needs_own(InPlace)
     roster = Roster(meter, kernels_of=find_kernels)
@@ -148,7 +441,7 @@ def make_roster(
 
 
 def make_meter(rank: Rank, timeout_s: float) -> Meter:
-    """What measures on this rank. Collective.
+    """Make what measures on this rank. Collective.
 
     Args:
         rank: of this process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -15,10 +15,12 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE, Command, how, what
 from sidelane.cli.options import (
     VERSIONS,
+    choice_option,
+    count_option,
     given,
     machine_option,
     moved_collectives,
-    names,
+    names_option,
     reasons,
     refuse_beside_machine,
     say_rounding,
@@ -34,6 +36,9 @@ NAMES = "nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, dma_left, dma_in_place, 
 """Implementations that run next to a GEMM."""
 
 PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
+OF_OCCUPANCY = ("shapes", "blocks", "iterations", "in_order")
+OF_PAIRS = ("strategies", "variants", "isolated", "timeline", "not_run", "resume", "budget_s", "third")
+"""Parameters that only one of the studies has."""
 
 
 @click.command(
@@ -78,7 +83,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 )
 @what("--iterations", type=click.IntRange(min=2), default=6, help="Of a pipeline, with --study occupancy.")
 @what("--in-order", is_flag=True, help="GEMMs of a pipeline follow each other, with --study occupancy.")
-@what("--dtype", type=click.Choice(GEMM_DTYPES), default="bfloat16", help="On GPUs; CPUs take float32.")
+@choice_option("--dtype", GEMM_DTYPES, "bfloat16", "On GPUs; CPUs take float32.")
 @what(
     "--strategy",
     "strategies",
@@ -88,13 +93,7 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
     show_default="all",
     help="May be repeated. With --machine, of pairs.",
 )
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="auto",
-    help="Of Sidelane's collectives; the best is reported.",
-)
+@names_option("--variants", "auto", "Of Sidelane's collectives; the best is reported.")
 @what(
     "--full-size",
     is_flag=True,
@@ -132,32 +131,20 @@ PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
 @what("--third", is_flag=True, help="Next to a third kernel, too, in each order of launches. Measured pairs.")
 @how("--resume", is_flag=True, help="Keep what --json has; measure pairs that lack a strategy there.")
 @how("--budget", "budget_s", type=float, metavar="SECONDS", help="Begin no further pair after so much time.")
-@how("--warmup", type=click.IntRange(min=0), default=6, help="Rounds before the measured.")
-@how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
+@count_option("--warmup", 6, "Rounds before the measured.", 0)
+@count_option("--repeats", 9, "Measured rounds.")
 @machine_option
-@what(
-    "--version",
-    type=click.Choice(VERSIONS),
-    default="000",
-    help="Version of the ConCCL paper (docs/internals/model.md), with --machine.",
-)
+@choice_option("--version", VERSIONS, "000", "Version of the ConCCL paper (docs/internals/model.md), with --machine.")
 @functools.partial(study_options, names_of=NAMES)
 def c3(
     pairs: tuple[str, ...],
     gemms: tuple[str, ...],
     sizes: tuple[int, ...],
-    collectives: tuple[str, ...],
-    strategies: tuple[str, ...],
     machine: str | None,
     version: str,
-    json: Path | None,
     study: str,
-    shapes: tuple[str, ...],
-    blocks: tuple[int, ...],
-    iterations: int,
-    in_order: bool,
     results: Path | None,
-    **others: Any,
+    **options: Any,
 ) -> None:
     """Run a GEMM next to a collective, under every strategy.
 
@@ -169,79 +156,44 @@ def c3(
     whole study with --version, --json and --report.
     """
     with plain_errors():
-        strategies = tuple(dict.fromkeys(strategies))
+        options["strategies"] = tuple(dict.fromkeys(options["strategies"]))
+        options["collectives"] = tuple(map(Kind, options["collectives"]))
         workloads = [*pairs, *pairs_of(gemms, sizes)]
-        kinds = tuple(map(Kind, collectives))
         for pair in workloads:
             parse_workload(pair)
         say_rounding(*(pair.rpartition("_")[2] for pair in pairs))
-
-        if results is not None and study == PAIRS and machine is not None:
-            refuse_beside_machine("results", "json", "report")
-            from sidelane_lab.studies.c3 import foretold
-
-            foretold.main(machine, results, others["report"], json)
-            return
-        if results is not None and study != HEURISTICS:
+        if workloads:
+            options["workloads"] = tuple(workloads)
+        predicts = study == PAIRS and machine is not None
+        if results is not None and study != HEURISTICS and not predicts:
             raise ValueError("--results goes with --study heuristics, or with --machine")
+        if study != OCCUPANCY:
+            _refuse(OCCUPANCY, *OF_OCCUPANCY)
+            for name in OF_OCCUPANCY:
+                options.pop(name)
         if study == HEURISTICS:
-            _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
             _refuse(PAIRS, "resume")
             from sidelane_lab.studies.c3 import heuristics
 
-            heuristics.main(
-                heuristics.HeuristicsOptions(
-                    workloads=tuple(workloads) or heuristics.HeuristicsOptions.workloads,
-                    collectives=kinds,
-                    strategies=strategies,
-                    machine=machine,
-                    results=results,
-                    json=json,
-                    **others,
-                )
-            )
-            return
-        if study == OCCUPANCY:
+            heuristics.main(heuristics.HeuristicsOptions(machine=machine, results=results, **options))
+        elif study == OCCUPANCY:
             if machine is not None:
                 raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            of_pairs = ("variants", "isolated", "timeline", "not_run", "resume", "budget_s", "third")
-            _refuse(PAIRS, "strategies", *of_pairs)
-            for name in of_pairs:
-                others.pop(name)
-            if not given("collectives"):
-                kinds = (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
-            for name in ("warmup", "repeats"):
-                if not given(name):
-                    others.pop(name)
+            _refuse(PAIRS, *OF_PAIRS)
+            usual = [name for name in (*OF_OCCUPANCY, "collectives", "warmup", "repeats") if not given(name)]
+            for name in (*OF_PAIRS, *usual):
+                options.pop(name)
             from sidelane_lab.studies.c3 import occupancy
 
-            occupancy.main(
-                occupancy.OccupancyOptions(
-                    workloads=tuple(workloads or ["cb1_896M"]),
-                    collectives=kinds,
-                    shapes=shapes or tuple(SHAPES),
-                    blocks=blocks,
-                    iterations=iterations,
-                    in_order=in_order,
-                    json=json,
-                    **others,
-                )
-            )
-            return
-        _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
-        if machine is not None:
-            predict_c3(machine, workloads, kinds, strategies, version, others["report"], json)
-        if given("version"):
+            occupancy.main(occupancy.OccupancyOptions(**options))
+        elif machine is not None:
+            predict_c3(machine, workloads, version, results, **options)
+        elif given("version"):
             raise ValueError("--version chooses between versions of the paper; it needs --machine")
+        else:
+            from sidelane_lab.studies.c3 import study as c3_study
 
-        from sidelane_lab.studies.c3 import study as c3_study
-
-        workloads = workloads or ["cb1_896M"]
-        c3_study.main(
-            c3_study.C3Options(
-                workloads=tuple(workloads), collectives=kinds, strategies=strategies, json=json, **others
-            )
-        )
+            c3_study.main(c3_study.C3Options(**options))
 
 
 def _refuse(study: str, *names: str) -> None:
@@ -256,31 +208,32 @@ def _refuse(study: str, *names: str) -> None:
 
 
 def predict_c3(
-    machine: str,
-    pairs: list[str],
-    kinds: tuple[Kind, ...],
-    strategies: tuple[str, ...],
-    version: str,
-    report: Path | None,
-    json: Path | None,
-) -> NoReturn:
-    """What ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
+    machine: str, pairs: list[str], version: str, results: Path | None, *,
+    collectives: tuple[Kind, ...], strategies: tuple[str, ...], report: Path | None, json: Path | None, **others: Any,
+) -> None:  # fmt: skip
+    """Predict, as ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
 
     Raises:
         ValueError: options that do not go together, or no such machine.
     """
+    if results is not None:
+        refuse_beside_machine("results", "json", "report")
+        from sidelane_lab.studies.c3 import prediction
+
+        prediction.main(machine, results, report, json)
+        return
     if pairs:
         refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
     else:
         refuse_beside_machine("version", "json", "report")
     from sidelane_lab.papers.simulated import study as sim_study
 
-    workloads = [parse_workload(pair, kind) for kind in kinds for pair in pairs]
+    workloads = [parse_workload(pair, kind) for kind in collectives for pair in pairs]
     sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version, json, strategies), workloads))
 
 
 def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:
-    """Every GEMM with every size, as the paper writes them.
+    """Return every GEMM with every size, as the paper writes them.
 
     >>> pairs_of(("cb1", "512,512,2048"), (1024,))
     ['cb1_1K', '512x512x2048_1K']

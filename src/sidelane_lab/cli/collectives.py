@@ -14,11 +14,13 @@ from sidelane.cli.help import MEASURE, Command, how, output, what
 from sidelane.cli.options import (
     ALL,
     KINDS,
+    choice_option,
+    count_option,
     given,
     machine_option,
     measuring_options,
     moved_collectives,
-    names,
+    names_option,
     refuse_beside_machine,
     shapes,
     size,
@@ -29,7 +31,7 @@ from sidelane.cli.options import (
 from sidelane.cli.output import Written
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 
-# What ``sidelane phases`` knows; bench.phases_programs has the same names.
+# What ``sidelane phases`` knows; studies/phases/programs.py has the same names.
 PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
 
 
@@ -62,48 +64,17 @@ PHASED = ("copy", "copies", "all_gather", "all_gather_in_place", "all_to_all")
     help="Spread each size over a list of that many tensors: in one call, and in a call each.",
 )
 @what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="",
-    show_default="all; prelaunched only b2b up to 1M",
-    help="Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ...",
+@names_option(
+    "--variants", "", "Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ...", "all; prelaunched only b2b up to 1M"
 )
-@what(
-    "--launch",
-    type=click.Choice(["eager", "graph", "both"]),
-    default="both",
-    help="Call by call, or in a CUDA graph.",
-)
-@what(
-    "--place",
-    type=click.Choice(["in", "out", "both"]),
-    default="both",
-    help="Calls in place, out of place, or both.",
-)
-@how(
-    "--iterations",
-    type=click.IntRange(min=1),
-    default=15,
-    help="Measured rounds; of short eager calls on GPUs four times as many.",
-)
-@how("--warmup", type=click.IntRange(min=0), default=3, help="Rounds before them.")
+@choice_option("--launch", ["eager", "graph", "both"], "both", "Call by call, or in a CUDA graph.")
+@choice_option("--place", ["in", "out", "both"], "both", "Calls in place, out of place, or both.")
+@count_option("--iterations", 15, "Measured rounds; of short eager calls on GPUs four times as many.")
+@count_option("--warmup", 3, "Rounds before them.", 0)
 @how("--profile/--no-profile", default=True, help="On GPUs: look which implementations launched kernels.")
 @machine_option
 @study_options
-def collective(
-    collectives: tuple[str, ...],
-    min_bytes: int,
-    max_bytes: int | None,
-    factor: int,
-    launch: str,
-    place: str,
-    iterations: int,
-    machine: str | None,
-    json: Path | None,
-    **others: Any,
-) -> None:
+def collective(machine: str | None, collectives: tuple[str, ...], iterations: int, **options: Any) -> None:
     """Time every implementation of a collective at every size, and check what it makes.
 
     With --tensors: calls with lists, next to separate calls one behind the other (variants that end with "separate").
@@ -117,25 +88,15 @@ def collective(
             refuse_beside_machine("json", "report")
             from sidelane_lab.papers.simulated import study as sim_study
 
-            sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"], json=json)))
+            sys.exit(sim_study.collective_main(sim_study.Options(machine, options["report"], json=options["json"])))
 
         from sidelane.cli.launch import choose_target
-        from sidelane_lab.studies.collectives import study as collective_study
+        from sidelane_lab.studies import collectives as collective_study
 
-        on_cpu = choose_target(others["ranks"], others["device"]).on_cpu
-        sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 16 << 20 if on_cpu else 4 << 30), factor))
-        kinds = KINDS if ALL in collectives else collectives
-        collective_study.main(
-            collective_study.CollectiveOptions(
-                collectives=tuple(map(Kind, kinds)),
-                sizes=sizes,
-                launches=() if launch == "both" else (launch,),
-                places=() if place == "both" else (place,),
-                repeats=iterations,
-                json=json,
-                **others,
-            )
-        )
+        on_cpu = choose_target(options["ranks"], options["device"]).on_cpu
+        options |= _asked(options, 16 << 20 if on_cpu else 4 << 30)
+        kinds = tuple(map(Kind, KINDS if ALL in collectives else collectives))
+        collective_study.main(collective_study.CollectiveOptions(collectives=kinds, repeats=iterations, **options))
 
 
 # The study says why something else is none, so this is no click.Choice.
@@ -157,21 +118,14 @@ def collective(
     help=f"May be repeated. One of: {', '.join(PHASED)}.",
 )
 @size_options("1K", "1G on GPUs, 4M on CPUs")
-@what(
+@names_option(
     "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="b2b",
-    help="pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ...",
+    "b2b",
+    "pcpy, bcst, swap, b2b, striped, b2b+prelaunch, ...",
 )
-@what(
-    "--launch",
-    type=click.Choice(["eager", "graph", "both"]),
-    default="both",
-    help="Call by call, or in a CUDA graph.",
-)
-@how("--calls", type=click.IntRange(min=1), default=31, help="Measured calls of each.")
-@how("--warmup", type=click.IntRange(min=1), default=4, help="Calls before them.")
+@choice_option("--launch", ["eager", "graph", "both"], "both", "Call by call, or in a CUDA graph.")
+@count_option("--calls", 31, "Measured calls of each.")
+@count_option("--warmup", 4, "Calls before them.")
 @what(
     "--predict",
     metavar="NAME_OR_FILE",
@@ -181,57 +135,29 @@ def collective(
 )
 @machine_option
 @measuring_options
-def phases(
-    operations: tuple[str, ...],
-    min_bytes: int,
-    max_bytes: int | None,
-    factor: int,
-    variants: tuple[str, ...],
-    launch: str,
-    machine: str | None,
-    json: Path | None,
-    **others: Any,
-) -> None:
+def phases(operations: tuple[str, ...], machine: str | None, **options: Any) -> None:
     """Show where a transfer and a collective spend their time: control, schedule, copy, sync.
 
     Measured by time stamps around the copies and by the host's clock, one call at a time, next to what the simulator
     predicts for the same programs. With --machine: predicted only, for a machine that need not be here.
     """
     with plain_errors():
-        chosen = operations or PHASED
+        options["operations"] = operations or PHASED
         if machine is not None:
             allowed = ("operations", "min_bytes", "max_bytes", "factor", "variants", "json", "report")
             refuse_beside_machine(*allowed)
             from sidelane_lab.studies.phases import predict as phases_predict
 
-            sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 1 << 30), factor))
-            sys.exit(
-                phases_predict.main(
-                    phases_predict.PredictOptions(
-                        machine=machine,
-                        operations=chosen,
-                        variants=variants,
-                        sizes=sizes,
-                        json=json,
-                        report=others["report"],
-                    )
-                )
-            )
+            options |= _asked(options, 1 << 30)
+            asked = {name: options[name] for name in ("operations", "variants", "sizes", "json", "report")}
+            sys.exit(phases_predict.main(phases_predict.PredictOptions(machine=machine, **asked)))
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.phases import study as phases_study
 
-        place = choose_target(others["ranks"], others["device"])
-        phases_study.main(
-            phases_study.PhasesOptions(
-                operations=chosen,
-                sizes=tuple(sizes_between(min_bytes, _or(max_bytes, 4 << 20 if place.on_cpu else 1 << 30), factor)),
-                variants=variants,
-                launches=() if launch == "both" else (launch,),
-                json=json,
-                **others,
-            )
-        )
+        on_cpu = choose_target(options["ranks"], options["device"]).on_cpu
+        options |= _asked(options, 4 << 20 if on_cpu else 1 << 30)
+        phases_study.main(phases_study.PhasesOptions(**options))
 
 
 @click.command(
@@ -252,35 +178,19 @@ def phases(
     "repeated.",
 )
 @size_options("64M", "1G", fixed=True)
-@what(
+@names_option(
     "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="b2b",
-    help="Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
+    "b2b",
+    "Of Sidelane's copy engines: pcpy, striped, ...; reductions have b2b and pcpy. Kernels all take part.",
 )
-@what("--launch", type=click.Choice(["eager", "graph"]), default="graph", help="Call by call, or in a CUDA graph.")
-@what(
-    "--place",
-    "places",
-    type=click.Choice(["in", "out", "both"]),
-    default="both",
-    help="Calls in place, out of place, or both.",
-)
+@choice_option("--launch", ["eager", "graph"], "graph", "Call by call, or in a CUDA graph.")
+@choice_option("--place", ["in", "out", "both"], "both", "Calls in place, out of place, or both.")
 @how("--seconds", type=float, default=0.7, help="Seconds that each implementation runs in a round.")
-@how("--rounds", type=click.IntRange(min=1), default=2, help="Rounds over all implementations.")
+@count_option("--rounds", 2, "Rounds over all implementations.")
 @machine_option
 @study_options
 def power(
-    collectives: tuple[str, ...],
-    min_bytes: int,
-    max_bytes: int,
-    factor: int,
-    places: str,
-    machine: str | None,
-    gemms: tuple[str, ...],
-    json: Path | None,
-    **others: Any,
+    collectives: tuple[str, ...], machine: str | None, gemms: tuple[str, ...], launch: str, **options: Any
 ) -> None:
     """Measure power and energy of collectives, by the GPUs' counters.
 
@@ -288,37 +198,23 @@ def power(
     reductions as Sidelane runs them on copy engines; with --gemm next to a GEMM, as `sidelane c3` has it.
     """
     with plain_errors():
-        kinds = tuple(map(Kind, collectives))
-        sizes = tuple(sizes_between(min_bytes, max_bytes, factor))
+        options |= _asked(options) | {"collectives": tuple(map(Kind, collectives))}
         if machine is not None:
             refuse_beside_machine("gemms", "collectives", "min_bytes", "max_bytes", "factor", "json", "report")
+            asked = {name: options[name] for name in ("collectives", "sizes", "json", "report")}
             if gemms:
                 from sidelane_lab.studies.power import pairs as power_pairs
 
-                pairs = power_pairs.PairsOptions(
-                    machine=machine, gemms=gemms, collectives=kinds, sizes=sizes, json=json, report=others["report"]
-                )
-                sys.exit(power_pairs.main(pairs))
+                sys.exit(power_pairs.main(power_pairs.PairsOptions(machine=machine, gemms=gemms, **asked)))
             from sidelane_lab.studies.power import predict as power_predict
 
-            asked = power_predict.PredictOptions(
-                machine=machine, collectives=kinds, sizes=sizes, json=json, report=others["report"]
-            )
-            sys.exit(power_predict.main(asked))
+            sys.exit(power_predict.main(power_predict.PredictOptions(machine=machine, **asked)))
         if gemms:
             raise ValueError("power: --gemm is predicted, not measured; it needs --machine")
 
         from sidelane_lab.studies.power import study as power_study
 
-        power_study.main(
-            power_study.PowerOptions(
-                collectives=kinds,
-                sizes=sizes,
-                places=() if places == "both" else (places,),
-                json=json,
-                **others,
-            )
-        )
+        power_study.main(power_study.PowerOptions(launch=launch, **options))
 
 
 @click.command(
@@ -330,41 +226,26 @@ def power(
     ),
 )
 @size_options("1M", "256M on GPUs, 4M on CPUs")
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="",
-    show_default="all",
-    help="Of Sidelane's: b2b, pcpy, one_shot, ...",
-)
-@what(
+@names_option("--variants", "", "Of Sidelane's: b2b, pcpy, one_shot, ...", "all")
+@choice_option(
     "--launch",
-    type=click.Choice(["eager", "graph", "prelaunched", ALL]),
-    default=ALL,
-    help="prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
+    ["eager", "graph", "prelaunched", ALL],
+    ALL,
+    "prelaunched: Sidelane's copy engines, armed ahead of the first GEMM.",
 )
 @study_options
-def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json: Path | None, **others: Any) -> None:
+def chain(**options: Any) -> None:
     """Measure a GEMM, an all-gather of its result and a GEMM that reads that, with no host between."""
     with plain_errors():
         from sidelane.cli.launch import choose_target
-        from sidelane_lab.harness.asked import check_asked
+        from sidelane_lab.baselines.roster import check_asked
         from sidelane_lab.studies.chain import study as chain_study
 
-        place = choose_target(others["ranks"], others["device"])
-        asked = {name: others[name] for name in ("implementations", "variants")}
-        launches = () if launch == ALL else (launch,)
-        check_asked(place.device_type, (Kind.ALL_GATHER,), launches=launches, **asked)
-        largest = _or(max_bytes, 4 << 20 if place.on_cpu else 256 << 20)
-        chain_study.main(
-            chain_study.ChainOptions(
-                sizes=tuple(sizes_between(min_bytes, largest, factor)),
-                launches=launches,
-                json=json,
-                **others,
-            )
-        )
+        place = choose_target(options["ranks"], options["device"])
+        options |= _asked(options, 4 << 20 if place.on_cpu else 256 << 20)
+        asked = {name: options[name] for name in ("implementations", "variants", "launches")}
+        check_asked(place.device_type, (Kind.ALL_GATHER,), **asked)
+        chain_study.main(chain_study.ChainOptions(**options))
 
 
 @click.command(
@@ -384,24 +265,18 @@ def chain(min_bytes: int, max_bytes: int | None, factor: int, launch: str, json:
     show_default="1K and 64K",
     help="Gathered size, such as 64K. May be repeated.",
 )
-@what(
-    "--variants",
-    metavar="NAME,...",
-    callback=names,
-    default="one_shot,b2b,alternating,striped",
-    help="Of Sidelane's, that are measured.",
-)
-@how("--calls", type=click.IntRange(min=1), default=40, help="Calls in a batch.")
-@how("--batches", "repeats", type=click.IntRange(min=1), default=50, help="Batches that are measured.")
+@names_option("--variants", "one_shot,b2b,alternating,striped", "Of Sidelane's, that are measured.")
+@count_option("--calls", 40, "Calls in a batch.")
+@count_option("--batches", 50, "Batches that are measured.", name="repeats")
 @study_options
-def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
+def host(sizes: tuple[int, ...], **options: Any) -> None:
     """Measure the microseconds that a call, and a trigger of a prelaunched one, take the host."""
     with plain_errors():
         from sidelane_lab.studies import host as host_study
 
         if sizes:
-            others["sizes"] = sizes
-        host_study.main(host_study.HostOptions(json=json, **others))
+            options["sizes"] = sizes
+        host_study.main(host_study.HostOptions(**options))
 
 
 @click.command(
@@ -416,7 +291,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
         ("sidelane fused --machine h100x4 --results results/h100x1/fused.json", "how far predictions are off"),
     ),
 )
-@what("--ops", metavar="NAME,...", callback=names, default="", show_default="all", help="Operators.")
+@names_option("--ops", "", "Operators.", "all")
 @what(
     "--shape",
     "shapes",
@@ -426,7 +301,7 @@ def host(sizes: tuple[int, ...], json: Path | None, **others: Any) -> None:
     help="With --machine and one operator: GEMV rows, columns of all ranks, tokens; embedding batch, tables of a rank, "
     "pooling; GEMM rows of a rank, depth, columns. May be repeated.",
 )
-@how("--repeats", type=click.IntRange(min=1), default=21, help="Rounds that are measured.")
+@count_option("--repeats", 21, "Rounds that are measured.")
 @output(
     "--timeline",
     type=Written(is_folder=True),
@@ -477,6 +352,17 @@ def fused(
         fused_study.main(fused_study.FusedOptions(json=json, results=measured, **others))
 
 
-def _or(given: int | None, default: int) -> int:
-    """0 is a size that somebody gave, and is refused as such."""
-    return default if given is None else given
+def _asked(options: dict[str, Any], usual: int = 0) -> dict[str, Any]:
+    """Take sizes, launches and places out of the parameters of a command, and return them as studies have them.
+
+    Args:
+        options: the parameters.
+        usual: the largest size where nobody says one; 0 is said, and is refused as such.
+    """
+    smallest, largest, factor = (options.pop(name) for name in ("min_bytes", "max_bytes", "factor"))
+    asked = {"sizes": tuple(sizes_between(smallest, usual if largest is None else largest, factor))}
+    for name, several in (("launch", "launches"), ("place", "places")):
+        if name in options:
+            word = options.pop(name)
+            asked[several] = () if word in ("both", ALL) else (word,)
+    return asked

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE, Command, how, what
-from sidelane.cli.options import measuring_options, names
+from sidelane.cli.options import count_option, measuring_options, names, names_option
 
 
 @click.command(
@@ -30,14 +29,12 @@ from sidelane.cli.options import measuring_options, names
     help="Model, and sequences x tokens of a rank.",
 )
 @what("--layers", type=click.IntRange(min=1), default=None, show_default="10 of 8b, 4 of 70b", help="Of each model.")
-@what(
+@names_option(
     "--implementations",
-    metavar="NAME,...",
-    callback=names,
-    default="",
-    show_default="all that this machine has",
-    help="Measure only these, next to nccl (gloo): nccl_ce, sidelane_ag, sidelane, sidelane_copies, compute_only, "
+    "",
+    "Measure only these, next to nccl (gloo): nccl_ce, sidelane_ag, sidelane, sidelane_copies, compute_only, "
     "compute_only_straight.",
+    "all that this machine has",
 )
 @how(
     "--reduce-dtype",
@@ -47,10 +44,10 @@ from sidelane.cli.options import measuring_options, names
 )
 @how("--optimizer", is_flag=True, help="Steps end with the optimizer's.")
 @how("--profile", is_flag=True, help="Look into one step of each; what is timed later is slower: best with one case.")
-@how("--warmup", type=click.IntRange(min=0), default=1, help="Rounds before the measured, behind two compared steps.")
-@how("--repeats", type=click.IntRange(min=1), default=7, help="Rounds that are measured.")
+@count_option("--warmup", 1, "Rounds before the measured, behind two compared steps.", 0)
+@count_option("--repeats", 7, "Rounds that are measured.")
 @measuring_options
-def fsdp(cases: tuple[str, ...], json: Path | None, **others: Any) -> None:
+def fsdp(**options: Any) -> None:
     """Measure a training step with FSDP2, by who makes its collectives.
 
     Loss and gradients are compared with those of NCCL (on CPUs Gloo) before any time is shown.
@@ -58,4 +55,4 @@ def fsdp(cases: tuple[str, ...], json: Path | None, **others: Any) -> None:
     with plain_errors():
         from sidelane_lab.studies.fsdp import study as fsdp_study
 
-        fsdp_study.main(fsdp_study.FsdpOptions(cases=cases, json=json, **others))
+        fsdp_study.main(fsdp_study.FsdpOptions(**options))

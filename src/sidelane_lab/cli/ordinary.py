@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import MEASURE, Command, how, what
-from sidelane.cli.options import measuring_options, say_rounding, size, size_options, sizes_between
+from sidelane.cli.help import MEASURE, Command, what
+from sidelane.cli.options import count_option, measuring_options, say_rounding, size, size_options, sizes_between
 from sidelane.program.collective import Kind
 
-# What ``bench.ordinary`` knows, by the same names.
+# What the study knows, by the same names.
 COLLECTIVES = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 PARTS = ("alone", "beside", "changing")
 
@@ -63,8 +62,8 @@ PARTS = ("alone", "beside", "changing")
     show_default="1M and 64M on GPUs, 64K on CPUs",
     help="Of collectives on tensors that change. May be repeated.",
 )
-@how("--warmup", type=click.IntRange(min=0), default=2, help="Rounds before the measured.")
-@how("--repeats", type=click.IntRange(min=1), default=9, help="Measured rounds.")
+@count_option("--warmup", 2, "Rounds before the measured.", 0)
+@count_option("--repeats", 9, "Measured rounds.")
 @measuring_options
 def ordinary(
     parts: tuple[str, ...],
@@ -73,7 +72,6 @@ def ordinary(
     max_bytes: int | None,
     factor: int,
     pairs: tuple[str, ...],
-    json: Path | None,
     **others: Any,
 ) -> None:
     """Measure what collectives cost where the caller's tensors are ordinary memory.
@@ -86,7 +84,7 @@ def ordinary(
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.ordinary import study as ordinary_study
 
-        usual = ordinary_study.default_sizes(choose_target(others["ranks"], others["device"]).device_type)
+        usual = ordinary_study.SIZES[choose_target(others["ranks"], others["device"]).device_type]
         smallest = usual[0] if min_bytes is None else min_bytes
         largest = max(usual[-1], smallest) if max_bytes is None else max_bytes
         ordinary_study.main(
@@ -95,7 +93,6 @@ def ordinary(
                 collectives=tuple(map(Kind, dict.fromkeys(collectives))),
                 sizes=tuple(sizes_between(smallest, largest, factor)),
                 pairs=tuple(dict.fromkeys(pairs)),
-                json=json,
                 **others,
             )
         )

@@ -1,1 +1,1 @@
-"""What all studies share: running, result files, reports."""
+"""The parts that all studies share: running, result files, reports."""

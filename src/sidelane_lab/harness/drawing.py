@@ -1,4 +1,4 @@
-"""What pictures have in common: colours, lines, axes of sizes, names at the ends of lines, files.
+"""Parts of pictures: colours, lines, axes of sizes, names at the ends of lines, files.
 
 Colours are those of Okabe and Ito, which people with any colour vision tell apart; every line and bar also carries its
 name or its value, so that no picture needs its colours.
@@ -7,7 +7,7 @@ name or its value, so that no picture needs its colours.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,19 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
 def file_name(text: str) -> str:
     """A title as the name of a file, without ending."""
     return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")
+
+
+def save_titled(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:
+    """Put the title above a figure, and save it."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    return save(figure, name, title, text, directory)
+
+
+def plot_line(axes: Axes, points: Mapping[int, float], label: str, colour: str, style: int = 0) -> None:
+    """Draw a line of points in one of ``STYLES``."""
+    dash, mark = STYLES[style % len(STYLES)]
+    looks: Any = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4}
+    axes.plot(list(points), list(points.values()), label=label, **looks)
 
 
 def save(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from sidelane.errors import PeerTimeoutError
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 SPIN_CYCLES_PER_US = 2000
 """Clock cycles of the spin that holds a stream back: GPUs here stay below 2 GHz, so it lasts at least as asked."""
@@ -39,7 +40,7 @@ ERROR_BYTES = 512
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What a sample runs.
+    """The work of a sample.
 
     Attributes:
         run: does the work, or queues it on the current stream.
@@ -216,6 +217,25 @@ class Meter:
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, mine, group=self._group)
         return [theirs.tolist() for theirs in everyone]
+
+    def within(
+        self, items: Sequence[T], seconds: float, over: Callable[[Sequence[T]], None], fewest: int = 0
+    ) -> Iterator[T]:
+        """Yield items until time is over, by the clock of the first rank, which decides for all. Collective.
+
+        Args:
+            items: to go through.
+            seconds: how long.
+            over: gets those that are left.
+            fewest: items that are yielded in any case.
+        """
+        began = time.monotonic()
+        for number, item in enumerate(items):
+            late = self.rank == 0 and number >= fewest and time.monotonic() - began > seconds
+            if self.agree("late" if late else None) is not None:
+                over(items[number:])
+                return
+            yield item
 
     def finish(self, what: str) -> None:
         """Wait until the device has done all that is queued on the current stream.

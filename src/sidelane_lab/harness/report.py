@@ -7,6 +7,8 @@ Markdown, with the pictures next to it.
 from __future__ import annotations
 
 import base64
+import dataclasses
+import functools
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import matplotlib as mpl
 import rich.console
 
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
+from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
+from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import Picture, R, Results, study_of
@@ -25,7 +28,7 @@ CPU_WARNING = (
     "These figures show that the machinery works. They do not predict what GPUs do."
 )
 PAGE = "index.html"
-"""What to open in the folder of a report."""
+"""The file to open in the folder of a report."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 1180px; margin: 2em auto; padding: 0 1em }
@@ -67,6 +70,85 @@ def lines_of(
     return tuple(lines)
 
 
+Cell = str | Callable[[Any, Sequence[Any]], str]
+"""A column of a row: the name of a field, behind a colon how it is written (``speedup:.2f``); or what makes the text of
+a row and of those in its group."""
+
+
+def text_of(row: Any, group: Sequence[Any], cell: Cell) -> str:
+    """Return the text of a column for a row, ``MISSING`` where the field is null."""
+    if not isinstance(cell, str):
+        return cell(row, group)
+    name, _, written = cell.partition(":")
+    value = getattr(row, name)
+    if name == "correct":
+        return verdict(value)
+    if value is None:
+        return MISSING
+    if written:
+        return format(value, written)
+    if name == "bytes":
+        return format_bytes(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return number(value) if isinstance(value, float) else str(value or "")
+
+
+def spread(row: Any, group: Sequence[Any] = ()) -> str:
+    """Return the tenth and the ninetieth percentile of a row's time."""
+    return MISSING if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}"
+
+
+def table_of(
+    title: str,
+    rows: Sequence[Any],
+    columns: Mapping[str, Cell],
+    *,
+    keys: int = 1,
+    by: Callable[[Any], Any] | None = None,
+    value: Callable[[Any], float | None] | None = lambda row: row.time_us,
+    ordered: bool = False,
+    shown: Callable[[Any], bool] = lambda row: True,
+    noted: Callable[[Any], bool] = lambda row: True,
+    notes: tuple[str, ...] = (),
+) -> Table:
+    """Make a table of rows. Columns in which no row has anything are left out; rows' notes stand below it.
+
+    Args:
+        title: of the table.
+        rows: to show.
+        columns: by heading (see ``Table``).
+        keys: columns, the first ones, that say what a line is about.
+        by: what rows of a group have in common, behind which there is a rule; None: there are no groups.
+        value: the least of a group is set off; None: nothing is.
+        ordered: groups by ``by`` and their rows by ``value``, one of which is set off; else all stand as they come.
+        shown: which rows have a line; the others only serve the columns of these.
+        noted: which of these show their notes.
+        notes: further ones.
+    """
+    lines: list[Line] = []
+    said: list[tuple[str, str]] = []
+    for _, same in grouped(rows, by or (lambda row: None), ordered=ordered):
+        worth = {id(row): None if value is None else value(row) for row in same}
+        if ordered:
+            same = sorted(same, key=lambda row: (worth[id(row)] is None, worth[id(row)] or 0.0))
+        least = min((one for one in worth.values() if one is not None), default=None)
+        best = [row for row in same if least is not None and worth[id(row)] == least][: 1 if ordered else None]
+        for row in filter(shown, same):
+            cells = tuple(text_of(row, same, cell) for cell in columns.values())
+            is_best = any(row is one for one in best)
+            lines.append(Line(cells, is_best, rule=by is not None and row is same[-1]))
+            said += [(" ".join(filter(None, cells[:keys])), row.note)] if noted(row) else []
+    kept = [place for place in range(len(columns)) if any(line.cells[place] not in ("", MISSING) for line in lines)]
+    return Table(
+        title,
+        tuple(name for place, name in enumerate(columns) if place in kept),
+        tuple(dataclasses.replace(line, cells=tuple(line.cells[place] for place in kept)) for line in lines),
+        (*notes_of(said), *notes),
+        keys=sum(place < keys for place in kept),
+    )
+
+
 def tables_by(
     rows: Iterable[R],
     by: Callable[[R], Any],
@@ -90,24 +172,24 @@ def tables_by(
         least: figure, of which the least of a group is set off.
         ordered: tables by ``by``, lines as :func:`lines_of` orders them; else in the order of the rows.
     """
-
-    def cells(row: R) -> tuple[str, ...]:
-        return tuple(cell(row) for cell in columns.values())
-
+    cells: dict[str, Cell] = {
+        heading: functools.partial(lambda row, _, text: text(row), text=text) for heading, text in columns.items()
+    }
     tables = []
     for _, alike in grouped(rows, by, ordered=ordered):
-        lines = lines_of(alike, groups, least, cells, ordered=ordered)
-        notes = [(" ".join(filter(None, cells(row)[:keys])), getattr(row, "note", "")) for row in alike]
-        if len({note for _, note in notes}) == 1:
-            notes = [("all", notes[0][1])]
-        table = Table(title(alike[0]), tuple(columns), lines, notes_of(notes), keys=keys)
-        tables.append(without_empty_columns(table))
+        said = [str(getattr(row, "note", "")) for row in alike]
+        differ = len(set(said)) > 1
+        table = table_of(
+            *(title(alike[0]), alike, cells),
+            keys=keys,
+            by=groups,
+            value=least,
+            ordered=ordered,
+            noted=(lambda _: True) if differ else (lambda _: False),
+            notes=() if differ else notes_of([("all", said[0])]),
+        )
+        tables.append(table)
     return tables
-
-
-def range_of(row: Any) -> str:
-    """Return the cell of a row's tenth and ninetieth percentile."""
-    return "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}"
 
 
 def tables_of(results: Results) -> list[Table]:
@@ -167,7 +249,7 @@ def write(directory: str | Path, studies: Results | Sequence[Results], further: 
 
 
 def _warning(results: Results) -> str:
-    """What readers must know about figures from CPU processes."""
+    """Say what readers must know about figures from CPU processes."""
     return " ".join(filter(None, (CPU_WARNING, study_of(results.study).warning(results))))
 
 

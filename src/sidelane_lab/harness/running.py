@@ -24,8 +24,7 @@ from sidelane.cli.terminal import progress_console, tables_console
 from sidelane.machine import local
 from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.harness.rows import FlatRow
-from sidelane_lab.harness.study import Picture, R, Results, Study, collect
+from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect
 
 LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
 """The least value of options that a study may have, and of the members of a tuple."""
@@ -33,7 +32,7 @@ LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What every study lets a user say. ``LEAST`` holds options that many of them have; ``budget_s`` is above 0.
+    """Options of every study. ``LEAST`` holds options that many of them have; ``budget_s`` is above 0.
 
     Attributes:
         ranks: processes; None takes every accelerator, or a few processes on the CPU.
@@ -124,7 +123,7 @@ class Sender:
             self._rank.say(json.dumps(message))
 
 
-class Follower(Generic[R]):
+class StudyFollower(Generic[R]):
     """The user's side: keeps rows, shows a bar on a terminal and one line a step elsewhere."""
 
     def __init__(
@@ -214,7 +213,7 @@ def run_study(
         if grows is not None:
             result_files.write(grows, results())
 
-    follower: Follower[R] = Follower(study.row, progress, grown)
+    follower: StudyFollower[R] = StudyFollower(study.row, progress, grown)
     if progress is not None and place.on_cpu and place.world_size > local.cores():
         progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None
@@ -240,7 +239,7 @@ def run_study(
 
 
 def follow(
-    follower: Follower[R],
+    follower: StudyFollower[R],
     measure: Callable[..., Iterable[FlatRow]],
     options: StudyOptions,
     place: LaunchTarget,
@@ -316,7 +315,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _asked(options: StudyOptions) -> str:
-    """What narrows a study down, in words."""
+    """Say what narrows a study down."""
     names = ("collectives", "cases", "implementations", "variants", "launches", "places")
     given = [(name, getattr(options, name, ())) for name in names]
     return ", ".join(f"{name}={', '.join(value)}" for name, value in given if value)

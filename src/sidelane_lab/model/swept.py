@@ -1,4 +1,4 @@
-"""A described machine as one that was measured: its isolated times, and pairs under every strategy (``c3.judged``)."""
+"""A described machine as one that was measured: isolated times, and pairs under every strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sidelane_lab.model.gemm import gemm_kernel, gemm_us
 from sidelane_lab.model.heuristic import PROFILED_GEMMS, PROFILED_SIZES
 from sidelane_lab.model.kernels import dma_us, library_gang
 from sidelane_lab.model.strategies import partitions, predict, predictable
-from sidelane_lab.pairs.judged import Sweep, Way
+from sidelane_lab.pairs.heuristics import Sweep, Way
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from sidelane.c3.choose import StrategyCandidate, StrategyChoice, choose
 from sidelane.c3.expected_times import PairRequest, decide
-from sidelane.c3.isolated_times import Isolated as Known
+from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.strategy import LIBRARY, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane_lab.harness.measure import Problem
 
 GEMM = "gemm"
 """Name of the GEMM alone among the times."""
@@ -34,26 +35,18 @@ class Configuration(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Failure:
-    """Why something has no time. ``wrong``: it ran, and its result was wrong."""
-
-    text: str
-    wrong: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Isolated:
+class Alone:
     """A collective implementation alone. ``time_us`` is None where ``failure`` says why."""
 
     implementation: str
     label: str
     in_place: bool
     time_us: float | None
-    failure: Failure | None = None
+    failure: Problem | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
+class StrategyResult:
     """A strategy in its best configuration, figures as medians over the rounds; None where ``failure`` says why.
 
     Attributes:
@@ -73,11 +66,11 @@ class Result:
     ideal: float | None = None
     percent_of_ideal: float | None = None
     percent_of_ideal_library: float | None = None
-    failure: Failure | None = None
+    failure: Problem | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class PairOutcome:
     """Everything measured about a pair.
 
     Attributes:
@@ -90,8 +83,8 @@ class Outcome:
     best: str | None
     best_comm_us: float | None
     c3_class: C3Class | None
-    isolated: tuple[Isolated, ...]
-    results: tuple[Result, ...]
+    isolated: tuple[Alone, ...]
+    results: tuple[StrategyResult, ...]
     choice: StrategyChoice | None
 
 
@@ -105,12 +98,12 @@ def judge(
     configurations: Sequence[Configuration],
     strategies: Sequence[Strategy],
     times: Mapping[str, Sequence[float]],
-    failures: Mapping[str, Failure],
+    failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     hidden: Mapping[str, float],
     tried: Mapping[str, Sequence[int]] = NOTHING_TAKEN,
-    known: Known | None = None,
-) -> Outcome:
+    known: Isolated | None = None,
+) -> PairOutcome:
     """Turn times into figures: ratios in each round first, then their medians.
 
     Args:
@@ -127,7 +120,13 @@ def judge(
     """
     best = _fastest(_as_asked(configurations), times)
     isolated = tuple(
-        Isolated(c.implementation, c.label, c.in_place, _median(times.get(c.label)), failures.get(c.label))
+        Alone(
+            c.implementation,
+            c.label,
+            c.in_place,
+            statistics.median(times[c.label]) if c.label in times else None,
+            failures.get(c.label),
+        )
         for c in configurations
     )
     gemm_us = statistics.median(times[GEMM])
@@ -137,7 +136,7 @@ def judge(
         for strategy in strategies
     ]
     candidates = [one for _, one in judged if one is not None and one.strategy.mover.as_asked]
-    return Outcome(
+    return PairOutcome(
         workload=workload,
         gemm_us=gemm_us,
         best=None if best is None else best.label,
@@ -154,7 +153,7 @@ def _choice(
     gemm_us: float,
     candidates: Sequence[StrategyCandidate],
     hidden: Mapping[str, float],
-    known: Known | None,
+    known: Isolated | None,
 ) -> StrategyChoice:
     """By the machine's own isolated times where there are any: then over those that take units, too."""
     if known is None:
@@ -170,42 +169,42 @@ def _judge_strategy(
     strategy: Strategy,
     configurations: Sequence[Configuration],
     times: Mapping[str, Sequence[float]],
-    failures: Mapping[str, Failure],
+    failures: Mapping[str, Problem],
     unavailable: Mapping[str, str],
     tried: Sequence[int],
-) -> tuple[Result, StrategyCandidate | None]:
+) -> tuple[StrategyResult, StrategyCandidate | None]:
     """The result of a strategy, and its candidacy if it could run."""
     if strategy.name in failures:
-        return Result(strategy.name, failure=failures[strategy.name]), None
+        return StrategyResult(strategy.name, failure=failures[strategy.name]), None
     here = dict.fromkeys(c.implementation for c in configurations)
     name = strategy.implementation(here)
     if name is None:
         wanted = strategy.mover.implementations
         reasons = [unavailable[one] for one in wanted if one in unavailable]
         absent = f"no {' or '.join(wanted)} among what runs here ({', '.join(here) or 'nothing'})"
-        return Result(strategy.name, failure=Failure(f"not available: {(reasons or [absent])[0]}", wrong=False)), None
+        return StrategyResult(strategy.name, failure=Problem(f"not available: {(reasons or [absent])[0]}")), None
     own = [(c, units) for c in configurations if c.implementation == name for units in tried]
     timed = [one for one in own if pair_label(strategy, *one) in times]
     if not timed:
         found = (failures.get(label) for c, units in own for label in (pair_label(strategy, c, units), c.label))
-        failure = next(filter(None, found), Failure("no configuration could run", wrong=False))
-        return Result(strategy.name, failure=failure), None
+        failure = next(filter(None, found), Problem("no configuration could run"))
+        return StrategyResult(strategy.name, failure=failure), None
     chosen, units = min(timed, key=lambda one: statistics.median(times[pair_label(strategy, *one)]))
     best = _fastest(_as_asked(configurations), times) or chosen
     library = _fastest([c for c in configurations if c.implementation in LIBRARY], times)
     gemm, pair = times[GEMM], times[pair_label(strategy, chosen, units)]
     comm_us = statistics.median(times[chosen.label])
-    result = Result(
+    result = StrategyResult(
         strategy=strategy.name,
         label=chosen.label,
         units=units,
         by_units=tuple((one, statistics.median(times[pair_label(strategy, c, one)])) for c, one in timed if one),
         comm_us=comm_us,
         time_us=statistics.median(pair),
-        speedup=_rounds(speedup, gemm, times[best.label], pair),
-        ideal=_rounds(ideal_speedup, gemm, times[best.label]),
-        percent_of_ideal=_percent(gemm, times[best.label], pair),
-        percent_of_ideal_library=_percent(gemm, times[library.label], pair) if library else None,
+        speedup=median_of_rounds(speedup, gemm, times[best.label], pair),
+        ideal=median_of_rounds(ideal_speedup, gemm, times[best.label]),
+        percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
+        percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
     )
     return result, StrategyCandidate(strategy, comm_us, chosen.in_place)
 
@@ -221,16 +220,13 @@ def _fastest(configurations: Sequence[Configuration], times: Mapping[str, Sequen
     return min(timed, key=lambda c: statistics.median(times[c.label]), default=None)
 
 
-def _median(values: Sequence[float] | None) -> float | None:
-    return None if values is None else statistics.median(values)
-
-
-def _rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
+def median_of_rounds(figure: Callable[..., float], *series: Sequence[float]) -> float:
+    """Return the median of a figure of each round."""
     return statistics.median(figure(*values) for values in zip(*series, strict=True))
 
 
-def _percent(*series: Sequence[float]) -> float | None:
-    """Percent of ideal, where most rounds have one."""
+def percent_of_rounds(*series: Sequence[float]) -> float | None:
+    """Return the median percent of ideal, where most rounds have one."""
     found = [percent_of_ideal(*values) for values in zip(*series, strict=True)]
     defined = [percent for percent in found if percent is not None]
     return statistics.median(defined) if 2 * len(defined) > len(found) else None

@@ -18,20 +18,22 @@ Checks: before a strategy may be timed it runs once with fresh random inputs and
 collective and the result of the GEMM are compared. (The GEMM keeps its random inputs for all checks of a pair.)
 
 A strategy with several calls has each of them tried in a short look; those that are as fast as its best, or nearly, get
-all rounds (``c3.narrowed``). What is the same launch as another strategy's is not launched twice.
+all rounds (``narrowed``). What is the same launch as another strategy's is not launched twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import os
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -39,17 +41,33 @@ from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import Workload
+from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
-from sidelane_lab.pairs.narrowed import Launches, aliases_of, lasting, narrowed
-from sidelane_lab.pairs.outcome import GEMM, Configuration, Failure, Outcome, judge, pair_label
-from sidelane_lab.pairs.product import GemmRun
-from sidelane_lab.pairs.spans import Trace
-from sidelane_lab.pairs.traced import Beginning, Operation, Traced
+from sidelane_lab.harness.measure import Job, Meter, Problem
+from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
+from sidelane_lab.pairs.spans import Beginning, ComputePart, Trace, Traced
 
 YIELDING = 10
 """Steps of niceness of the thread that computes next to an urgent collective on CPUs: with one core for two threads it
 then gets about a tenth of it."""
+
+WORTH = 1.15
+"""A call whose best round of the look took longer than that many times the best of its strategy goes. Rounds of one
+launch differ by some percent, and by half where a kernel runs beside a GEMM or in turns with it."""
+
+LOOKS = 2
+"""Rounds of a look: each call has run before, in its check."""
+
+HIDE_LAUNCH_US = 500.0
+"""The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
+
+RELATIVE_ERROR = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
+ABSOLUTE_ERROR = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
+"""Allowed deviation of a GEMM from the same GEMM alone: two roundings of the result, and an absolute term in units of
+its standard deviation, sqrt(k) for normal inputs. A library may pick another kernel on another stream."""
+
+Times = Mapping[str, Sequence[float]]
+"""Microseconds by names, one for each round, of the slowest rank."""
 
 
 class CollectiveRun(Configuration, Protocol):
@@ -57,7 +75,7 @@ class CollectiveRun(Configuration, Protocol):
 
     @property
     def workgroups(self) -> int:
-        """That it is held to; 0: nobody says."""
+        """The workgroups that it is held to; 0: nobody says."""
         ...
 
     def start(self) -> Callable[[], None]:
@@ -65,40 +83,129 @@ class CollectiveRun(Configuration, Protocol):
         ...
 
     def fill(self, seed: int) -> None:
-        """Fresh random input, poisoned output."""
+        """Put in fresh random input, and poison the output."""
         ...
 
     def error(self, seed: int) -> str | None:
-        """What is wrong with the output for the input of ``seed``."""
+        """Say what is wrong with the output for the input of ``seed``."""
         ...
 
 
-class Instruments(Protocol):
-    """How ranks agree and measure; every rank makes the same calls."""
+C = TypeVar("C", bound=Any)
+Launches = dict[str, tuple[C, Callable[[], None]]]
+"""Calls, and what launches them with the GEMM or alone, by names."""
 
-    def on_stream(self) -> contextlib.AbstractContextManager[None]: ...
+Planned = Mapping[str, tuple[Strategy, C, int]]
+"""A strategy, a call and units taken from the GEMM, by names."""
 
-    def attempt(self, step: Callable[[], str | None] | Callable[[], None]) -> str | None:
-        """Run a step on all ranks; the first error of any of them."""
-        ...
 
-    def finish(self, what: str) -> None:
-        """Wait for the device, with a time-out."""
-        ...
+class Instruments:
+    """The meter of pairs: rounds are interleaved behind a warm-up, and every sample hides what a launch takes the host.
 
-    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
-        """Microseconds of each run, one for each round, of the slowest rank; rounds interleaved, after a warm-up."""
-        ...
+    Every rank makes the same calls.
 
-    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
-        """The same in few rounds."""
-        ...
+    Attributes:
+        late: samples that hid too little, by name, of what was timed last.
+    """
+
+    def __init__(self, meter: Meter, warmup: int, repeats: int) -> None:
+        self._meter, self._warmup, self._repeats = meter, warmup, repeats
+        self.late: dict[str, int] = {}
+        self.on_stream, self.attempt, self.finish = meter.on_stream, meter.attempt, meter.finish
+
+    def time(self, runs: Mapping[str, Callable[[], None]]) -> Times:
+        """Time every run."""
+        return self._timed(runs, self._warmup, self._repeats)
+
+    def look(self, runs: Mapping[str, Callable[[], None]]) -> Times:
+        """Time every run in few rounds."""
+        return self._timed(runs, 0, LOOKS)
+
+    def _timed(self, runs: Mapping[str, Callable[[], None]], warmup: int, repeats: int) -> Times:
+        hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
+        jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
+        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
+        self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
+        return {name: measured.times_us for name, measured in rounds.items()}
+
+
+class GemmRun:
+    """A GEMM with its matrices, a reference and a check."""
+
+    def __init__(self, gemm: Gemm, device: torch.device) -> None:
+        dtype = getattr(torch, gemm.dtype)
+        self.gemm = gemm
+        self.a = torch.empty(gemm.m, gemm.k, dtype=dtype, device=device)
+        self.b = torch.empty(gemm.k, gemm.n, dtype=dtype, device=device)
+        self.c = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
+        self._expected = torch.empty_like(self.c)
+
+    def run(self) -> None:
+        """Multiply, on the current stream."""
+        torch.mm(self.a, self.b, out=self.c)
+
+    def fill(self, seed: int) -> None:
+        """Put in fresh normal inputs, their product with nothing else running, and a poisoned result."""
+        generator = torch.Generator(device=self.a.device).manual_seed(seed)
+        self.a.normal_(generator=generator)
+        self.b.normal_(generator=generator)
+        torch.mm(self.a, self.b, out=self._expected)
+        self.poison()
+
+    def poison(self) -> None:
+        """Overwrite the result, so that one that nobody computes again is noticed."""
+        self.c.fill_(math.nan)
+
+    def error(self) -> str | None:
+        """Say what is wrong with the result; None if nothing is."""
+        rtol, atol = RELATIVE_ERROR[self.gemm.dtype], ABSOLUTE_ERROR[self.gemm.dtype] * math.sqrt(self.gemm.k)
+        if torch.allclose(self.c, self._expected, rtol=rtol, atol=atol):
+            return None
+        return f"the GEMM's result differs from that of the GEMM alone (rtol={rtol:.2g}, atol={atol:.2g})"
+
+
+def check_launch(
+    instruments: Any,
+    label: str,
+    launch: Callable[[], object],
+    run: CollectiveRun,
+    gemms: Iterable[GemmRun],
+    seed: int,
+) -> Problem | None:
+    """Launch once on fresh input and poisoned outputs, and compare the bytes of a collective and GEMMs. Collective."""
+    gemms = tuple(gemms)
+
+    def execute() -> None:
+        run.fill(seed)
+        for gemm in gemms:
+            gemm.poison()
+        launch()
+        instruments.finish(label)
+
+    def compare() -> str | None:
+        return run.error(seed) or next(filter(None, (gemm.error() for gemm in gemms)), None)
+
+    # Two steps: a rank that could not run has nothing to compare, and the two are told apart in the result.
+    refused = instruments.attempt(execute)
+    if refused is not None:
+        return Problem(refused)
+    wrong = instruments.attempt(compare)
+    return None if wrong is None else Problem(wrong, wrong=True)
+
+
+def refusal(strategy: Strategy, partitions: Partitions | None, no_partitions: str, instruments: Any) -> str:
+    """Say why a strategy cannot take its units here; empty if it takes none or can. Collective."""
+    if strategy.partition is None:
+        return ""
+    if partitions is None:
+        return no_partitions
+    return instruments.attempt(functools.partial(partitions.objection, strategy.partition)) or ""
 
 
 def run_workload(
     workload: Workload,
     collectives: Sequence[CollectiveRun],
-    instruments: Instruments,
+    instruments: Any,
     *,
     device: torch.device,
     lanes: Lanes | None = None,
@@ -111,7 +218,7 @@ def run_workload(
     device_name: str = "",
     known: Isolated | None = None,
     on_trace: Callable[[str, Trace], None] | None = None,
-) -> Outcome:
+) -> PairOutcome:
     """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
 
     Args:
@@ -133,7 +240,11 @@ def run_workload(
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
-    refused = _refused(strategies, partitions, no_partitions, instruments)
+    refused = {
+        strategy.name: Problem(f"it takes compute units from the GEMM ({strategy.partition.means}): {reason}")
+        for strategy in strategies
+        if strategy.partition is not None and (reason := refusal(strategy, partitions, no_partitions, instruments))
+    }
     tried = {
         strategy.name: shares(strategy.partition, partitions.units, memory_bound)
         for strategy in strategies
@@ -144,24 +255,20 @@ def run_workload(
         pairs = Pairs(gemm, lanes, workers, partitions)
         gemm.fill(next(seeds))
         instruments.finish("the GEMM's inputs")
-        alone, failed_alone = _check({run.label: (run, _alone(run)) for run in collectives}, None, instruments, seeds)
+        by_itself: Launches[CollectiveRun] = {
+            run.label: (run, functools.partial(run_alone, run)) for run in collectives
+        }
+        alone, failed_alone = _check(by_itself, (), instruments, seeds)
         able = [strategy for strategy in strategies if strategy.name not in refused]
         looked = instruments.look({label: launch for label, (_, launch) in alone.items()}) if alone else {}
-        runs = _runs_of(able, [run for run in collectives if run.label in alone], collectives, looked, tried)
-        every = {
-            pair_label(strategy, run, units): (strategy, run, units)
-            for strategy in able
-            for run in runs[strategy.name]
-            for units in tried.get(strategy.name, (0,))
-            if _suits(strategy, run, units)
-        }
+        every = _plan_of(able, [run for run in collectives if run.label in alone], collectives, looked, tried)
         aliases = aliases_of(every)
         planned = {
             label: (run, pairs.launch(strategy, run, units))
             for label, (strategy, run, units) in every.items()
             if label not in aliases
         }
-        together, failed_together = _check(planned, gemm, instruments, seeds)
+        together, failed_together = _check(planned, (gemm,), instruments, seeds)
         kept = narrowed(every, together, instruments)
         by_library: dict[str, list[str]] = {}
         for label, (run, _) in alone.items():
@@ -179,14 +286,15 @@ def run_workload(
         failures = {**failed_alone, **failed_together, **refused}
         hidden = hidden_shares(device_name)
         outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
-        for result in outcome.results:
-            best = next((one for one in collectives if one.label == result.label), None)
-            if on_trace is not None and result.time_us is not None and best is not None:
-                traced = Traced(gemm, best, on_cpu=device.type == "cpu")
-                strategy = next(one for one in strategies if one.name == result.strategy)
-                launch = Pairs(traced, lanes, workers, partitions).launch(strategy, traced, result.units)
-                instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
-                on_trace(result.strategy, traced.read())
+        if on_trace is not None:
+            by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
+            for result in outcome.results:
+                if result.time_us is not None:
+                    traced = Traced(gemm, by_label[result.label], on_cpu=device.type == "cpu")
+                    together_traced = Pairs(traced, lanes, workers, partitions)
+                    launch = together_traced.launch(by_name[result.strategy], traced, result.units)
+                    instruments.time({f"{result.strategy}, traced": traced.launched(launch)})
+                    on_trace(result.strategy, traced.read())
     return outcome
 
 
@@ -201,7 +309,7 @@ class Workers(contextlib.ExitStack):
         )
 
     def of(self, strategy: Strategy) -> ThreadPoolExecutor:
-        """Where the GEMM runs under a strategy."""
+        """Return where the GEMM runs under a strategy."""
         return self.yielding if strategy.priority else self.usual
 
 
@@ -209,7 +317,7 @@ class Pairs:
     """Turns (strategy, collective) into a launch of both."""
 
     def __init__(
-        self, gemm: Operation, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
+        self, gemm: ComputePart, lanes: Lanes | None, workers: Workers, partitions: Partitions | None = None
     ) -> None:
         self._gemm = gemm
         self._lanes = lanes
@@ -217,7 +325,7 @@ class Pairs:
         self._partitions = partitions
 
     def launch(self, strategy: Strategy, run: Beginning, units: int = 0) -> Callable[[], None]:
-        """What launches both; ``units``: that the GEMM does without."""
+        """Return what launches both; ``units``: that the GEMM does without."""
         if not strategy.concurrent:
             return lambda: self._serial(run)
         if self._lanes is None:
@@ -280,97 +388,108 @@ class Pairs:
         product.result()
 
 
+def run_alone(run: Beginning) -> None:
+    """Run a collective from beginning to end."""
+    run.start()()
+
+
 def _begin_thread(yields: int) -> None:
     torch.set_num_threads(1)
     if yields and sys.platform == "linux":  # where niceness is a thread's, not the process's
         os.nice(yields)
 
 
-def _refused(
-    strategies: Sequence[Strategy], partitions: Partitions | None, no_partitions: str, instruments: Instruments
-) -> dict[str, Failure]:
-    """Strategies that take units where they cannot be taken, with the reason. Collective."""
-    refused = {}
-    for strategy in strategies:
-        partition = strategy.partition
-        if partition is None:
-            continue
-        if partitions is None:
-            reason: str | None = no_partitions
-        else:
-            reason = instruments.attempt(functools.partial(partitions.objection, partition))
-        if reason:
-            text = f"it takes compute units from the GEMM ({partition.means}): {reason}"
-            refused[strategy.name] = Failure(text, wrong=False)
-    return refused
-
-
-def _runs_of(
+def _plan_of(
     strategies: Sequence[Strategy],
     right: Sequence[CollectiveRun],
     all_runs: Sequence[CollectiveRun],
-    looked: Mapping[str, Sequence[float]],
+    looked: Times,
     tried: Mapping[str, Sequence[int]],
-) -> dict[str, list[CollectiveRun]]:
-    """The runs of a strategy's implementation that are right; where units are taken only what is fastest alone."""
+) -> Planned[CollectiveRun]:
+    """Return each strategy's launches: the right calls of its implementation, with each number of units.
+
+    Where units are taken only the call that is fastest alone is planned; where a GEMM leaves units to workgroups that
+    are counted, the call that has as many of these.
+    """
     here = {run.implementation for run in all_runs}
-    runs = {}
+    planned: dict[str, tuple[Strategy, CollectiveRun, int]] = {}
     for strategy in strategies:
+        counted, units = strategy.mover is Mover.LIBRARY_CTAS, tried.get(strategy.name, (0,))
         mine = [run for run in right if run.implementation == strategy.implementation(here)]
-        if any(tried.get(strategy.name, ())) and strategy.mover is not Mover.LIBRARY_CTAS:
+        if any(tried.get(strategy.name, ())) and not counted:
             mine = sorted(mine, key=lambda run: statistics.median(looked[run.label]))[:1]
-        runs[strategy.name] = mine
-    return runs
-
-
-def _suits(strategy: Strategy, run: CollectiveRun, units: int) -> bool:
-    """Where a GEMM leaves units to workgroups that are counted, there are as many of these."""
-    return strategy.mover is not Mover.LIBRARY_CTAS or not units or run.workgroups == units
-
-
-def _alone(run: CollectiveRun) -> Callable[[], None]:
-    return lambda: run.start()()
+        planned |= {
+            pair_label(strategy, run, taken): (strategy, run, taken)
+            for run in mine
+            for taken in units
+            if not counted or not taken or run.workgroups == taken
+        }
+    return planned
 
 
 def _check(
-    launches: Launches[CollectiveRun], gemm: GemmRun | None, instruments: Instruments, seeds: Iterator[int]
-) -> tuple[Launches[CollectiveRun], dict[str, Failure]]:
-    """Run each launch once and keep those that are right on every rank; the others with what was wrong.
+    launches: Launches[CollectiveRun], gemms: Sequence[GemmRun], instruments: Any, seeds: Iterator[int]
+) -> tuple[Launches[CollectiveRun], dict[str, Problem]]:
+    """Keep those launches that are right on every rank; the others with what was wrong."""
+    failures = {
+        label: problem
+        for label, (run, launch) in launches.items()
+        if (problem := check_launch(instruments, label, launch, run, gemms, next(seeds))) is not None
+    }
+    return {label: launch for label, launch in launches.items() if label not in failures}, failures
 
-    The result of ``gemm`` is compared as well, where it is part of the launches.
+
+def aliases_of(planned: Planned[C]) -> dict[str, str]:
+    """Return names of launches that are the same as another one: of strategies that would take units, and take none.
+
+    Returns:
+        The name of that other one, by name.
     """
-    right: Launches[CollectiveRun] = {}
-    failures: dict[str, Failure] = {}
-    for label, (run, launch) in launches.items():
-        failure = _check_one(label, run, launch, gemm, instruments, next(seeds))
-        if failure is None:
-            right[label] = (run, launch)
-        else:
-            failures[label] = failure
-    return right, failures
+    plain = {
+        (dataclasses.replace(strategy, name="", recipe="", preference=0), run.label): label
+        for label, (strategy, run, _) in planned.items()
+        if strategy.partition is None
+    }
+    found = {}
+    for label, (strategy, run, units) in planned.items():
+        if strategy.partition is not None and not units:
+            twin = dataclasses.replace(strategy, name="", recipe="", preference=0, partition=None)
+            if (twin, run.label) in plain:
+                found[label] = plain[twin, run.label]
+    return found
 
 
-def _check_one(
-    label: str,
-    run: CollectiveRun,
-    launch: Callable[[], None],
-    gemm: GemmRun | None,
-    instruments: Instruments,
-    seed: int,
-) -> Failure | None:
-    def execute() -> None:
-        run.fill(seed)
-        if gemm is not None:
-            gemm.poison()
-        launch()
-        instruments.finish(label)
+def narrowed(planned: Planned[C], launches: Launches[C], instruments: Any) -> Launches[C]:
+    """Return what is left of launches after a look at those that have rivals. Collective.
 
-    def compare() -> str | None:
-        return run.error(seed) or (None if gemm is None else gemm.error())
+    Args:
+        planned: what each of them is.
+        launches: that are right.
+        instruments: that look.
+    """
+    rivals: dict[tuple[str, int], list[str]] = {}
+    for label in launches:
+        strategy, _, units = planned[label]
+        rivals.setdefault((strategy.name, units), []).append(label)
+    asked = [label for labels in rivals.values() if len(labels) > 1 for label in labels]
+    if not asked:
+        return launches
+    looked = instruments.look({label: launches[label][1] for label in asked})
+    gone = set(asked) - lasting(rivals.values(), looked)
+    return {label: launch for label, launch in launches.items() if label not in gone}
 
-    # Two steps: a rank that could not run has nothing to compare, and the two are told apart in the result.
-    refused = instruments.attempt(execute)
-    if refused is not None:
-        return Failure(refused, wrong=False)
-    wrong = instruments.attempt(compare)
-    return None if wrong is None else Failure(wrong, wrong=True)
+
+def lasting(rivals: Iterable[Sequence[str]], looked: Mapping[str, Sequence[float]]) -> set[str]:
+    """Return those of several groups of names that are as fast as the fastest of their group, or nearly.
+
+    >>> sorted(lasting([("a", "b", "c")], {"a": [100.0, 180.0], "b": [110.0, 105.0], "c": [120.0, 116.0]}))
+    ['a', 'b']
+    """
+    best_us = {label: min(times) for label, times in looked.items()}
+    timed = [[label for label in labels if label in best_us] for labels in rivals]
+    return {
+        label
+        for labels in timed
+        for label in labels
+        if best_us[label] <= WORTH * min(best_us[other] for other in labels)
+    }

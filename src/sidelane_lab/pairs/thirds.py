@@ -1,7 +1,7 @@
 """Three kernels at once, in every order of their launches: a pair, and a GEMM of a quarter of the pair's (VII-B1).
 
 On a GPU each has a stream of its own. The second waits for an event that the first records just before its operation,
-and so on, as in ``c3.run``; so the order is kept, and nobody waits for anybody's end. On a CPU a GEMM is a call: the
+and so on, as in ``pairs.run``; so the order is kept, and nobody waits for anybody's end. On a CPU a GEMM is a call: the
 collective begins in its turn, and goes on beside those behind it.
 """
 
@@ -12,12 +12,12 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from sidelane.c3.workload import Gemm, Workload
-from sidelane_lab.pairs.product import GemmRun
-from sidelane_lab.pairs.run import CollectiveRun, Instruments
+from sidelane_lab.pairs.run import CollectiveRun, GemmRun, check_launch
 
 GEMM, SMALL = "gemm", "small gemm"
 """Names of the two computations; the collective has that of its kind."""
@@ -34,14 +34,14 @@ def small_of(gemm: Gemm) -> Gemm:
 
 
 def orders_of(
-    workload: Workload, run: CollectiveRun, instruments: Instruments, device: torch.device, seeds: Iterator[int]
+    workload: Workload, run: CollectiveRun, instruments: Any, device: torch.device, seeds: Iterator[int]
 ) -> Orders:
     """Measure all six. Collective: all ranks make the same call.
 
     Args:
         workload: the pair.
         run: its collective.
-        instruments: as in ``c3.run.run_workload``.
+        instruments: as in ``pairs.run.run_workload``.
         device: of this rank.
         seeds: of the inputs.
 
@@ -60,7 +60,7 @@ def orders_of(
         for order in itertools.permutations(operations):
             launch = functools.partial(_launch, [(operations[name], streams.get(name)) for name in order])
             label = " > ".join(order)
-            if not instruments.attempt(functools.partial(_try, launch, run, gemms, next(seeds), instruments, label)):
+            if check_launch(instruments, label, launch, run, gemms.values(), next(seeds)) is None:
                 launches[label] = launch
         times = instruments.time(launches) if launches else {}
     return {tuple(label.split(" > ")): statistics.median(series) for label, series in times.items()}
@@ -88,20 +88,3 @@ def _launch(operations: Sequence[tuple[_Operation, torch.cuda.Stream | None]]) -
     for _, stream in operations:
         if stream is not None and caller is not None:
             caller.wait_stream(stream)
-
-
-def _try(
-    launch: Callable[[], None],
-    run: CollectiveRun,
-    gemms: Mapping[str, GemmRun],
-    seed: int,
-    instruments: Instruments,
-    label: str,
-) -> str | None:
-    """Run once; what is wrong with the results."""
-    run.fill(seed)
-    for gemm in gemms.values():
-        gemm.poison()
-    launch()
-    instruments.finish(label)
-    return run.error(seed) or next(filter(None, (gemm.error() for gemm in gemms.values())), None)

@@ -1,7 +1,7 @@
 """Studies, each declared at the end of the module that measures it."""
 
 STUDIES = {
-    "collectives": "sidelane_lab.studies.collectives.study",
+    "collectives": "sidelane_lab.studies.collectives",
     "c3": "sidelane_lab.studies.c3.study",
     "heuristics": "sidelane_lab.studies.c3.heuristics",
     "occupancy": "sidelane_lab.studies.c3.occupancy",

@@ -20,9 +20,8 @@ from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
 from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.rows import FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import FlatRow, Results, Study, require_all
 
 COLD_BYTES = 256 << 20
 """Matrices of a sample together: five times the last-level cache of the largest GPU here."""

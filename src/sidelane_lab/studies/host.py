@@ -38,14 +38,12 @@ from sidelane_lab.baselines.candidate import (
     nothing_to_wait_for,
     views,
 )
-from sidelane_lab.baselines.own import Dma, Kernels
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
-from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.baselines.roster import Own, OwnDma, make_roster
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.report import range_of, tables_by
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
+from sidelane_lab.harness.report import spread, tables_by
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Results, Study
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
@@ -305,15 +303,15 @@ def ways_of(implementations: Iterable[Implementation], variants: tuple[str, ...]
         ):
             if candidate.in_place or candidate.prelaunch:
                 continue
-            if isinstance(implementation, Dma | Kernels):
+            if isinstance(implementation, Own):
                 yield from (_own(implementation, candidate, tensors) for tensors in _both(implementation, case))
             else:
                 yield _baseline(implementation, candidate, case)
-        if isinstance(implementation, Dma):
+        if isinstance(implementation, OwnDma):
             yield from _triggers(implementation, case)
 
 
-def _triggers(own: Dma, case: Case) -> Iterator[HostWay]:
+def _triggers(own: OwnDma, case: Case) -> Iterator[HostWay]:
     for from_host in (False, True):
         for symmetric, tensors in _both(own, case):
             operation = "trigger_from_host" if from_host else "trigger"
@@ -321,7 +319,7 @@ def _triggers(own: Dma, case: Case) -> Iterator[HostWay]:
             yield HostWay(operation, "dma", "b2b", symmetric, tensors, communicator=own.communicator, open=make)
 
 
-def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
+def _both(own: Own, case: Case) -> Iterator[tuple[bool, Tensors]]:
     """Tensors in symmetric memory, and in ordinary memory."""
     yield True, own.tensors(case, Entrant(own.name))
     buffers = (
@@ -330,7 +328,7 @@ def _both(own: Dma | Kernels, case: Case) -> Iterator[tuple[bool, Tensors]]:
     yield False, views(case, False, *buffers)
 
 
-def _own(own: Dma | Kernels, candidate: Entrant, where: tuple[bool, Tensors]) -> HostWay:
+def _own(own: Own, candidate: Entrant, where: tuple[bool, Tensors]) -> HostWay:
     symmetric, tensors = where
     communicator = own.communicator
     assert tensors.output is not None
@@ -355,7 +353,7 @@ COLUMNS: dict[str, Callable[[HostRow], str]] = {
     "<tensors": lambda row: "symmetric" if row.symmetric else "ordinary",
     "driver\ncalls": lambda row: "" if row.driver_calls is None else str(row.driver_calls),
     "host\nus": lambda row: number(row.host_us),
-    "p10-p90\nus": range_of,
+    "p10-p90\nus": spread,
     "best\nus": lambda row: number(row.best_us),
     "<correct": lambda row: verdict(row.correct),
 }

@@ -37,7 +37,7 @@ from sidelane_lab.papers.claims.power import judge_power
 from sidelane_lab.papers.claims.steps import judge_steps
 from sidelane_lab.papers.claims.verdicts import AT_LEAST, judge, judge_ends, nearest, with_summary
 from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.collectives.rows import CollectiveRow
+from sidelane_lab.studies.collectives import CollectiveRow
 
 C3_MEDIAN, C3_WORST = 0.03, 0.10
 COLLECTIVE_MEDIAN, COLLECTIVE_WORST, WINNERS = 0.07, 0.25, 0.95

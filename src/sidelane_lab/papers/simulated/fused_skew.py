@@ -18,7 +18,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.operators import Embedding, FusedOperator, FusedTimes, Gemv, predict_fused
 from sidelane_lab.papers.simulated.bands import Curves, bands
 from sidelane_lab.papers.simulated.curves import BANDS, COLOURS, curve
-from sidelane_lab.studies.fused.skew import draw_skew, skew_percent
+from sidelane_lab.studies.fused.pictures import draw_skew, skew_percent
 
 OCCUPANCIES = (0.25, 0.5, 0.75, 0.875, 1.0)
 NUMBERS = ("fused", "links", "gpu")

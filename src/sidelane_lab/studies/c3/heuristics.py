@@ -9,46 +9,168 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from matplotlib.figure import Figure
 
 from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.workload import Gemm, Workload, parse_workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import provenance
-from sidelane.cli.table import grouped
+from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import tables_console
+from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
+from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.running import check_targets, publish
-from sidelane_lab.harness.study import Results, Study, read
+from sidelane_lab.harness.study import FlatRow, Picture, Results, Study, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
 from sidelane_lab.model.swept import KINDS, isolated_of_machine, sweep_of
-from sidelane_lab.pairs.judged import Sweep, Verdict, Way, judge
+from sidelane_lab.pairs.heuristics import HeuristicVerdict, Sweep, Way, judge
 from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.studies.c3 import study as c3_study
-from sidelane_lab.studies.c3.foretold import workload_of
-from sidelane_lab.studies.c3.heuristic_rows import HeuristicRow, draw_heuristics, heuristic_tables
+from sidelane_lab.studies.c3.prediction import workload_of
 from sidelane_lab.studies.c3.rows import C3Row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeuristicRow(FlatRow):
+    """The choice of a heuristic for a pair, against the best of a sweep.
+
+    Attributes:
+        heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
+            units for the collective, by look-up tables; ``spared``: units that a GEMM beside copy engines does
+            without; ``auto``: the strategy.
+        gemm, bytes: as in :class:`C3Row`.
+        seen: the GEMM is one that was profiled.
+        chosen: by the heuristic, in words.
+        best: of the sweep.
+        time_us: under what was chosen.
+        best_us: under what was best.
+        lost_percent: by the choice.
+        right: nothing is lost, but for half a percent.
+        note: the reason that the heuristic gave, or why nothing could be judged.
+    """
+
+    figures = ("time_us",)
+
+    heuristic: str
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+    seen: bool
+    chosen: str
+    best: str
+    time_us: float | None
+    best_us: float | None
+    lost_percent: float | None
+    right: bool | None
+    note: str
+
+
+MOST_SHOWN = 20
+"""Choices with their reasons in a table."""
+
+
+def heuristic_tables(rows: Sequence[HeuristicRow]) -> list[Table]:
+    """A table of shares, and one of what was lost."""
+    tables = [_shares(rows), _choices(rows)]
+    return [table for table in tables if table.lines or table.notes]
+
+
+def share_of(rows: Sequence[HeuristicRow]) -> tuple[int, int, float, float] | None:
+    """How many were right, of how many, and percent lost on average and at the worst; None where none was judged."""
+    lost = [row.lost_percent for row in rows if row.lost_percent is not None]
+    if not lost:
+        return None
+    return sum(bool(row.right) for row in rows), len(lost), statistics.fmean(lost), max(lost)
+
+
+def _shares(rows: Sequence[HeuristicRow]) -> Table:
+    lines, notes = [], []
+    for name, alike in grouped(rows, lambda row: row.heuristic, ordered=False):
+        parts = {"all": alike, "seen": [r for r in alike if r.seen], "unseen": [r for r in alike if not r.seen]}
+        for part, mine in parts.items():
+            found = share_of(mine)
+            if found is not None:
+                right, count, mean, worst = found
+                figures = (f"{right} of {count}", f"{100 * right / count:.0f}", f"{mean:.1f}", f"{worst:.1f}")
+                lines.append(Line((str(name), part, *figures)))
+        if share_of(alike) is None:
+            notes.append((str(name), alike[0].note))
+    columns = ("<heuristic", "<pairs", "right", "right\n%", "lost\n%", "at worst\n%")
+    title = "heuristics against the best of the sweep (seen: the GEMM was profiled)"
+    return Table(title, columns, tuple(lines), notes_of(notes), keys=2)
+
+
+CHOICE_COLUMNS: Mapping[str, Cell] = {
+    "<heuristic": "heuristic",
+    "<GEMM": "gemm",
+    "<collective": "collective",
+    "bytes": "bytes",
+    "<chosen": "chosen",
+    "<best": "best",
+    "us": "time_us",
+    "lost\n%": "lost_percent:.1f",
+}
+
+
+def _choices(rows: Sequence[HeuristicRow]) -> Table:
+    """Make a table of every choice with its reason; of many those that were not right."""
+    judged = [row for row in rows if row.time_us is not None]
+    shown = judged if len(judged) <= MOST_SHOWN else [row for row in judged if not row.right]
+    title = "choices" if shown is judged else "choices that were not right; the file has the others, with their reasons"
+    return table_of(title, shown, CHOICE_COLUMNS, keys=4, value=lambda row: 0.0 if row.right else None)
+
+
+def draw_heuristics(rows: Sequence[HeuristicRow], results: Results, directory: Path) -> list[Picture]:
+    """One picture, a panel for each heuristic: percent lost, greatest first; none where nothing was judged."""
+    judged = [row for row in rows if row.lost_percent is not None]
+    by_name = grouped(judged, lambda row: row.heuristic, ordered=False)
+    if not by_name:
+        return []
+    figure = Figure(figsize=(2.6 * len(by_name) + 0.6, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(by_name), squeeze=False, sharey=True)[0]
+    for panel, (name, alike) in zip(panels, by_name, strict=True):
+        found = share_of(alike)
+        assert found is not None
+        right, count, mean, _ = found
+        ranked = sorted(alike, key=lambda row: -(row.lost_percent or 0.0))
+        colours = [BLUE if row.seen else ORANGE for row in ranked]
+        panel.bar(range(len(ranked)), [row.lost_percent or 0.0 for row in ranked], color=colours, width=0.8)
+        panel.set_title(f"{name}\n{right} of {count} right, {mean:.1f}% lost", fontsize=9)
+        panel.set_xlabel("pairs")
+        panel.set_xticks([])
+        panel.axhline(0.0, color=BLACK, linewidth=0.7)
+    panels[0].set_ylabel("lost to the best of the sweep, %")
+    for colour, label in ((BLUE, "GEMM was profiled"), (ORANGE, "was not")):
+        panels[-1].bar([0], [0], color=colour, label=label)
+    panels[-1].legend(fontsize=7, frameon=False)
+    title = f"Heuristics: {results.where}"
+    text = "Percent that each heuristic's choice takes longer than the best of the sweep, by pair."
+    return [save_titled(figure, "heuristics", title, text, directory)]
+
 
 TILE = 128
 """Rows and columns of a block of a library's GEMM, about; the heuristic compares it with tens of workgroups."""
 
 LIBRARY_WORKGROUPS = {"cpu": 1, "gpu": 32}
-"""Of the library's collective: a thread of Gloo, and NCCL's CTAs at the sizes that hide behind GEMMs."""
+"""Workgroups of the library's collective: a thread of Gloo, and NCCL's CTAs at the sizes that hide behind GEMMs."""
 
 NO_THIRD = "the file has no third kernel (sidelane c3 --third measures one, --machine simulates one)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeuristicsOptions(c3_study.C3Options):
-    """What to judge.
-
-    Attributes:
-        results: file of ``sidelane c3``; None: measure the pairs first.
-        machine: name in the catalogue, or a file; then nothing is measured.
-    """
+    """Options of the study; ``sidelane c3 --help`` explains them."""
 
     results: Path | None = None
     machine: str | None = None
@@ -141,7 +263,7 @@ def sweeps_of(rows: Sequence[C3Row], workgroups: int) -> list[Sweep]:
         workgroups: of the library's collective.
     """
     sweeps = []
-    for _, alike in grouped(rows, lambda row: (row.gemm, row.dtype, row.collective, row.bytes), ordered=False):
+    for _, alike in grouped(rows, lambda row: row.pair, ordered=False):
         timed = [row for row in alike if row.time_us is not None and not row.chosen]
         if not timed or timed[0].gemm_us is None:
             continue
@@ -177,7 +299,7 @@ def _ways_of(row: C3Row) -> dict[Way, float]:
     return times
 
 
-def row_of(workload: Workload, verdict: Verdict) -> HeuristicRow:
+def row_of(workload: Workload, verdict: HeuristicVerdict) -> HeuristicRow:
     """A verdict with its pair."""
     lost = verdict.lost
     return HeuristicRow(

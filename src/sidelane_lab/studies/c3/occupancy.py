@@ -10,8 +10,10 @@ import dataclasses
 import functools
 import itertools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,23 +24,130 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.errors import UnavailableError
 from sidelane.kernels.gemm_shape import SHAPES, GemmShape
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Prepared, candidates_of
-from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
+from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Job
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.pairs.pipelined import Pipelined, Schedule
-from sidelane_lab.pairs.product import GemmRun
-from sidelane_lab.pairs.run import Workers
-from sidelane_lab.pairs.spans import Trace
+from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.pairs.run import GemmRun, Workers, check_launch
+from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
-    from sidelane.execute.cuda.shaped_gemm import ShapedGemm
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """How iterations run.
+
+    Attributes:
+        iterations: 2 or more.
+        priority: the collectives' stream goes before the GEMMs'.
+        in_order: a GEMM waits for the one of the iteration before.
+
+    Raises:
+        ValueError: fewer iterations than 2.
+    """
+
+    iterations: int = 6
+    priority: bool = False
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.iterations < 2:
+            raise ValueError(f"Schedule: iterations (value={self.iterations}, allowed=2 or more)")
+
+
+class Pipelined:
+    """Runs of iterations on one rank.
+
+    Args:
+        gemm: launches the GEMM of an iteration on the current stream; two may be under way at once.
+        collective: begins the collective on the current stream; what comes back waits for its end on a CPU.
+        lanes: streams, on an accelerator; None: on a CPU.
+        second: a second stream for GEMMs.
+        workers: threads that compute on a CPU.
+    """
+
+    def __init__(
+        self,
+        gemm: Callable[[int], None],
+        collective: Callable[[], Callable[[], None]],
+        lanes: Lanes | None,
+        second: torch.cuda.Stream | None,
+        workers: Workers,
+    ) -> None:
+        self._gemm, self._collective, self._workers = gemm, collective, workers
+        self._lanes, self._second = lanes, second
+
+    def sequential(self, iterations: int) -> None:
+        """Every operation behind the one before, on the current stream."""
+        for number in range(iterations):
+            self._gemm(number)
+            self._collective()()
+
+    def overlapped(self, schedule: Schedule) -> Callable[[], Trace]:
+        """Run the iterations; what comes back gives the time stamps, once the current stream has ended."""
+        if self._lanes is None:
+            return self._on_threads(schedule)
+        return self._on_streams(schedule, self._lanes)
+
+    def _on_streams(self, schedule: Schedule, lanes: Lanes) -> Callable[[], Trace]:
+        caller = torch.cuda.current_stream()
+        compute = [lanes.gemm] if schedule.in_order or self._second is None else [lanes.gemm, self._second]
+        comm = lanes.urgent if schedule.priority else lanes.collective
+        released = torch.cuda.Event(enable_timing=True)
+        released.record(caller)
+        for stream in (*compute, comm):
+            stream.wait_event(released)
+        gemms, collectives = [], []
+        for number in range(schedule.iterations):
+            stream = compute[number % len(compute)]
+            with torch.cuda.stream(stream):
+                gemms.append(_stamped(stream, functools.partial(self._gemm, number)))
+            comm.wait_event(gemms[-1][1])
+            with torch.cuda.stream(comm):
+                collectives.append(_stamped(comm, self._collective))
+        for stream in (*compute, comm):
+            caller.wait_stream(stream)
+
+        def read() -> Trace:
+            def since(event: torch.cuda.Event) -> float:
+                return 1e3 * float(released.elapsed_time(event))
+
+            spans = [tuple((since(begin), since(end)) for begin, end in pairs) for pairs in (gemms, collectives)]
+            return Trace(*spans)
+
+        return read
+
+    def _on_threads(self, schedule: Schedule) -> Callable[[], Trace]:
+        worker = self._workers.yielding if schedule.priority else self._workers.usual
+        computed: list[Future[Span]] = [
+            worker.submit(_timed, functools.partial(self._gemm, number)) for number in range(schedule.iterations)
+        ]
+        gemms, collectives = [], []
+        for product in computed:
+            gemms.append(product.result())
+            collectives.append(_timed(lambda: self._collective()()))
+        trace = Trace(tuple(gemms), tuple(collectives))
+        return lambda: trace
+
+
+def _stamped(stream: torch.cuda.Stream, operation: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record(stream)
+    operation()
+    behind.record(stream)
+    return before, behind
+
+
+def _timed(operation: Callable[[], object]) -> Span:
+    begin = time.perf_counter()
+    operation()
+    return 1e6 * begin, 1e6 * time.perf_counter()
+
 
 ROWS_ON_CPUS = "rows"
 """The shape of a GEMM on a CPU: parts of its rows, one after another."""
@@ -55,19 +164,10 @@ HIDE_LAUNCH_US = 150.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OccupancyOptions(StudyOptions):
-    """What to measure.
+    """Options of the study; ``sidelane c3 --help`` explains them.
 
     Attributes:
-        workloads: pairs as Table II of the ConCCL paper writes them.
-        collectives: kinds; every pair runs with each.
-        dtype: of GEMM and collective on accelerators; CPUs take float32.
-        full_size: see ``C3Options``.
-        shapes: names of ``gemm_shape.SHAPES``; CPUs have one of their own.
         blocks: of grids; empty takes ``BLOCKS``.
-        iterations: of a pipeline.
-        in_order: GEMMs follow each other.
-        warmup: rounds before the measured ones; a third of all, as in the paper.
-        repeats: measured rounds.
     """
 
     workloads: tuple[str, ...] = ("cb1_896M",)
@@ -100,58 +200,37 @@ def main(options: OccupancyOptions) -> Results | None:
     return run_study(STUDY, options)
 
 
-class Shaped(Protocol):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShapedLaunches:
     """A GEMM with two results, so that those of two iterations can be under way at once.
 
     Attributes:
+        launches: a launch for each result.
         shape: name.
-        blocks: of its grid.
+        blocks: blocks of its grid; on CPUs parts of the rows, one after another.
         grid: ``persistent`` or ``data-parallel``.
         resident: blocks that a unit holds; 0 where that is not known.
-        shared_bytes: that each of them asks for.
+        shared_bytes: shared memory that each of them asks for.
     """
 
+    launches: Sequence[Callable[[], None]]
     shape: str
     blocks: int
-    grid: str
-    resident: int
-    shared_bytes: int
-
-    def launch(self, number: int) -> None:
-        """The GEMM of an iteration, on the current stream."""
-        ...
-
-
-@dataclasses.dataclass(slots=True)
-class InRows:
-    """On a CPU: parts of the rows, one after another."""
-
-    runs: Sequence[GemmRun]
-    blocks: int
-    shape: str = ROWS_ON_CPUS
     grid: str = "data-parallel"
     resident: int = 0
     shared_bytes: int = 0
 
     def launch(self, number: int) -> None:
-        run = self.runs[number % len(self.runs)]
-        for a, c in zip(run.a.tensor_split(self.blocks), run.c.tensor_split(self.blocks), strict=True):
-            torch.mm(a, run.b, out=c)
-
-
-@dataclasses.dataclass(slots=True)
-class OnUnits:
-    """On a GPU: the Triton kernel."""
-
-    launches: Sequence[Callable[[], None]]
-    shape: str
-    blocks: int
-    grid: str
-    resident: int
-    shared_bytes: int
-
-    def launch(self, number: int) -> None:
+        """Launch the GEMM of an iteration, on the current stream."""
         self.launches[number % len(self.launches)]()
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of a row that say what it is."""
+        return {name.name: getattr(self, name.name) for name in dataclasses.fields(self)[1:]}
+
+
+NO_SHAPE = ShapedLaunches((), "", 0, "")
 
 
 def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[OccupancyRow]:
@@ -176,7 +255,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
         for implementation in roster.implementations.values():
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
-                run = Prepared(entrant, case, implementation)
+                run = PreparedCall(entrant, case, implementation)
                 pair = Pair(roster, workload, run, lanes, second, options)
                 yield from pair.rows(rank.device, seeds)
     roster.close()
@@ -189,7 +268,7 @@ class Pair:
         self,
         roster: Roster,
         workload: Workload,
-        run: Prepared,
+        run: PreparedCall,
         lanes: Lanes | None,
         second: torch.cuda.Stream | None,
         options: OccupancyOptions,
@@ -205,15 +284,15 @@ class Pair:
                 gemm.fill(next(seeds))
             self._meter.finish("the GEMM's inputs")
             for make in shapes_of(self._workload.gemm, gemms, device, self._options):
-                made: list[Shaped] = []
-                refused = self._meter.attempt(functools.partial(_make, make, made))
+                made: list[ShapedLaunches] = []
+                refused = self._meter.attempt(functools.partial(_append, made, make))
                 if refused is not None:
-                    yield self._row(None, False, note=refused)
+                    yield self._row(NO_SHAPE, False, note=refused)
                     continue
                 yield from self._measured(made[0], gemms, workers, next(seeds))
 
     def _measured(
-        self, shaped: Shaped, gemms: Sequence[GemmRun], workers: Workers, seed: int
+        self, shaped: ShapedLaunches, gemms: Sequence[GemmRun], workers: Workers, seed: int
     ) -> Iterator[OccupancyRow]:
         options = self._options
         schedules = [Schedule(options.iterations, priority, options.in_order) for priority in (False, True)]
@@ -261,58 +340,45 @@ class Pair:
 
     def _error(
         self,
-        shaped: Shaped,
+        shaped: ShapedLaunches,
         gemms: Sequence[GemmRun],
         workers: Workers,
         schedules: Sequence[Schedule],
         seed: int,
     ) -> str | None:
-        """What is wrong after a run of each schedule, on any rank. Collective."""
+        """Say what is wrong after a run of each schedule, on any rank. Collective."""
         for schedule in schedules:
-
-            def execute(schedule: Schedule = schedule) -> None:
-                self._run.fill(seed)
-                for gemm in gemms:
-                    gemm.fill(seed)
-                # One whose second run would read the first one's result runs once.
-                calls = itertools.count() if not self._run.repeatable else itertools.repeat(0)
-                once = lambda: self._run.start() if next(calls) == 0 else lambda: None  # noqa: E731
-                Pipelined(shaped.launch, once, self._lanes, self._second, workers).overlapped(schedule)
-                self._meter.finish("a pipeline")
-
-            def compare() -> str | None:
-                return self._run.error(seed) or next(filter(None, (gemm.error() for gemm in gemms)), None)
-
-            error = self._meter.attempt(execute) or self._meter.attempt(compare)
-            if error is not None:
-                return error
+            # One whose second run would read the first one's result runs once.
+            calls = itertools.count() if not self._run.repeatable else itertools.repeat(0)
+            once = lambda calls=calls: self._run.start() if next(calls) == 0 else lambda: None  # noqa: E731
+            pipelined = Pipelined(shaped.launch, once, self._lanes, self._second, workers)
+            launch = functools.partial(pipelined.overlapped, schedule)
+            problem = check_launch(self._meter, "a pipeline", launch, self._run, gemms, seed)
+            if problem is not None:
+                return problem.text
         return None
 
-    def _row(self, shaped: Shaped | None, priority: bool, note: str = "", **figures: float | None) -> OccupancyRow:
+    def _row(self, shaped: ShapedLaunches, priority: bool, note: str = "", **figures: Any) -> OccupancyRow:
         nothing = dict.fromkeys(("gemm_us", "comm_us", "sequential_us", "time_us", "normalised", "overlap_rate"))
         return OccupancyRow(
             **self._workload.columns,
             implementation=self._run.implementation,
-            shape=shaped.shape if shaped else "",
-            grid=shaped.grid if shaped else "",
-            blocks=shaped.blocks if shaped else 0,
-            resident=shaped.resident if shaped else 0,
-            shared_bytes=shaped.shared_bytes if shaped else 0,
+            **shaped.columns,
             priority=priority,
             in_order=self._options.in_order,
             iterations=self._options.iterations,
             note=note,
-            **{"correct": None, **nothing, **figures},  # type: ignore[arg-type]
+            **{"correct": None, **nothing, **figures},
         )
 
 
 def shapes_of(
     gemm: Gemm, runs: Sequence[GemmRun], device: torch.device, options: OccupancyOptions
-) -> Iterator[Callable[[], Shaped]]:
-    """What makes each shape that is measured: on GPUs shapes by blocks, and data-parallel grids by residency."""
+) -> Iterator[Callable[[], ShapedLaunches]]:
+    """Yield what makes each shape that is measured: on GPUs shapes by blocks, and data-parallel grids by residency."""
     if device.type == "cpu":
         for blocks in options.blocks or BLOCKS["cpu"]:
-            yield functools.partial(InRows, runs, min(blocks or gemm.m, gemm.m))
+            yield functools.partial(_in_rows, runs, min(blocks or gemm.m, gemm.m))
         return
     for name in options.shapes:
         shape = SHAPES[name]
@@ -323,28 +389,34 @@ def shapes_of(
                 yield functools.partial(_on_units, chosen, blocks, gemm, runs, device)
 
 
-def _make(make: Callable[[], Shaped], made: list[Shaped]) -> None:
+def _append(made: list[ShapedLaunches], make: Callable[[], ShapedLaunches]) -> None:
     made.append(make())
 
 
-def _on_units(shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device) -> OnUnits:
-    kernels = [_kernel(device, shape, run) for run in runs]
-    if not kernels[0].resident:
-        raise UnavailableError(f"no block of {shape.name} fits a compute unit ({kernels[0].shared_bytes} bytes)")
-    grid = "data-parallel" if blocks == shape.tiles(gemm.m, gemm.n) else "persistent"
-    launches = [kernel.bind(blocks) for kernel in kernels]
-    return OnUnits(launches, shape.name, blocks, grid, kernels[0].resident, kernels[0].shared_bytes)
+def _in_rows(runs: Sequence[GemmRun], blocks: int) -> ShapedLaunches:
+    def launch(run: GemmRun) -> None:
+        for a, c in zip(run.a.tensor_split(blocks), run.c.tensor_split(blocks), strict=True):
+            torch.mm(a, run.b, out=c)
+
+    return ShapedLaunches([functools.partial(launch, run) for run in runs], ROWS_ON_CPUS, blocks)
 
 
-def _kernel(device: torch.device, shape: GemmShape, run: GemmRun) -> ShapedGemm:
+def _on_units(
+    shape: GemmShape, blocks: int, gemm: Gemm, runs: Sequence[GemmRun], device: torch.device
+) -> ShapedLaunches:
     from sidelane.execute.cuda.shaped_gemm import ShapedGemm
 
-    return ShapedGemm(_driver(device), shape, run.a, run.b, run.c)
+    kernels = [ShapedGemm(_driver(device), shape, run.a, run.b, run.c) for run in runs]
+    resident, shared_bytes = kernels[0].resident, kernels[0].shared_bytes
+    if not resident:
+        raise UnavailableError(f"no block of {shape.name} fits a compute unit ({shared_bytes} bytes)")
+    grid = "data-parallel" if blocks == shape.tiles(gemm.m, gemm.n) else "persistent"
+    return ShapedLaunches([one.bind(blocks) for one in kernels], shape.name, blocks, grid, resident, shared_bytes)
 
 
 @functools.cache
 def _driver(device: torch.device) -> Driver:
-    """One for all kernels: it keeps what it has compiled."""
+    """Make the driver of all kernels: it keeps what it has compiled."""
     from sidelane.execute.cuda.driver import Driver
 
     return Driver(device)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sidelane.c3.shaping import choose, shaping_of
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.cli.table import Table, grouped, number
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import (
-    BLACK,
-    BLUE,
-    GREEN,
-    ORANGE,
-    STYLES,
-    file_name,
-    save,
-)
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, FlatRow
-from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, file_name, plot_line, save_titled
+from sidelane_lab.harness.report import Cell, table_of
+from sidelane_lab.harness.study import IMPLEMENTATIONS, Picture, Results
+from sidelane_lab.studies.c3.rows import PairRow, pair_words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OccupancyRow(FlatRow):
+class OccupancyRow(PairRow):
     """Pipelined iterations of a GEMM in one shape and a collective (overlap paper).
 
     Attributes:
@@ -52,13 +44,6 @@ class OccupancyRow(FlatRow):
     allowed = (("implementation", IMPLEMENTATIONS),)
     figures = ("time_us", "normalised")
 
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
     implementation: str
     shape: str
     grid: str
@@ -78,36 +63,41 @@ class OccupancyRow(FlatRow):
     note: str = ""
 
 
-COLUMNS: tuple[str, ...] = (
-    *("<shape", "<grid", "blocks", "resident", "<priority", "GEMM\nalone us", "sequential\nus", "overlapped\nus"),
-    *("normalised", "overlap\nrate %", "<correct"),
-)
+COLUMNS: Mapping[str, Cell] = {
+    "<shape": "shape",
+    "<grid": "grid",
+    "blocks": "blocks",
+    "resident": "resident",
+    "<priority": "priority",
+    "GEMM\nalone us": "gemm_us",
+    "sequential\nus": "sequential_us",
+    "overlapped\nus": "time_us",
+    "normalised": "normalised:.2f",
+    "overlap\nrate %": "overlap_rate:.0f",
+    "<correct": "correct",
+}
 
 
 def occupancy_tables(rows: Sequence[OccupancyRow]) -> list[Table]:
-    """One table a pair and implementation; the least time is set off, and what shaping gains is a note."""
+    """Make one table a pair and implementation; the least time is set off, and what shaping gains is a note."""
     tables = []
     for _, same in grouped(rows, pair_of, ordered=False):
         first = next((row for row in same if row.comm_us is not None), same[0])
-        least = min((row.time_us for row in same if row.time_us is not None), default=None)
         title = (
-            f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
-            f"{format_bytes(first.bytes)} by {first.implementation}: {first.iterations} iterations, collective alone "
+            f"{pair_words(first)} by {first.implementation}: {first.iterations} iterations, collective alone "
             f"{number(first.comm_us)} us" + (", GEMMs in order" if first.in_order else "")
         )
-        lines = tuple(Line(_cells(row), best=least is not None and row.time_us == least) for row in same)
-        notes = (*notes_of([(" ".join(_cells(row)[:4]), row.note) for row in same]), *gain(same))
-        tables.append(without_empty_columns(Table(title, COLUMNS, lines, notes, keys=5)))
+        tables.append(table_of(title, same, COLUMNS, keys=5, notes=gain(same)))
     return tables
 
 
 def pair_of(row: OccupancyRow) -> tuple[object, ...]:
-    """What rows of one table have in common."""
-    return row.gemm, row.dtype, row.collective, row.bytes, row.implementation, row.in_order
+    """Return what rows of one table have in common."""
+    return *row.pair, row.implementation, row.in_order
 
 
 def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
-    """What the best shape and priority save over the fastest grid without any of it, in words; empty without one."""
+    """Say what the best shape and priority save over the fastest grid without any of it; empty without one."""
     timed = [row for row in rows if row.time_us is not None]
     try:
         return (choose([shaping_of(row, timed) for row in timed]).reason,)
@@ -115,97 +105,65 @@ def gain(rows: Sequence[OccupancyRow]) -> tuple[str, ...]:
         return ()
 
 
-def _cells(row: OccupancyRow) -> tuple[str, ...]:
-    return (
-        row.shape,
-        row.grid,
-        str(row.blocks) if row.blocks else "",
-        str(row.resident) if row.resident else "",
-        "yes" if row.priority else "no",
-        number(row.gemm_us),
-        number(row.sequential_us),
-        number(row.time_us),
-        "" if row.normalised is None else f"{row.normalised:.2f}",
-        "" if row.overlap_rate is None else f"{row.overlap_rate:.0f}",
-        verdict(row.correct),
-    )
-
-
 COLOURS = (BLUE, ORANGE, GREEN)
 FIGURES = (("normalised", "time / sequential"), ("overlap_rate", "overlap rate, %"), ("time_us", "time, us"))
-COMPARED = ("saved by priority, %", "time / that of {}")
-"""With and without priority, and shape by shape, each at the same number of blocks."""
 
 
 def draw_occupancy(rows: Sequence[OccupancyRow], results: Results, directory: Path) -> list[Picture]:
-    """A picture for each pair: a panel a figure, a line for each shape with and without priority."""
+    """Draw a picture for each pair: a panel a figure, a line for each shape with and without priority."""
     timed = [row for row in rows if row.time_us is not None]
     return [_draw(alike, results, directory) for _, alike in grouped(timed, pair_of, ordered=False)]
 
 
 def _draw(rows: Sequence[OccupancyRow], results: Results, directory: Path) -> Picture:
-    first = rows[0]
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    above, below = figure.subplots(2, len(FIGURES))
-    panels = list(above)
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    for panel, (name, label) in zip(panels, FIGURES, strict=True):
-        for colour, shape in zip(COLOURS, shapes, strict=False):
-            for priority in (False, True):
-                mine = _unlimited([row for row in rows if (row.shape, row.priority) == (shape, priority)])
-                dash, mark = STYLES[priority]
-                style = {"linestyle": dash, "marker": mark, "markersize": 4, "color": colour}
-                text = shape + (", priority" if priority else "")
-                panel.plot([row.blocks for row in mine], [getattr(row, name) for row in mine], label=text, **style)
-        panel.set_xscale("log", base=2)
-        panel.set_xlabel("thread blocks")
-        panel.set_title(label)
-        panel.set_ylim(bottom=0)
-    panels[-1].legend(fontsize=7, frameon=False)
-    _compared(below[0], below[1], rows, shapes)
-    below[2].set_axis_off()
-    pair = f"{first.gemm} with {first.collective} of {format_bytes(first.bytes)} by {first.implementation}"
-    title = f"Pipelined iterations, {pair}: {results.where}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    text = f"Normalised time, overlap rate and time of pipelined iterations by thread blocks, {pair}."
-    name = file_name(f"occupancy {first.gemm} {first.collective} {format_bytes(first.bytes)} {first.implementation}")
-    return save(figure, name, title, text, directory)
-
-
-def _compared(saved: Axes, shaped: Axes, rows: Sequence[OccupancyRow], shapes: Sequence[str]) -> None:
-    """What priority saves of each shape, and each shape against the first one."""
-    times = {
-        (shape, priority): {
-            row.blocks: row.time_us
-            for row in _unlimited([row for row in rows if (row.shape, row.priority) == (shape, priority)])
-        }
+    first, shapes = rows[0], list(dict.fromkeys(row.shape for row in rows))
+    curves = {
+        (shape, priority): _unlimited([row for row in rows if (row.shape, row.priority) == (shape, priority)])
         for shape in shapes
         for priority in (False, True)
     }
-    for colour, shape in zip(COLOURS, shapes, strict=False):
-        base, urgent = times[shape, False], times[shape, True]
-        both = [blocks for blocks in base if blocks in urgent]
-        gains = [100 * (1 - (urgent[blocks] or 0.0) / (base[blocks] or 1.0)) for blocks in both]
-        saved.plot(both, gains, marker="o", markersize=4, color=colour, label=shape)
-        for priority in (False, True):
-            first, mine = times[shapes[0], priority], times[shape, priority]
-            shared = [blocks for blocks in mine if blocks in first]
-            if shape != shapes[0] and shared:
-                ratios = [(mine[blocks] or 0.0) / (first[blocks] or 1.0) for blocks in shared]
-                dash, mark = STYLES[priority]
-                text = shape + (", priority" if priority else "")
-                style: dict[str, Any] = {"linestyle": dash, "marker": mark, "markersize": 4, "color": colour}
-                shaped.plot(shared, ratios, label=text, **style)
-    for panel, title, level in ((saved, COMPARED[0], 0.0), (shaped, COMPARED[1].format(shapes[0]), 1.0)):
+    colours = dict(zip(shapes, COLOURS, strict=False))
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    above, (saved, shaped, empty) = figure.subplots(2, len(FIGURES))
+    empty.set_axis_off()
+
+    def plot(panel: Axes, shape: str, priority: bool, points: Mapping[int, float]) -> None:
+        if shape in colours:
+            plot_line(panel, points, shape + (", priority" if priority else ""), colours[shape], priority)
+
+    for panel, (name, label) in zip(above, FIGURES, strict=True):
+        for way, curve in curves.items():
+            plot(panel, *way, {blocks: getattr(row, name) for blocks, row in curve.items()})
+        panel.set_title(label)
+        panel.set_ylim(bottom=0)
+    for (shape, priority), curve in curves.items():
+        # What priority saves of each shape, and each shape against the first one, at the same numbers of blocks.
+        if priority:
+            saved_by_blocks = _ratios(curve, curves[shape, False])
+            plot(saved, shape, False, {at: 100 * (1 - ratio) for at, ratio in saved_by_blocks.items()})
+        if shape != shapes[0]:
+            plot(shaped, shape, priority, _ratios(curve, curves[shapes[0], priority]))
+    for panel, title, level in ((saved, "saved by priority, %", 0.0), (shaped, f"time / that of {shapes[0]}", 1.0)):
         panel.axhline(level, color=BLACK, linewidth=0.7)
+        panel.set_title(title)
+    for panel in (*above, saved, shaped):
         panel.set_xscale("log", base=2)
         panel.set_xlabel("thread blocks")
-        panel.set_title(title)
+    for panel in (above[-1], saved, shaped):
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=7, frameon=False)
+    pair = f"{first.gemm} with {first.collective} of {format_bytes(first.bytes)} by {first.implementation}"
+    text = f"Normalised time, overlap rate and time of pipelined iterations by thread blocks, {pair}."
+    name = file_name(f"occupancy {first.gemm} {first.collective} {format_bytes(first.bytes)} {first.implementation}")
+    return save_titled(figure, name, f"Pipelined iterations, {pair}: {results.where}", text, directory)
 
 
-def _unlimited(rows: Sequence[OccupancyRow]) -> list[OccupancyRow]:
-    """Of each number of blocks the row whose blocks ask for no more memory than they need."""
+def _ratios(ours: Mapping[int, OccupancyRow], theirs: Mapping[int, OccupancyRow]) -> dict[int, float]:
+    """Return times over others by blocks, where both have some."""
+    return {at: (ours[at].time_us or 0.0) / (theirs[at].time_us or 1.0) for at in ours if at in theirs}
+
+
+def _unlimited(rows: Sequence[OccupancyRow]) -> dict[int, OccupancyRow]:
+    """Return, of each number of blocks, the row whose blocks ask for no more memory than they need."""
     by_blocks = {row.blocks: row for row in sorted(rows, key=lambda row: row.resident)}
-    return [by_blocks[blocks] for blocks in sorted(by_blocks)]
+    return dict(sorted(by_blocks.items()))

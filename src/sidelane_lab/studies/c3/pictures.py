@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from sidelane.c3.workload import Workload
 from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import (
@@ -17,14 +20,15 @@ from sidelane_lab.harness.drawing import (
     GREY,
     VERMILLION,
     file_name,
-    save,
+    save_titled,
 )
 from sidelane_lab.harness.study import Picture, Results
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.studies.c3.foretold import compare, speedups
-from sidelane_lab.studies.c3.grouped_pictures import draw_groups
-from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.tables import too_few_cores
+from sidelane_lab.pairs.spans import Trace
+from sidelane_lab.papers.simulated.figures import draw_timeline
+from sidelane_lab.sim import Interval, write_chrome_trace
+from sidelane_lab.studies.c3.prediction import compare, draw_groups, speedups
+from sidelane_lab.studies.c3.rows import C3Row, too_few_cores
 
 PAIRS_A_PICTURE = 4
 
@@ -73,13 +77,12 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
         panels[0][0].set_ylim(len(names) - 0.4, -0.6)
         panels[0][0].set_yticks(range(len(names)), names)
         title = f"GEMM with {collective}: {results.where}"
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         note = too_few_cores(results)
         if note:
             figure.supxlabel(textwrap.fill(note, round(14 * size[0])), x=0.01, ha="left", fontsize=8, color=VERMILLION)
         name = file_name(f"c3 {collective}") + (f"-{number + 1}" if len(pairs) > PAIRS_A_PICTURE else "")
         text = f"Speedup over serial execution and percent of the ideal speedup by strategy, next to {collective}."
-        pictures.append(save(figure, name, title, text, directory))
+        pictures.append(save_titled(figure, name, title, text, directory))
     return pictures
 
 
@@ -132,3 +135,66 @@ def _time(time_us: float | None) -> str:
     if time_us is None:
         return "-"
     return f"{time_us:.0f} us" if time_us < 1000 else f"{time_us / 1000:.3g} ms"
+
+
+class Everyones(Protocol):
+    """The meter, as far as traces need it."""
+
+    def of_all_ranks(self, values: Sequence[float]) -> Sequence[Sequence[float]]: ...
+
+
+def write_trace(folder: Path, workload: Workload, meter: Everyones, writes: bool, strategy: str, trace: Trace) -> None:
+    """Write when the two parts of a pair ran on every rank, each rank from its own release on. Collective.
+
+    Args:
+        folder: made if need be.
+        workload: the pair.
+        meter: see there.
+        writes: this rank does.
+        strategy: name.
+        trace: of this rank.
+    """
+    ends = [moment for span in (*trace.gemms, *trace.collectives) for moment in span]
+    everyones = meter.of_all_ranks(ends)
+    if not writes:
+        return
+    intervals = []
+    for rank, (gemm_begins, gemm_ends, begins, ends_at) in enumerate(everyones):
+        group = f"rank {rank}"
+        intervals.append(Interval(group, "compute", f"GEMM {workload.gemm.name}", gemm_begins, gemm_ends))
+        intervals.append(Interval(group, "communication", str(workload.collective), begins, ends_at))
+    name = _name(workload.name, strategy)
+    write_chrome_trace(folder / f"{name}.trace.json", intervals)
+    draw_timeline(intervals, f"{workload.name} under {strategy}, measured", folder, name)
+
+
+def traced(folder: Path, rows: Sequence[C3Row], page: Path) -> list[Picture]:
+    """Pictures of the traces of each pair under the fastest and the slowest of its strategies, for a page.
+
+    Args:
+        folder: where :func:`write_trace` has left them; what it has not is left out.
+        rows: of the study.
+        page: folder of the page, to which they are copied; made if need be.
+    """
+    page.mkdir(parents=True, exist_ok=True)
+    pictures = []
+    for _, alike in grouped(rows, lambda row: row.pair, ordered=False):
+        times = {row.strategy: row.time_us for row in alike if row.time_us is not None and not row.chosen}
+        pair = f"{alike[0].gemm}_{format_bytes(alike[0].bytes)} {alike[0].collective}"
+        for strategy in dict.fromkeys(
+            (min(times, key=times.__getitem__), max(times, key=times.__getitem__)) if times else ()
+        ):
+            name = _name(pair, strategy)
+            files = [folder / f"{name}.{ending}" for ending in ("svg", "png")]
+            if not all(file.exists() for file in files):
+                continue
+            for file in files:
+                if file.parent.resolve() != page.resolve():
+                    shutil.copy(file, page / file.name)
+            text = f"When the GEMM and the collective of {pair} ran under {strategy}, on every rank."
+            pictures.append(Picture(name, f"{pair} under {strategy}", text))
+    return pictures
+
+
+def _name(pair: str, strategy: str) -> str:
+    return file_name(f"{pair} {strategy}")

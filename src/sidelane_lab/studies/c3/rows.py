@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import functools
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
-from sidelane_lab.harness.rows import FlatRow
+from sidelane.cli.table import Table, grouped, notes_of, number
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.report import Cell, table_of
+from sidelane_lab.harness.study import FlatRow, Results
 
 CLASSES = ("G-long", "C-long", "GC-equal", "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class C3Row(FlatRow):
+class PairRow(FlatRow):
+    """A GEMM and a collective."""
+
+    gemm: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    collective: str
+    bytes: int
+
+    @property
+    def pair(self) -> tuple[str, str, str, int]:
+        """The GEMM and the collective that rows of one pair have in common."""
+        return self.gemm, self.dtype, self.collective, self.bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class C3Row(PairRow):
     """A GEMM and a collective under one strategy. The figures are defined as in the papers.
 
     Attributes:
@@ -33,20 +57,13 @@ class C3Row(FlatRow):
         units: compute units that the GEMM did without; 0 also in files without this key.
         sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
-            all_gather 1234.5, ...`` (``c3.thirds``), in the first row of a pair; empty also in files without this key.
+            all_gather 1234.5, ...`` (``pairs.thirds``), in the first row of a pair; empty in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
     allowed = (("c3_class", CLASSES),)
     figures = ("time_us", "speedup")
 
-    gemm: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    collective: str
-    bytes: int
     c3_class: str
     strategy: str
     chosen: str
@@ -63,3 +80,65 @@ class C3Row(FlatRow):
     units: int = 0
     sweep: str = ""
     orders: str = ""
+
+
+TOGETHER_COLUMNS: Mapping[str, Cell] = {
+    "together\nus": "time_us",
+    "speedup": "speedup:.2f",
+    "% of\nideal": "percent_of_ideal:.0f",
+}
+C3_COLUMNS: Mapping[str, Cell] = {
+    "units\ntaken": "units",
+    "collective\nalone us": "comm_us",
+    **TOGETHER_COLUMNS,
+    "% of ideal\n(library)": "percent_of_ideal_nccl:.0f",
+    "<correct": "correct",
+}
+
+
+def _strategy(picked: Collection[str], row: C3Row, group: Sequence[C3Row]) -> str:
+    return row.strategy + (" (auto)" if row.strategy in picked else "")
+
+
+def pair_words(row: Any) -> str:
+    """Return a GEMM and a collective in words."""
+    return f"{row.gemm} ({row.m}x{row.n}x{row.k} {row.dtype}) with {row.collective} of {format_bytes(row.bytes)}"
+
+
+def alone_words(row: Any) -> str:
+    """Return what both take alone, and the ideal, in words."""
+    ideal = f"ideal speedup {row.ideal:.2f}" if row.ideal is not None else "no ideal"
+    gemm, best = number(row.gemm_us), number(row.best_comm_us)
+    return f"GEMM alone {gemm} us, best collective alone {best} us, {ideal}"
+
+
+def lost_percent(row: Any) -> float | None:
+    """Return how far a row is below the ideal, by which the best of a pair is found."""
+    return None if row.percent_of_ideal is None else 100 - row.percent_of_ideal
+
+
+def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
+    """Make one table a pair; the strategy with the highest percent of ideal is set off."""
+    tables = []
+    for _, same in grouped(rows, lambda row: row.pair, ordered=False):
+        first = next((row for row in same if row.gemm_us is not None), same[0])
+        # The row of auto repeats that of the strategy that it picked, which says so.
+        shown, picked = [row for row in same if not row.chosen], {row.chosen for row in same}
+        columns = {"<strategy": functools.partial(_strategy, picked), **C3_COLUMNS}
+        title = f"{pair_words(first)}: {first.c3_class}, {alone_words(first)}"
+        notes = notes_of([(row.strategy, row.note) for row in same])
+        tables.append(table_of(title, shown, columns, value=lost_percent, noted=lambda row: False, notes=notes))
+    return tables
+
+
+def too_few_cores(results: Results) -> str:
+    """Say that CPU processes of a study of pairs had too few cores to run both at once; empty if they had enough."""
+    of_pairs = results.on_cpu and results.study in ("c3", "ordinary")
+    found = re.search(r"(\d+) cores$", results.device) if of_pairs else None
+    needed = 2 * results.ranks
+    if found is None or int(found[1]) >= needed:
+        return ""
+    return (
+        f"This machine has {found[1]} cores and would need {needed} (each rank computes on one and moves bytes on "
+        "another), so the two take turns here, and a speedup of about 1, 0% of ideal, is the best to expect."
+    )

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +16,8 @@ from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import DevicePartitions, Lanes
 from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.strategies import named
-from sidelane.c3.strategy import LIBRARY
+from sidelane.c3.strategies import strategies as all_strategies
+from sidelane.c3.strategy import LIBRARY, percent_of_ideal
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank, choose_target
@@ -24,65 +25,33 @@ from sidelane.cli.output import STDOUT
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.machine.inventory import machine_name
-from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
-from sidelane_lab.baselines.roster import Roster, make_roster
-from sidelane_lab.harness.asked import OTHER_CALLS, check_asked
-from sidelane_lab.harness.measure import Job, Meter
+from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
 from sidelane_lab.harness.running import Sender, StudyOptions, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import is_memory_bound
-from sidelane_lab.pairs.outcome import Outcome
-from sidelane_lab.pairs.run import run_workload
+from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
+from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
-from sidelane_lab.studies.c3.pair_rows import (
-    NOT_RUN,
-    Key,
-    is_done,
-    key_of_row,
-    rows_not_run,
-    rows_of,
-    too_large,
-)
-from sidelane_lab.studies.c3.pictures import draw_pairs
-from sidelane_lab.studies.c3.rows import C3Row
-from sidelane_lab.studies.c3.tables import c3_tables, too_few_cores
-from sidelane_lab.studies.c3.traces import traced, write_trace
-
-HIDE_LAUNCH_US = 500.0
-"""The host queues a GEMM, a collective and a dozen events in less; the meter notices if not, and waits longer."""
-LOOKS = 2
-"""Rounds of a look: each call has run before, in its check."""
+from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
+from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class C3Options(StudyOptions):
-    """What to measure.
+    """Options of the study; ``sidelane c3 --help`` explains them.
 
     Attributes:
-        workloads: pairs as Table II of the ConCCL paper writes them (``cb1_896M``, ``4096x4096x4096_64M``).
-        collectives: kinds; every pair runs with each.
-        strategies: names; empty takes all.
         variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
             a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
-        dtype: of the GEMM and of the collective on accelerators; CPUs take float32.
-        full_size: run GEMMs at their full size on a CPU too, instead of scaled down.
-        isolated: file of ``sidelane tune --study c3`` that the partition heuristic goes by; None: the user's of this
-            machine, if there is one.
         known: what is in it; filled in by :func:`main`.
-        warmup: rounds before the measured ones (ConCCL paper: 6).
-        repeats: measured rounds (ConCCL paper: 9).
-        timeline: folder for a Chrome trace and a picture of every pair under every strategy; None writes none. With
-            ``report``, the page has those of the fastest and of the slowest strategy.
         not_run: pairs that are left out, and why: they become rows with that reason.
-        resume: keep the rows of ``json``, and measure only pairs that lack a strategy there, or that were not run.
-        third: run each pair next to a third kernel, too, in every order of their launches (``c3.thirds``).
-        budget_s: begin no further pair when so many seconds have passed; None: all are measured.
         done: rows that are there; filled in by :func:`main`.
     """
 
@@ -142,7 +111,7 @@ def main(options: C3Options) -> Results | None:
 
 
 def isolated_here(options: C3Options) -> Isolated | None:
-    """What heuristics and ``auto`` go by where the study would run: the file that was given, or the user's, if any."""
+    """Return what heuristics and ``auto`` go by where the study would run: the file given, or the user's, if any."""
     place = choose_target(options.ranks, options.device)
     return isolated_times(options.isolated, place.device_type, place.world_size)
 
@@ -152,19 +121,13 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     on_cpu = rank.device.type == "cpu"
     if on_cpu:
         torch.set_num_threads(1)  # the ranks share the cores
-    workloads = [
-        scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
-        for text in options.workloads
-        for kind in options.collectives
-    ]
-    workloads = [one for one in workloads if not is_done(one, options.strategies, options.done)]
+    texts = [(text, kind) for text in options.workloads for kind in options.collectives]
+    workloads = [one for one in _scaled(texts, options, rank) if not is_done(one, options.strategies, options.done)]
     sender.steps = len(workloads)
     for text, reason in options.not_run:
-        for kind in options.collectives:
-            left_out = scaled_workload(text, kind, dtype=options.dtype, full_size=options.full_size, rank=rank)
-            if is_done(left_out, options.strategies, options.done):
-                continue
-            yield from rows_not_run(left_out, reason, options.strategies)
+        for left_out in _scaled([(text, kind) for kind in options.collectives], options, rank):
+            if not is_done(left_out, options.strategies, options.done):
+                yield from rows_not_run(left_out, reason, options.strategies)
     if not on_cpu or options.full_size:  # else they are divided as the GEMM is, and the table says what ran
         asked = dict.fromkeys(parse_workload(text).nbytes for text in options.workloads)
         sender.rounded(asked, functools.partial(rounded_bytes, world_size=rank.world_size))
@@ -173,31 +136,28 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     )
     own_bytes = 0.0 if on_cpu else float(torch.cuda.mem_get_info(rank.device)[1])
     memory_bytes = None if on_cpu else min(theirs for (theirs,) in roster.meter.of_all_ranks([own_bytes]))
-    cases = []
-    for workload in list(workloads):
+    pairs = []
+    for workload in workloads:
         case = case_of(rank, workload)
         needed = too_large(workload, case, memory_bytes)
         if needed is None:
-            cases.append(case)
-            continue
-        workloads.remove(workload)
-        yield from rows_not_run(workload, needed, options.strategies)
-    if not cases:
+            pairs.append((workload, case))
+        else:
+            yield from rows_not_run(workload, needed, options.strategies)
+    if not pairs:
         roster.close()
         return
-    roster.reserve_for(cases, sender.note)
-    instruments = C3Instruments(roster.meter, options)
+    roster.reserve_for([case for _, case in pairs], sender.note)
+    instruments = Instruments(roster.meter, options.warmup, options.repeats)
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
-    began = time.monotonic()
-    for number, (workload, case) in enumerate(zip(workloads, cases, strict=True)):
-        is_over = number > 0 and time.monotonic() - began > (options.budget_s or math.inf)
-        is_over = is_over and rank.rank == 0  # whose clock decides for all
-        if roster.meter.agree("over" if is_over else None) is not None:
-            left = ", ".join(one.name for one in workloads[number:])
-            sender.note(f"{options.budget_s:g} s are over; left: {left} (the same command with --resume goes on)")
-            break
+
+    def over(left: Sequence[tuple[Workload, Case]]) -> None:
+        names = ", ".join(one.name for one, _ in left)
+        sender.note(f"{options.budget_s:g} s are over; left: {names} (the same command with --resume goes on)")
+
+    for number, (workload, case) in enumerate(roster.meter.within(pairs, options.budget_s or math.inf, over, 1)):
         sender.step(workload.name)
         runs = list(_runs(roster, case, options))
         outcome = run_workload(
@@ -229,7 +189,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
 
 
 def _orders(
-    outcome: Outcome, runs: Sequence[Prepared], instruments: C3Instruments, device: torch.device, seed: int
+    outcome: PairOutcome, runs: Sequence[PreparedCall], instruments: Instruments, device: torch.device, seed: int
 ) -> str:
     """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
     timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
@@ -239,33 +199,6 @@ def _orders(
     run = next(one for one in runs if one.label == fastest)
     found = orders_of(outcome.workload, run, instruments, device, itertools.count(seed))
     return ", ".join(f"{' > '.join(order)} {us:.6g}" for order, us in found.items())
-
-
-class C3Instruments:
-    """The meter as ``c3.run`` wants it: every sample hides what the host takes to launch."""
-
-    def __init__(self, meter: Meter, options: C3Options) -> None:
-        self._meter = meter
-        self._options = options
-        self.late: dict[str, int] = {}
-        self.on_stream = meter.on_stream
-        self.attempt = meter.attempt
-        self.finish = meter.finish
-
-    def time(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
-        return self._timed(runs, self._options.warmup, self._options.repeats)
-
-    def look(self, runs: Mapping[str, Callable[[], None]]) -> Mapping[str, Sequence[float]]:
-        return self._timed(runs, 0, LOOKS)
-
-    def _timed(
-        self, runs: Mapping[str, Callable[[], None]], warmup: int, repeats: int
-    ) -> Mapping[str, Sequence[float]]:
-        hide_us = 0.0 if self._meter.device.type == "cpu" else HIDE_LAUNCH_US
-        jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in runs.items()}
-        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
-        self.late = {name: measured.late for name, measured in rounds.items() if measured.late}
-        return {name: measured.times_us for name, measured in rounds.items()}
 
 
 def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank: Rank) -> Workload:
@@ -279,7 +212,7 @@ def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank:
 
 
 def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
-    """Whether bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
+    """Tell if bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
     if known is not None:
         return known.bound(gemm)[0] is Bound.MEMORY
     machine = machine_name(device_name, devices) if device_name else ""
@@ -288,13 +221,18 @@ def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, dev
     return gemm.tag.startswith("mb")
 
 
+def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -> list[Workload]:
+    how: dict[str, Any] = {"dtype": options.dtype, "full_size": options.full_size, "rank": rank}
+    return [scaled_workload(text, kind, **how) for text, kind in texts]
+
+
 def case_of(rank: Rank, workload: Workload) -> Case:
     """The collective of a pair."""
     dtype = getattr(torch, workload.gemm.dtype)
     return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
 
 
-def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
+def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[PreparedCall]:
     """Every configuration that takes part: in and out of place where both exist, launched eagerly.
 
     At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
@@ -303,14 +241,14 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[Prepared]:
         only = () if implementation.name == SM and AUTO in options.variants else options.variants
         for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
             try:
-                prepared = Prepared(candidate, case, implementation)
+                prepared = PreparedCall(candidate, case, implementation)
             except UnavailableError:  # on all ranks: windows for which there is no room next to everything else
                 continue
             yield prepared
 
 
-def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
-    """What the rows leave out: every isolated time, the choice, and samples that are in doubt."""
+def _explanations(outcome: PairOutcome, late: Mapping[str, int]) -> Iterator[str]:
+    """Say what the rows leave out: every isolated time, the choice, and samples that are in doubt."""
     times = ", ".join(
         f"{alone.label} {alone.time_us:.0f} us"
         if alone.time_us is not None
@@ -329,6 +267,138 @@ def _explanations(outcome: Outcome, late: Mapping[str, int]) -> Iterator[str]:
     if gemm.divisor > 1:
         what = f"bytes and every dimension of {gemm.tag or 'the GEMM'} divided by {gemm.divisor}"
         yield f"  scaled for CPUs: {what} (--full-size: not)"
+
+
+FIGURES = (
+    *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal", "percent_of_ideal"),
+    "percent_of_ideal_nccl",
+)
+NOT_RUN = "not run: "
+"""Begins the notes of rows of pairs that were left out."""
+
+Key = tuple[object, ...]
+"""The values that two rows of one thing have in common."""
+
+
+def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
+    """One row for each strategy in its best configuration, and one that says what ``auto`` picks.
+
+    Args:
+        outcome: of a pair.
+        known: isolated times, by which the partition heuristic's choice is held against a sweep's.
+
+    Raises:
+        UnavailableError: no implementation of the collective works, so nothing can be compared.
+    """
+    if outcome.c3_class is None:
+        reasons = "; ".join(f"{alone.label}: {alone.failure.text}" for alone in outcome.isolated if alone.failure)
+        raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
+    rows = [_row(outcome, result, known) for result in outcome.results]
+    if outcome.choice is not None:
+        picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
+        rows.append(
+            dataclasses.replace(
+                _with_units(picked, outcome),
+                strategy=AUTO,
+                chosen=picked.strategy,
+                note=f"picked: {outcome.choice.reason}",
+            )
+        )
+    return rows
+
+
+def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str | None:
+    """Why a pair does not fit into a device's memory, whoever moves the bytes; None: it may. Alike on all ranks.
+
+    Every implementation has buffers of its own, so that a pair that passes may still have no room.
+    """
+    gemm = workload.gemm
+    elements = gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n
+    needed = elements * ELEMENT_BYTES[gemm.dtype] + case.output_bytes + case.input_bytes
+    if memory_bytes is None or needed <= memory_bytes:
+        return None
+    return f"its buffers take {needed / 1e9:.0f} GB at least, and the device has {memory_bytes / 1e9:.0f}"
+
+
+def rows_not_run(workload: Workload, reason: str, strategies: Sequence[str] = ()) -> list[C3Row]:
+    """Rows of a pair without times, one for each strategy (all, if none is named): nothing is left out silently."""
+    nothing: dict[str, Any] = dict.fromkeys(FIGURES)
+    return [
+        C3Row(
+            **workload.columns,
+            c3_class="",
+            strategy=name,
+            chosen="",
+            **nothing,
+            note=f"{NOT_RUN}{reason}",
+        )
+        for name in strategies or [one.name for one in all_strategies()]
+    ]
+
+
+def key_of_row(row: C3Row) -> Key:
+    """Return what rows of one pair under one strategy have in common."""
+    return (row.gemm, row.m, row.n, row.k, row.dtype, row.collective, row.bytes, row.strategy)
+
+
+def is_done(workload: Workload, strategies: Collection[str], done: Collection[Key]) -> bool:
+    """Tell that every strategy that was asked for has a row of the pair."""
+    return all(
+        (*workload.columns.values(), name) in done for name in strategies or [one.name for one in all_strategies()]
+    )
+
+
+def _with_units(picked: C3Row, outcome: PairOutcome) -> C3Row:
+    """The row of a swept strategy with the units that were chosen, which need not be the best."""
+    assert outcome.choice is not None
+    swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
+    time_us, units = swept.get(outcome.choice.units), outcome.choice.units
+    if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
+        return picked
+    gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0
+    return dataclasses.replace(
+        picked,
+        units=units,
+        time_us=time_us,
+        speedup=picked.speedup * picked.time_us / time_us,
+        percent_of_ideal=percent_of_ideal(gemm_us, best_us, time_us),
+        percent_of_ideal_nccl=None,
+    )
+
+
+def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> str:
+    """Say what the partition heuristic would have chosen, what that costs, and why; empty where there was no sweep."""
+    if known is None or len(result.by_units) < 2:
+        return ""
+    implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
+    try:
+        found = known.allocate(outcome.workload, implementation)
+    except ValueError as problem:
+        return f"; no heuristic: {problem}"
+    times = dict(result.by_units)
+    if found.units not in times:
+        return f"; heuristic: {found.units} units, which were not tried ({found.reason})"
+    loss = times[found.units] / min(times.values()) - 1
+    return f"; heuristic: {found.units} units, {loss:.1%} behind the best ({found.reason})"
+
+
+def _row(outcome: PairOutcome, result: StrategyResult, known: Isolated | None) -> C3Row:
+    failure = result.failure
+    assert outcome.c3_class is not None
+    return C3Row(
+        **outcome.workload.columns,
+        c3_class=outcome.c3_class,
+        strategy=result.strategy,
+        chosen="",
+        gemm_us=outcome.gemm_us,
+        best_comm_us=outcome.best_comm_us,
+        percent_of_ideal_nccl=result.percent_of_ideal_library,
+        **{name: getattr(result, name) for name in ("comm_us", "time_us", "speedup", "ideal", "percent_of_ideal")},
+        correct=True if failure is None else False if failure.wrong else None,
+        note=result.label + _heuristic(outcome, result, known) if failure is None else failure.text,
+        units=result.units,
+        sweep=", ".join(f"{units} {time_us:.6g}" for units, time_us in result.by_units),
+    )
 
 
 STUDY = Study(

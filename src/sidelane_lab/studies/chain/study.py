@@ -30,18 +30,16 @@ from sidelane_lab.baselines.candidate import (
     HIDDEN_LAUNCH_US,
     Entrant,
     Implementation,
-    Prepared,
+    PreparedCall,
     candidates_of,
     captured,
 )
-from sidelane_lab.baselines.own import Dma
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster, make_roster
+from sidelane_lab.baselines.roster import OwnDma, Roster, make_roster
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, Results, Study, require_all
 from sidelane_lab.studies.chain.ways import CALLS, WIDTH, Chain, Gemms, PrelaunchedChain
 
 ALONE = Entrant("", "GEMMs alone")
@@ -140,7 +138,7 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         gemms = Gemms(case, meter)
         for implementation in roster.implementations.values():
             for candidate in _candidates(implementation, options):
-                chain = _chain(gemms, Prepared(candidate, case, implementation), implementation)
+                chain = _chain(gemms, PreparedCall(candidate, case, implementation), implementation)
                 if chain.collective.tensors.output is None:
                     continue
                 problem = _prepare(meter, gemms, chain, candidate.launch == "graph", seeds)
@@ -169,7 +167,7 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
 def _candidates(implementation: Implementation, options: ChainOptions) -> list[Entrant]:
     """Every way in which an implementation can run the chain."""
     found = candidates_of(implementation, Kind.ALL_GATHER, only=options.variants, launches=options.launches)
-    if isinstance(implementation, Dma) and (not options.launches or PRELAUNCHED in options.launches):
+    if isinstance(implementation, OwnDma) and (not options.launches or PRELAUNCHED in options.launches):
         comm = implementation.communicator
         found += [
             Entrant(implementation.name, variant, in_place, PRELAUNCHED)
@@ -180,8 +178,8 @@ def _candidates(implementation: Implementation, options: ChainOptions) -> list[E
     return found
 
 
-def _chain(gemms: Gemms, collective: Prepared, implementation: Implementation) -> Chain:
-    if isinstance(implementation, Dma) and collective.candidate.launch == PRELAUNCHED:
+def _chain(gemms: Gemms, collective: PreparedCall, implementation: Implementation) -> Chain:
+    if isinstance(implementation, OwnDma) and collective.candidate.launch == PRELAUNCHED:
         return PrelaunchedChain(gemms, collective, implementation.communicator)
     return Chain(gemms, collective)
 

@@ -1,4 +1,4 @@
-"""What a step trains: layers of the models that ``sidelane plan`` predicts, and how many tokens of a rank.
+"""Layers that a step trains, those of the models that ``sidelane plan`` predicts, and how many tokens of a rank.
 
 A case is written ``8b:2x4096``: layers like those of an 8B model, two sequences of 4096 tokens on each rank.
 """
@@ -14,10 +14,10 @@ SHORT = {name.removeprefix("llama-").removesuffix("-like"): name for name in MOD
 """Names of models in cases: ``8b``, ``70b``."""
 
 LAYERS = {"llama-8b-like": 10, "llama-70b-like": 4}
-"""As many as two GPUs of 80 GB take with gradients, next to the buffers of every implementation."""
+"""Layers: as many as two GPUs of 80 GB take with gradients, next to the buffers of every implementation."""
 
 FEW_LAYERS, DIVISOR, FEW_HEADS = 3, 64, (4, 2)
-"""Of CPU ranks: layers, what sizes are divided by, heads of queries and of keys."""
+"""Sizes of CPU ranks: layers, what sizes are divided by, heads of queries and of keys."""
 
 DEFAULT = ("8b:2x4096", "8b:1x4096", "8b:1x8192", "70b:1x2048", "70b:1x4096")
 

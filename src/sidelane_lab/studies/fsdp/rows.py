@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
+from sidelane.cli.table import MISSING, Table, grouped, verdict
 from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, save
-from sidelane_lab.harness.rows import FlatRow
-from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.report import Cell, table_of
+from sidelane_lab.harness.study import FlatRow, Picture
 
 TRAINED_BY = (
     *("nccl", "gloo", "nccl_ce", "sidelane_ag", "sidelane", "sidelane_copies"),
@@ -89,103 +90,100 @@ class FsdpRow(FlatRow):
     gemm_apart_ms: float | None = None
 
 
-STEP_COLUMNS = (
-    *("<implementation", "step\nms", "p10-p90\nms", "exposed\nms", "recovered\n%", "loss", "grad norm", "peak\nMB"),
-    "<as the\nlibrary",
-)
-KERNEL_COLUMNS = (
-    *("<implementation", "GEMM", "over\ncompute", "atten-\ntion", "collec-\ntives", "copies\nin", "copies\nout"),
-    *("peer\ncopies", "other", "first\ngather", "last\nscatter"),
-)
-SHARE_COLUMNS = (
-    *("<implementation", "all of\nit", "first\ngather", "copies\nin", "copies\nout", "GEMMs by\ntransfers"),
-    *("other\nGEMMs", "atten-\ntion", "other", "waits", "last\nscatter"),
-)
 FLOOR, LEAST = "compute_only", "compute_only_straight"
-
-
-def fsdp_tables(rows: Sequence[FsdpRow]) -> list[Table]:
-    """One table a case, and one more of its kernels where they were profiled; the shortest step is set off."""
-    tables = []
-    for _, alike in grouped(rows, case_of, ordered=False):
-        trained = [row.step_ms for row in alike if row.step_ms is not None and row.loss is not None]
-        best = min(trained, default=None)
-        lines = tuple(
-            Line(_cells(row), best=best is not None and row.step_ms == best and row.loss is not None) for row in alike
-        )
-        notes = notes_of([(row.implementation, row.note) for row in alike])
-        tables.append(Table(title_of(alike[0]), STEP_COLUMNS, lines, notes))
-        profiled = [row for row in alike if row.gemm_ms is not None]
-        if profiled:
-            floor = next((row.gemm_ms for row in profiled if row.implementation == FLOOR), None)
-            kernels = tuple(Line(_kernel_cells(row, floor)) for row in profiled)
-            title = f"{title_of(alike[0])}: kernels of one step, ms on all streams of rank 0"
-            tables.append(Table(title, KERNEL_COLUMNS, kernels))
-        shares = _shares(profiled)
-        if shares:
-            title = f"{title_of(alike[0])}: where the rest goes, ms of that step on its stream over {LEAST}"
-            tables.append(Table(title, SHARE_COLUMNS, shares))
-    return tables
-
-
-def case_of(row: FsdpRow) -> tuple[str, int, int, int, str, bool]:
-    """What rows of one case have in common."""
-    return row.model, row.layers, row.batch, row.seq, row.reduce_dtype, row.optimizer
-
-
-def title_of(row: FsdpRow) -> str:
-    """A case in words."""
-    more = f", gradients in {row.reduce_dtype}" + (", with the optimizer" if row.optimizer else "")
-    return f"{row.model}, {row.layers} layers, {row.batch}x{row.seq} tokens a rank{more}"
-
-
-def _cells(row: FsdpRow) -> tuple[str, ...]:
-    return (
-        row.implementation,
-        _ms(row.step_ms),
-        "" if row.p10_ms is None or row.p90_ms is None else f"{_ms(row.p10_ms)}-{_ms(row.p90_ms)}",
-        _ms(row.exposed_ms),
-        MISSING if row.recovered_percent is None else f"{row.recovered_percent:.0f}",
-        MISSING if row.loss is None else f"{row.loss:.5g}",
-        MISSING if row.grad_norm is None else f"{row.grad_norm:.5g}",
-        number(row.peak_mb),
-        MISSING if row.correct is None and row.step_ms is not None else verdict(row.correct),
-    )
-
-
-def _kernel_cells(row: FsdpRow, floor_ms: float | None) -> tuple[str, ...]:
-    slower = MISSING if not floor_ms or row.gemm_ms is None else f"{100 * (row.gemm_ms / floor_ms - 1):+.1f}%"
-    rest = (
-        *(row.attention_ms, row.collective_ms, row.copy_in_ms, row.copy_out_ms, row.peer_copy_ms, row.other_ms),
-        *(row.first_gather_ms, row.last_scatter_ms),
-    )
-    return (row.implementation, _ms(row.gemm_ms), slower, *map(_ms, rest))
-
-
-def _shares(rows: Sequence[FsdpRow]) -> tuple[Line, ...]:
-    """What each has more than a step that neither communicates nor copies out; the parts add up to the whole."""
-    least = next((row for row in rows if row.implementation == LEAST and row.profiled_ms is not None), None)
-    if least is None:
-        return ()
-    lines = []
-    for row in rows:
-        if row is least or row.profiled_ms is None:
-            continue
-        names = ("profiled_ms", "first_gather_ms", "stream_copy_in_ms", "stream_copy_out_ms")
-        more = [_difference(row, least, name) for name in names]
-        more += [row.gemm_beside_ms, row.gemm_apart_ms]
-        more += [_difference(row, least, n) for n in ("attention_ms", "stream_other_ms", "waits_ms", "last_scatter_ms")]
-        lines.append(Line((row.implementation, *(MISSING if one is None else f"{one:+.2f}" for one in more))))
-    return tuple(lines)
-
-
-def _difference(row: FsdpRow, least: FsdpRow, name: str) -> float | None:
-    one, other = getattr(row, name), getattr(least, name)
-    return None if one is None or other is None else one - other
 
 
 def _ms(value: float | None) -> str:
     return MISSING if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def _in_ms(name: str) -> Cell:
+    return lambda row, _: _ms(getattr(row, name))
+
+
+def _over(name: str) -> Cell:
+    """Make the column of what a row has more than a step that neither communicates nor copies out."""
+
+    def text(row: FsdpRow, rows: Sequence[FsdpRow]) -> str:
+        least = next(one for one in rows if one.implementation == LEAST)
+        mine, other = getattr(row, name), getattr(least, name)
+        return MISSING if mine is None or other is None else f"{mine - other:+.2f}"
+
+    return text
+
+
+def _slower(row: FsdpRow, rows: Sequence[FsdpRow]) -> str:
+    floor = next((one.gemm_ms for one in rows if one.implementation == FLOOR), None)
+    return MISSING if not floor or row.gemm_ms is None else f"{100 * (row.gemm_ms / floor - 1):+.1f}%"
+
+
+STEP_COLUMNS: Mapping[str, Cell] = {
+    "<implementation": "implementation",
+    "step\nms": _in_ms("step_ms"),
+    "p10-p90\nms": lambda row, _: "" if row.p10_ms is None else f"{_ms(row.p10_ms)}-{_ms(row.p90_ms)}",
+    "exposed\nms": _in_ms("exposed_ms"),
+    "recovered\n%": "recovered_percent:.0f",
+    "loss": "loss:.5g",
+    "grad norm": "grad_norm:.5g",
+    "peak\nMB": "peak_mb",
+    "<as the\nlibrary": lambda row, _: MISSING if row.correct is None and row.step_ms else verdict(row.correct),
+}
+KERNEL_COLUMNS: Mapping[str, Cell] = {
+    "<implementation": "implementation",
+    "GEMM": _in_ms("gemm_ms"),
+    "over\ncompute": _slower,
+    "atten-\ntion": _in_ms("attention_ms"),
+    "collec-\ntives": _in_ms("collective_ms"),
+    "copies\nin": _in_ms("copy_in_ms"),
+    "copies\nout": _in_ms("copy_out_ms"),
+    "peer\ncopies": _in_ms("peer_copy_ms"),
+    "other": _in_ms("other_ms"),
+    "first\ngather": _in_ms("first_gather_ms"),
+    "last\nscatter": _in_ms("last_scatter_ms"),
+}
+SHARE_COLUMNS: Mapping[str, Cell] = {
+    "<implementation": "implementation",
+    "all of\nit": _over("profiled_ms"),
+    "first\ngather": _over("first_gather_ms"),
+    "copies\nin": _over("stream_copy_in_ms"),
+    "copies\nout": _over("stream_copy_out_ms"),
+    "GEMMs by\ntransfers": "gemm_beside_ms:+.2f",
+    "other\nGEMMs": "gemm_apart_ms:+.2f",
+    "atten-\ntion": _over("attention_ms"),
+    "other": _over("stream_other_ms"),
+    "waits": _over("waits_ms"),
+    "last\nscatter": _over("last_scatter_ms"),
+}
+
+
+def fsdp_tables(rows: Sequence[FsdpRow]) -> list[Table]:
+    """Make a table a case, and two more where its kernels were profiled; the shortest step is set off."""
+    tables = []
+    none: dict[str, Any] = {"value": None, "noted": lambda row: False}
+    for _, alike in grouped(rows, case_of, ordered=False):
+        title = title_of(alike[0])
+        trained = table_of(title, alike, STEP_COLUMNS, value=lambda row: None if row.loss is None else row.step_ms)
+        tables.append(trained)
+        profiled = [row for row in alike if row.gemm_ms is not None]
+        if profiled:
+            what = f"{title}: kernels of one step, ms on all streams of rank 0"
+            tables.append(table_of(what, profiled, KERNEL_COLUMNS, **none))
+        whole = [row for row in profiled if row.profiled_ms is not None]
+        if len(whole) > 1 and any(row.implementation == LEAST for row in whole):
+            what = f"{title}: where the rest goes, ms of that step on its stream over {LEAST}"
+            tables.append(table_of(what, whole, SHARE_COLUMNS, shown=lambda row: row.implementation != LEAST, **none))
+    return tables
+
+
+def case_of(row: FsdpRow) -> tuple[str, int, int, int, str, bool]:
+    """Return what rows of one case have in common."""
+    return row.model, row.layers, row.batch, row.seq, row.reduce_dtype, row.optimizer
+
+
+def title_of(row: FsdpRow) -> str:
+    """Return a case in words."""
+    more = f", gradients in {row.reduce_dtype}" + (", with the optimizer" if row.optimizer else "")
+    return f"{row.model}, {row.layers} layers, {row.batch}x{row.seq} tokens a rank{more}"
 
 
 COLOURS = {

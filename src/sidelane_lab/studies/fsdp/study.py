@@ -11,42 +11,31 @@ moved on by one, in which parameters that an earlier gather had left would be wr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from sidelane.cli.launch import Rank, choose_target
-from sidelane_lab.harness.measure import Meter, Problem, Rounds
-from sidelane_lab.harness.rows import require_all
+from sidelane_lab.baselines.roster import make_meter
+from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import Results, Study, require_all
 from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
-from sidelane_lab.studies.fsdp.profiled import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled
+from sidelane_lab.studies.fsdp.kernels import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled, profiled
 from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
-from sidelane_lab.studies.fsdp.step import Stepper
-from sidelane_lab.studies.fsdp.trial import Found, Trial
-from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, names_on
+from sidelane_lab.studies.fsdp.step import TOLERANCE, StepOutcome, Stepper
+from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, CommunicationWays, names_on
 
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FsdpOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        cases: as ``8b:2x4096``; on CPU ranks their sizes are divided.
-        layers: of each model; None for as many as two GPUs take.
-        reduce_dtype: in which gradients are added, ``bfloat16`` or ``float32``.
-        optimizer: a step ends with AdamW's.
-        profile: one more step of each implementation under a profiler. What is timed later in the same run is slower.
-        warmup: rounds before the measured ones, behind two steps that are compared.
-        repeats: measured rounds.
-    """
+    """Options of the study; ``sidelane fsdp --help`` explains them."""
 
     cases: tuple[str, ...] = DEFAULT
     layers: int | None = None
@@ -62,7 +51,7 @@ class FsdpOptions(StudyOptions):
         self.parsed()
 
     def parsed(self) -> list[StepCase]:
-        """The cases."""
+        """Return the cases."""
         return [parse_case(text, self.layers) for text in dict.fromkeys(self.cases)]
 
 
@@ -93,21 +82,153 @@ def _measure(rank: Rank, options: FsdpOptions, sender: Sender) -> Iterator[FsdpR
     study.close()
 
 
+@dataclasses.dataclass(slots=True)
+class TrialResult:
+    """The findings about an implementation.
+
+    Attributes:
+        outcome: of the step that was compared.
+        held_mb: what it keeps from step to step, of the rank that keeps the most; None on CPUs.
+        note: what to know about it.
+        rounds: its times.
+        kernels: of one step.
+    """
+
+    outcome: StepOutcome
+    held_mb: float | None
+    note: str = ""
+    rounds: Rounds | None = None
+    kernels: Profiled | None = None
+
+
+class Trial:
+    """One case on one rank: implementations are attached and compared, take turns, and are looked into.
+
+    Args:
+        rank: of this process.
+        meter: of all ranks.
+        make: makes the model with its data.
+        engines: NCCL on copy engines, where there is any.
+        timeout_s: of Sidelane's waits.
+
+    Attributes:
+        found: by implementation that is right.
+        problems: by other implementation.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        meter: Meter,
+        make: Callable[[], Stepper],
+        engines: Callable[[], Any] | None,
+        timeout_s: float,
+    ) -> None:
+        self._rank, self._meter = rank, meter
+        self._stepper = make()
+        self._ways = CommunicationWays(self._stepper.model, rank, meter, engines, timeout_s)
+        self._wanted: list[StepOutcome] = []
+        self.found: dict[str, TrialResult] = {}
+        self.problems: dict[str, Problem] = {}
+
+    def prepare(self, names: Sequence[str]) -> bool:
+        """Attach implementations and compare each with the first. Collective.
+
+        Returns:
+            False where a step broke off: nothing can be run on this model any more.
+        """
+        for name in names:
+            problem = self._ways.attach(name)
+            if problem is not None:
+                self.problems[name] = Problem(problem)
+            elif not self._compare(name, names[0]):
+                return False
+        return True
+
+    def measure(self, names: Sequence[str], warmup: int, repeats: int) -> None:
+        """Time what is right, in turn, and see that it still is. Collective."""
+        jobs = {
+            name: Job(
+                self._stepper.step, hide_launch_us=MOST_HIDDEN_US, before=functools.partial(self._ways.switch, name)
+            )
+            for name in names
+            if name in self.found
+        }
+        rounds = self._meter.rounds(jobs, warmup=warmup, repeats=repeats)
+        wanted: StepOutcome | None = None
+        for name in jobs:
+            self.found[name].rounds = rounds[name]
+            self.found[name].note = self._ways.switch(name).note()
+            self._stepper.tried(name)
+            outcome = self._stepper.outcome()
+            wanted = wanted or outcome
+            wrong = None if name in FLOORS else outcome.differs(wanted)
+            if wrong is not None:
+                self.problems[name] = Problem(f"after the rounds: {wrong}", wrong=True)
+        self._stepper.forget()
+
+    def profile(self) -> None:
+        """Look into one step of each implementation under a profiler, on the first rank. Collective."""
+        for name, found in self.found.items():
+            self._ways.switch(name)
+            self._stepper.tried(name)
+            found.kernels = profiled(self._rank, functools.partial(self._stepper.tried, name))
+        self._stepper.forget()
+
+    def close(self) -> None:
+        """Let go of everything. Collective."""
+        self._stepper.forget()
+        self._ways.close()
+
+    def _compare(self, name: str, library: str) -> bool:
+        """Make two steps; the second one's outcome is the row's. False where a step broke off."""
+        stepper, outcomes, peaks, distance = self._stepper, list[StepOutcome](), list[float | None](), 0.0
+
+        def moved() -> None:
+            self._ways.switch(name)
+            stepper.move_rows(1)
+            stepper.tried(name)
+
+        def again() -> None:
+            stepper.move_rows(-1)
+            peaks.append(stepper.measured(name))
+
+        refused = self._meter.attempt(moved)
+        if refused is None:
+            outcomes.append(stepper.outcome())
+            if name == library:
+                stepper.keep()
+            distance = stepper.distance()
+            refused = self._meter.attempt(again)
+        if refused is not None:
+            self.problems[name] = Problem(refused)
+            return False
+        outcomes.append(stepper.outcome(peaks[0]))
+        if name == library:
+            self._wanted = outcomes
+        elif name not in FLOORS:
+            wrong = [text for one, wanted in zip(outcomes, self._wanted, strict=True) if (text := one.differs(wanted))]
+            if not distance <= TOLERANCE:
+                wrong.append(f"gradients are {100 * distance:.2g}% from those of {library}")
+            if wrong:
+                self.problems[name] = Problem("; ".join(wrong), wrong=True)
+                return True
+        way = self._ways.attached[name]
+        held = None
+        if self._rank.device.type != "cpu":
+            held = max(one for (one,) in self._meter.of_all_ranks([way.held() / 1e6]))
+        self.found[name] = TrialResult(outcomes[1], held, way.note())
+        return True
+
+
 class _Study:
-    """What the cases share on one rank: the meter, and NCCL on copy engines."""
+    """The parts that cases share on one rank: the meter, and NCCL on copy engines."""
 
     def __init__(self, rank: Rank, options: FsdpOptions) -> None:
         self._rank, self._options = rank, options
         self._on_cpu = rank.device.type == "cpu"
         self._engines: Any = None
-        # A group of the study's own: what ranks tell each other after a failure must not meet what FSDP2 was at.
-        control = dist.new_group(backend="gloo")
-        barrier = None
-        if not self._on_cpu:
-            from sidelane_lab.baselines.baselines_cuda import device_barrier
-
-            barrier = device_barrier(rank.device)
-        self.meter = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s, group=control)
+        self.meter = make_meter(rank, options.step_s)
         known = names_on(rank.device.type)
         # The library always takes part: the others are held against it.
         self._names = [name for name in known if name in (known[0], *(options.implementations or known))]
@@ -118,15 +239,15 @@ class _Study:
         Yields:
             Rows, the same on every rank but for what was profiled, which the first one has.
         """
-        found: dict[str, Found] = {}
+        found: dict[str, TrialResult] = {}
         problems: dict[str, Problem] = {}
-        library = self._names[0]
-        while library not in problems:
+        library, ended = self._names[0], False
+        while not ended and library not in problems:
             with self.meter.on_stream():
                 ended, found = self._tried(case, problems)
-            self._sweep()
-            if ended:
-                break
+            gc.collect()  # a model is full of cycles; the next one needs its memory
+            if not self._on_cpu:
+                torch.cuda.empty_cache()
         for name in self._names:
             if library in problems and name not in problems:
                 problems[name] = Problem(f"{library}, which it is held against: {problems[library].text}")
@@ -137,20 +258,30 @@ class _Study:
         if self._engines is not None:
             self._engines.close()
 
-    def _tried(self, case: StepCase, problems: dict[str, Problem]) -> tuple[bool, dict[str, Found]]:
-        """A model for all that has no problem so far. Collective.
+    def _tried(self, case: StepCase, problems: dict[str, Problem]) -> tuple[bool, dict[str, TrialResult]]:
+        """Try a model for all that has no problem so far. Collective.
 
         Returns:
             False where a step broke off, which leaves FSDP2 in the middle of it: the others begin anew. And what was
             found.
         """
-        made: list[Trial] = []
-        refused = self.meter.attempt(lambda: made.append(self._trial(case)))
+        options, made = self._options, list[Trial]()
+        dtype = REDUCE_DTYPES[options.reduce_dtype]
+        make = functools.partial(
+            Stepper, case, self._rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed
+        )
+        engines = None if self._on_cpu else self._engines_here
+        refused = self.meter.attempt(lambda: made.append(Trial(self._rank, self.meter, make, engines, options.step_s)))
         if refused is not None:
             problems[self._names[0]] = Problem(refused)
             return True, {}
         (trial,) = made
-        ended = self._run(trial, [name for name in self._names if name not in problems])
+        names = [name for name in self._names if name not in problems]
+        ended = trial.prepare(names)
+        if ended and names[0] in trial.found:
+            trial.measure(names, options.warmup, options.repeats)
+            if options.profile and not self._on_cpu:
+                trial.profile()
         problems |= trial.problems
         if ended:
             trial.close()
@@ -158,47 +289,23 @@ class _Study:
             self.meter.attempt(trial.close)
         return ended, trial.found
 
-    def _run(self, trial: Trial, names: list[str]) -> bool:
-        if not trial.prepare(names):
-            return False
-        if names[0] in trial.found:
-            trial.measure(names, self._options.warmup, self._options.repeats)
-            if self._options.profile and not self._on_cpu:
-                trial.profile()
-        return True
-
-    def _trial(self, case: StepCase) -> Trial:
-        options, dtype = self._options, REDUCE_DTYPES[self._options.reduce_dtype]
-
-        def make() -> Stepper:
-            return Stepper(case, self._rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed)
-
-        return Trial(self._rank, self.meter, make, None if self._on_cpu else self._engines_here, options.step_s)
-
     def _engines_here(self) -> Any:
-        """NCCL on copy engines, made when it is wanted first."""
+        """Return NCCL on copy engines, made when it is wanted first."""
         if self._engines is None:
-            from sidelane_lab.studies.fsdp.engines import Engines
+            from sidelane_lab.studies.fsdp.ways import NcclEngines
 
-            self._engines = Engines(self._rank.device, self._options.step_s, self.meter)
+            self._engines = NcclEngines(self._rank.device, self._options.step_s, self.meter)
         return self._engines
 
-    def _sweep(self) -> None:
-        """A model is full of cycles; the next one needs its memory."""
-        gc.collect()
-        if not self._on_cpu:
-            torch.cuda.empty_cache()
-
-    def _row(self, case: StepCase, name: str, found: dict[str, Found], problem: Problem | None) -> FsdpRow:
-        one = found.get(name)
+    def _row(self, case: StepCase, name: str, found: dict[str, TrialResult], problem: Problem | None) -> FsdpRow:
+        one, floor = found.get(name), found.get(STRAIGHT_STILL)
         times = one.rounds if one is not None and problem is None else None
         kernels = one.kernels if one is not None and problem is None else None
-        outcome = None if one is None or name in FLOORS else one.outcome
+        result = None if one is None or name in FLOORS else one.outcome
         peak = None
-        if one is not None and outcome is not None and outcome.peak_mb is not None:
-            peak = outcome.peak_mb + (one.held_mb or 0.0)
-        floor = found[STRAIGHT_STILL].kernels if STRAIGHT_STILL in found else None
-        figures = {} if kernels is None else _figures(kernels, floor)
+        if one is not None and result is not None and result.peak_mb is not None:
+            peak = result.peak_mb + (one.held_mb or 0.0)
+        columns = outcome(times, problem, one.note if one is not None else "")
         return FsdpRow(
             model=case.model.name,
             layers=case.model.layers,
@@ -207,22 +314,27 @@ class _Study:
             reduce_dtype=self._options.reduce_dtype,
             optimizer=self._options.optimizer,
             implementation=name,
-            step_ms=None if times is None else times.median_us / 1e3,
-            p10_ms=None if times is None else times.p10_us / 1e3,
-            p90_ms=None if times is None else times.p90_us / 1e3,
+            **{f"{figure}_ms": _ms(columns[f"{place}_us"]) for figure, place in FIGURES},
             exposed_ms=_exposed_ms(times, _rounds(found, STILL)),
             recovered_percent=_recovered(times, _rounds(found, self._names[0]), _rounds(found, STILL)),
-            loss=None if outcome is None else outcome.loss,
-            grad_norm=None if outcome is None else outcome.grad_norm,
+            loss=None if result is None else result.loss,
+            grad_norm=None if result is None else result.grad_norm,
             peak_mb=peak,
-            correct=(None if name in FLOORS else True) if problem is None else False if problem.wrong else None,
-            note=(one.note if one is not None else "") if problem is None else problem.text,
-            **figures,
+            correct=None if problem is None and name in FLOORS else columns["correct"],
+            note=columns["note"],
+            **({} if kernels is None else _figures(kernels, floor.kernels if floor else None)),
         )
 
 
+FIGURES = (("step", "time"), ("p10", "p10"), ("p90", "p90"))
+
+
+def _ms(time_us: float | None) -> float | None:
+    return None if time_us is None else time_us / 1e3
+
+
 def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | None]:
-    """What was profiled, by the names of a row."""
+    """Return what was profiled, by the names of a row."""
     slower = None if floor is None else kernels.slower_gemms_ms(floor)
     named = (COPY_IN, COPY_OUT, GEMM, ATTENTION)
     return {
@@ -238,7 +350,7 @@ def _figures(kernels: Profiled, floor: Profiled | None) -> dict[str, float | Non
     }
 
 
-def _rounds(found: dict[str, Found], name: str) -> Rounds | None:
+def _rounds(found: dict[str, TrialResult], name: str) -> Rounds | None:
     return found[name].rounds if name in found else None
 
 
@@ -250,7 +362,7 @@ def _exposed_ms(times: Rounds | None, floor: Rounds | None) -> float | None:
 
 
 def _recovered(times: Rounds | None, library: Rounds | None, floor: Rounds | None) -> float | None:
-    """Percent of the library's exposed time; None where it has none."""
+    """Return the percent of the library's exposed time; None where it has none."""
     if times is None or library is None or floor is None:
         return None
     rounds = zip(times.times_us, library.times_us, floor.times_us, strict=True)

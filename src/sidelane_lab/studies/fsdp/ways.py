@@ -7,6 +7,7 @@ gathers straight into parameters replaces functions of torch, too, for as long a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,11 +20,132 @@ from sidelane import config as settings
 from sidelane.cli.launch import Rank
 from sidelane.errors import UnavailableError
 from sidelane.integrations import direct_gather, fsdp
+from sidelane.integrations.direct_gather import Straight, Tensors
+from sidelane.integrations.ring import Ring
+from sidelane.program.shape import Beside
+from sidelane_lab.baselines.baselines_cuda import NcclCopyEngines, Windows
+from sidelane_lab.baselines.candidate import all_gather
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.studies.fsdp.still import StillGather, StillScatter, StraightStill
+
+BUFFERS = 2
+"""Gathered layers that FSDP2 has at once: one that is copied out, and the next."""
+
+
+class BufferTurns:
+    """Two buffers of each size, in turn: a gather comes behind the copy-out of the one before the last."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer whose turn it is; new ones are made when a size comes for the first time."""
+        made = self._buffers.setdefault((numel, dtype), [])
+        if len(made) < BUFFERS:
+            made.append(torch.empty(numel, dtype=dtype, device=device))
+            return made[-1]
+        made.append(made.pop(0))
+        return made[-1]
+
+
+class StillGather(AllGather):
+    """Gathers nothing. FSDP2 copies shards in, and parameters out.
+
+    Attributes:
+        straight: None: there is a copy-out.
+    """
+
+    straight: Straight | None = None
+
+    def __init__(self) -> None:
+        self._turns = BufferTurns()
+        self._filled: set[int] = set()
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._turns.next(math.prod(int(length) for length in size), dtype, device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        if output_tensor.data_ptr() not in self._filled:
+            self._filled.add(output_tensor.data_ptr())
+            fill_others(output_tensor, input_tensor, group.rank(), group.size())
+        return None
+
+
+class StillScatter(ReduceScatter):
+    """Reduces nothing: this rank's part of its own gradients is what comes out, where it is.
+
+    Its buffers are its own: FSDP2 would free one before it has read what came out, which is elsewhere otherwise. With
+    gradients that are added in float32 it is the gradient, which a later layer then overwrites.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._turns = group, BufferTurns()
+        self._input: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        # FSDP2 asks for the input, and then for the output.
+        numel, given = math.prod(int(length) for length in size), self._input
+        if given is not None and numel * self._group.size() == given.numel():
+            self._input = None
+            return given.view(self._group.size(), numel)[self._group.rank()]
+        self._input = self._turns.next(numel, dtype, device)
+        return self._input
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        return None
+
+
+class StillLane:
+    """A lane whose gathers move nothing: shards are copied into their places, and nothing is copied out."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = group.rank(), group.size()
+        self._filled: set[int] = set()
+
+    def all_gather(
+        self, output: Tensors, input: Tensors, *, async_op: bool = False, beside: Beside | None = None
+    ) -> dist.Work | None:
+        """Gather as a communicator does."""
+        outputs, inputs = list(output), list(input)
+        if outputs[0].data_ptr() not in self._filled:
+            self._filled.add(outputs[0].data_ptr())
+            for one, own in zip(outputs, inputs, strict=True):
+                fill_others(one, own, self.rank, self.world_size)
+        return None
+
+
+class StraightStill:
+    """Gathers nothing, straight into the parameters: a gather for each of FSDP2's groups, and one ring for all."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._lane = group, StillLane(group)
+        self._ring = Ring(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), device)
+
+    def gather(self, params: Any) -> StillGather:
+        """For one of FSDP2's groups of parameters."""
+        gather = StillGather()
+        gather.straight = Straight(params, self._lane, self._ring, self._group, lambda *_: None, lambda _: "")
+        return gather
+
+
+def fill_others(output: torch.Tensor, own: torch.Tensor, rank: int, ranks: int) -> None:
+    """Copy a rank's shard to where those of the others would be."""
+    if own.numel():
+        for other, part in enumerate(output.view(ranks, -1)):
+            if other != rank:
+                part.copy_(own.view(-1))
+
 
 LIBRARY_NAMES = {"cpu": "gloo"}
-"""What the group's own backend is called; elsewhere ``nccl``."""
+"""Names of the group's own backend is called; elsewhere ``nccl``."""
 
 STILL, STRAIGHT_STILL = "compute_only", "compute_only_straight"
 FLOORS = (STILL, STRAIGHT_STILL)
@@ -42,7 +164,7 @@ def names_on(device_type: str) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class CommunicationWay:
     """A way to communicate.
 
     Attributes:
@@ -78,7 +200,7 @@ class Way:
                 into.give_back()
 
 
-class Ways:
+class CommunicationWays:
     """All ways of a study on one model; at most one is on.
 
     Args:
@@ -103,9 +225,9 @@ class Ways:
             [params._all_gather_comm for params in self._params],
             [params._reduce_scatter_comm for params in self._params],
         )
-        self._on: Way | None = None
-        self._close: list[Way] = []
-        self.attached: dict[str, Way] = {}
+        self._on: CommunicationWay | None = None
+        self._close: list[CommunicationWay] = []
+        self.attached: dict[str, CommunicationWay] = {}
 
     def attach(self, name: str) -> str | None:
         """Make a way on all ranks. Collective.
@@ -113,13 +235,13 @@ class Ways:
         Returns:
             Why it cannot be there, or None.
         """
-        made: list[Way] = []
+        made: list[CommunicationWay] = []
         problem = self._meter.attempt(lambda: made.append(self._make(name)))
         if problem is None:
             self.attached[name] = made[0]
         return problem
 
-    def switch(self, name: str) -> Way:
+    def switch(self, name: str) -> CommunicationWay:
         """Have FSDP2 communicate in a way that is attached."""
         way = self.attached[name]
         if way is not self._on:
@@ -143,14 +265,14 @@ class Ways:
             self._on.leave()
         self._on = None
 
-    def _make(self, name: str) -> Way:
+    def _make(self, name: str) -> CommunicationWay:
         gathers, scatters = self._library
         count = len(self._params)
         if name == ENGINES:
             if self._engines is None:
                 raise UnavailableError("there is no NCCL on this device")
             gather = self._engines().gather_of(self._params)
-            return Way(name, self._params, [gather] * count, scatters, gather.note, lambda: gather.held)
+            return CommunicationWay(name, self._params, [gather] * count, scatters, gather.note, lambda: gather.held)
         if name == "sidelane_ag":
             own = self._sidelane(True)
             return dataclasses.replace(own, name=name, scatters=scatters)
@@ -164,10 +286,12 @@ class Ways:
             if name == STRAIGHT_STILL:
                 into = StraightStill(self._group, self._rank.device)
                 still = [into.gather(one) for one in self._params]
-            return Way(name, self._params, still, [StillScatter(self._group)] * count, lambda: NOTHING_MOVES)
-        return Way(name, self._params, gathers, scatters)
+            return CommunicationWay(
+                name, self._params, still, [StillScatter(self._group)] * count, lambda: NOTHING_MOVES
+            )
+        return CommunicationWay(name, self._params, gathers, scatters)
 
-    def _sidelane(self, straight_into_parameters: bool) -> Way:
+    def _sidelane(self, straight_into_parameters: bool) -> CommunicationWay:
         """Sidelane for both collectives, switched off; what gathers alike is shared."""
         name = "sidelane" if straight_into_parameters else "sidelane_copies"
         for way in self._close:
@@ -183,7 +307,7 @@ class Ways:
             elsewhere = [f"{one.calls} calls went elsewhere: {one.what}" for one in enabled.elsewhere.values()]
             return "; ".join([*([f"parameters are copied out: {copied}"] if copied else []), *elsewhere])
 
-        way = Way(
+        way = CommunicationWay(
             name,
             self._params,
             [params._all_gather_comm for params in self._params],
@@ -201,6 +325,76 @@ NOTHING_MOVES = "collectives are skipped, so that loss and gradients are not the
 
 
 def gathered_bytes(params: Any, dtype: torch.dtype, ranks: int) -> int:
-    """Of one of FSDP2's groups of parameters."""
+    """Return the gathered bytes of one of FSDP2's groups of parameters."""
     numel: int = sum(param._sharded_param_data.numel() for param in params.fsdp_params)
     return numel * dtype.itemsize * ranks
+
+
+class NcclEngines:
+    """The communicator of a study, and its windows by size, which the cases share.
+
+    Args:
+        device: of this rank.
+        timeout_s: of its process group.
+        meter: ranks agree through it before each step that is collective.
+
+    Raises:
+        UnavailableError: on every rank, if any rank could not make the communicator.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float, meter: Meter) -> None:
+        self._device, self._meter = device, meter
+        self._nccl = NcclCopyEngines(device, timeout_s, meter)
+        self._windows: dict[int, Windows] = {}
+
+    def gather_of(self, params: Sequence[Any]) -> WindowGather:
+        """A gather for some of FSDP2's groups of parameters. Collective.
+
+        Raises:
+            UnavailableError: on every rank, if any rank could not make the windows.
+        """
+        group = self._nccl.group
+        assert group is not None
+        sizes = {gathered_bytes(one, torch.bfloat16, group.size()) for one in params}
+        for nbytes in sorted(sizes - set(self._windows)):
+            self._windows[nbytes] = Windows(self._device, self._meter, group, nbytes, nbytes)
+        return WindowGather(group, {nbytes: self._windows[nbytes] for nbytes in sizes})
+
+    def close(self) -> None:
+        """Let go of the windows. Collective."""
+        for windows in self._windows.values():
+            windows.close()
+        self._windows.clear()
+
+
+class WindowGather(AllGather):
+    """Gathers in windows, in turn.
+
+    Attributes:
+        held: bytes of the windows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, windows: dict[int, Windows]) -> None:
+        self._group, self._windows = group, windows
+        self._turns = dict.fromkeys(windows, 0)
+        self._outside = 0
+        self.held = sum(2 * nbytes for nbytes in windows)
+
+    def note(self) -> str:
+        """Say what went otherwise than it was to."""
+        return f"{self._outside} gathers had no window" if self._outside else ""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        nbytes = math.prod(int(length) for length in size) * dtype.itemsize
+        if nbytes not in self._windows:
+            self._outside += 1
+            return torch.empty(*size, dtype=dtype, device=device)
+        # FSDP2 copies a gathered layer out before it begins the gather behind the next: two windows take turns.
+        self._turns[nbytes] ^= 1
+        return self._windows[nbytes].buffers[self._turns[nbytes]][:nbytes].view(dtype)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        work: dist.Work | None = all_gather(output_tensor, input_tensor, group=self._group, async_op=async_op)
+        return work

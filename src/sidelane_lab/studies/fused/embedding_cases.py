@@ -21,8 +21,17 @@ from sidelane.choice.fused_order import ORDERS
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane.ops.single_rank import BagKernel
 from sidelane.session import Communicator
-from sidelane_lab.studies.fused.case import AS_CALLED, NCCL, Auto, Case, Run, dtype_of, ordinary
-from sidelane_lab.studies.fused.kept import OWN, OWN_METHOD, with_programs
+from sidelane_lab.studies.fused.case import (
+    AS_CALLED,
+    NCCL,
+    AutoCall,
+    OperatorCase,
+    Run,
+    dtype_of,
+    ordinary,
+    symmetric,
+)
+from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, with_programs
 
 DIM, TABLE_ROWS = 256, 1 << 17
 """64 MiB a table in bfloat16: 64 of them are 80 times the cache of an H200."""
@@ -39,7 +48,7 @@ SWEPT = ((1024, 64, 32), (4, 2, 2))
 
 
 def programs_swept(dim: int, dtype: torch.dtype, *, on_cpu: bool) -> tuple[int, ...]:
-    """Programs on each unit: eighths of what it holds, the most that a call takes; on CPUs, which have no units, two.
+    """Return programs on each unit: eighths of what a call takes at the most; on CPUs, which have no units, two.
 
     >>> programs_swept(256, torch.bfloat16, on_cpu=False)
     (2, 4, 6, 8, 10, 12, 14, 16)
@@ -49,7 +58,7 @@ def programs_swept(dim: int, dtype: torch.dtype, *, on_cpu: bool) -> tuple[int, 
 
 
 def lists_of(call_bytes: int, *, on_cpu: bool) -> int:
-    """How many lists of indices take turns, where a call reads so many bytes of rows.
+    """Return how many lists of indices take turns, where a call reads so many bytes of rows.
 
     >>> lists_of(33 << 20, on_cpu=False), lists_of(100 << 20, on_cpu=False), lists_of(2 << 30, on_cpu=False)
     (8, 6, 2)
@@ -57,7 +66,7 @@ def lists_of(call_bytes: int, *, on_cpu: bool) -> int:
     return 2 if on_cpu else min(MOST_LISTS, max(2, math.ceil(COLD_BYTES / call_bytes)))
 
 
-class Lists:
+class IndexLists:
     """Indices of all bags, in the two orders in which they are taken, and some of them in turn.
 
     Args:
@@ -75,7 +84,7 @@ class Lists:
         self._of_all = torch.zeros(count, n, tables, part, pooling, **options)  # type: ignore[call-overload]
 
     def refill(self, seed: int) -> None:
-        """New indices in all lists."""
+        """Put new indices into all lists."""
         device = self._comm.device
         generator = torch.Generator(device).manual_seed(1000 * seed + self._comm.rank)
         self._of_tables.random_(0, self._rows, generator=generator)
@@ -84,25 +93,25 @@ class Lists:
             of_all.copy_((by_table + first_rows).transpose(0, 1))
 
     def by_table(self) -> torch.Tensor:
-        """The next list, of each table: [tables, ranks, samples, pooling]."""
+        """Return the next list, of each table: [tables, ranks, samples, pooling]."""
         self._turn = (self._turn + 1) % len(self._of_tables)
         return self.latest
 
     def of_one_table(self) -> torch.Tensor:
-        """The next list, as if all tables were one: [ranks, tables, samples, pooling]."""
+        """Return the next list, as if all tables were one: [ranks, tables, samples, pooling]."""
         self._turn = (self._turn + 1) % len(self._of_tables)
         found: torch.Tensor = self._of_all[self._turn]
         return found
 
     @property
     def latest(self) -> torch.Tensor:
-        """What was taken last, by table."""
+        """The list that was taken last, by table."""
         found: torch.Tensor = self._of_tables[self._turn]
         return found
 
 
-def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case:
-    """``batch`` samples of all ranks, ``tables`` on each."""
+def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> OperatorCase:
+    """Make a case; ``batch`` samples of all ranks, ``tables`` on each."""
     device, dtype = comm.device, dtype_of(comm)
     on_cpu = device.type == "cpu"
     dim, rows = (CPU_DIM, CPU_TABLE_ROWS) if on_cpu else (DIM, TABLE_ROWS)
@@ -111,11 +120,11 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
     whole = ordinary(comm, tables * rows, dim).normal_()
     some = list(whole.view(tables, rows, dim))
     call_bytes = batch * tables * pooling * dim * dtype.itemsize
-    lists = Lists(comm, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
+    lists = IndexLists(comm, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
     offsets = torch.arange(tables * batch + 1, device=device) * pooling
     of_table = offsets[: batch + 1].clone()
     sent, received = ordinary(comm, n, tables, part, dim), ordinary(comm, n, tables, part, dim)
-    own_sent, own_received = (comm.empty(n, tables, part, dim, dtype=dtype) for _ in range(2))
+    own_sent, own_received = (symmetric(comm, n, tables, part, dim) for _ in range(2))
     out = ordinary(comm, part, n * tables, dim)
     pool = BagKernel(comm, some, batch)
 
@@ -185,7 +194,7 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
         dist.all_to_all_single(came, wide)
         return came.view(n * tables, part, dim).transpose(0, 1).reshape(part, -1)
 
-    return Case(
+    return OperatorCase(
         "embedding_all_to_all",
         f"batch {batch}, {tables} tables a rank, pooling {pooling}, dim {dim}",
         lists.refill,
@@ -205,6 +214,6 @@ def embedding(comm: Communicator, batch: int, tables: int, pooling: int) -> Case
             (OWN, OWN_METHOD): lambda: call(UNFUSED),
         },
         {order: functools.partial(call, FUSED, order=order) for order in ORDERS} | by_programs,
-        {AS_CALLED: Auto(lambda: call("auto"), (batch, tables, pooling))},
+        {AS_CALLED: AutoCall(lambda: call("auto"), (batch, tables, pooling))},
         call_bytes,
     )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Line, Table, grouped, notes_of, number, verdict, without_empty_columns
+from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
+from sidelane.choice.fused_heuristic import ROUTED, WITHOUT_KERNEL
+from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.key import CPU, SOFTWARE, Key
+from sidelane.cli.table import Table, grouped, verdict
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
-from sidelane_lab.harness.rows import LAUNCHES, FlatRow
-from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.report import Cell, table_of
+from sidelane_lab.harness.study import LAUNCHES, FlatRow, Picture, Results
+from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
 FUSED_OPS = (
     *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all", "all_to_all_gemm"),
@@ -21,7 +26,8 @@ FUSED_OPS = (
 ALONE = ("compute", "collective")
 """Implementations of rows that are a part of an operator."""
 
-FUSED_IMPLEMENTATIONS = ("fused", "auto", "unfused_nccl", "unfused_sidelane", "symm_mem", "unfused_best", *ALONE)
+UNFUSED_IMPLEMENTATIONS = ("unfused_nccl", "unfused_sidelane", "symm_mem")
+FUSED_IMPLEMENTATIONS = ("fused", "auto", *UNFUSED_IMPLEMENTATIONS, "unfused_best", *ALONE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,52 +75,43 @@ class FusedRow(FlatRow):
     skew_us: float | None = None
 
 
-FUSED_COLUMNS: tuple[str, ...] = (
-    *("<shape", "<implementation", "<made of, schedule", "us", "bound\nus", "times the\nbest unfused"),
-    *("GB/s\nread", "skew\nus", "<correct"),
-)
+def _ratio(row: FusedRow, same: Sequence[FusedRow]) -> str:
+    unfused = [one.time_us for one in same if one.implementation in UNFUSED_IMPLEMENTATIONS and one.time_us]
+    return f"{min(unfused) / row.time_us:.2f}" if unfused and row.time_us and row.implementation not in ALONE else ""
+
+
+FUSED_COLUMNS: Mapping[str, Cell] = {
+    "<shape": "shape",
+    "<implementation": "implementation",
+    "<made of, schedule": "schedule",
+    "us": "time_us",
+    "bound\nus": "bound_us",
+    "times the\nbest unfused": _ratio,
+    "GB/s\nread": "gbps",
+    "skew\nus": "skew_us",
+    "<correct": lambda row, _: "" if row.implementation in ALONE and row.time_us is not None else verdict(row.correct),
+}
 
 
 def fused_tables(rows: Sequence[FusedRow]) -> list[Table]:
-    """One table an operator and launch; each shape's fastest is set off."""
-    tables = []
-    for (op, launch), alike in grouped(rows, lambda row: (row.op, row.launch), ordered=False):
-        lines = []
-        for _, same in grouped(alike, lambda row: row.shape, ordered=False):
-            whole = [row for row in same if row.implementation not in ALONE]
-            best = min((row.time_us for row in whole if row.time_us is not None), default=None)
-            unfused = next((row.time_us for row in same if row.implementation == "unfused_best"), None)
-            shown = [row for row in same if row.implementation != "unfused_best"]
-            lines += [
-                Line(_cells(row, unfused), best=row in whole and row.time_us == best, rule=row is shown[-1])
-                for row in shown
-            ]
-        notes = notes_of([(" ".join(_cells(row, None)[:3]), row.note) for row in alike])
-        made = Table(f"{op}, {launch}", FUSED_COLUMNS, tuple(lines), notes, keys=3)
-        tables.append(without_empty_columns(made))
-    return tables
-
-
-def _cells(row: FusedRow, unfused_us: float | None) -> tuple[str, ...]:
-    is_whole = unfused_us is not None and row.time_us is not None and row.implementation not in ALONE
-    ratio = unfused_us / row.time_us if is_whole and unfused_us and row.time_us else None
-    return (
-        row.shape,
-        row.implementation,
-        row.schedule,
-        number(row.time_us),
-        number(row.bound_us),
-        "" if ratio is None else f"{ratio:.2f}",
-        "" if row.gbps is None else number(row.gbps),
-        "" if row.skew_us is None else number(row.skew_us),
-        "" if row.implementation in ALONE and row.time_us is not None else verdict(row.correct),
-    )
+    """Make one table an operator and launch; each shape's fastest is set off."""
+    return [
+        table_of(
+            f"{op}, {launch}",
+            [row for row in alike if row.implementation != "unfused_best"],
+            FUSED_COLUMNS,
+            by=lambda row: row.shape,
+            value=lambda row: None if row.implementation in ALONE else row.time_us,
+            keys=3,
+        )
+        for (op, launch), alike in grouped(rows, lambda row: (row.op, row.launch), ordered=False)
+    ]
 
 
 BY_PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
 """Schedules that say how many programs a unit has."""
 
-ORDERS = {"remote_first": BLUE, "oblivious": ORANGE}
+ORDER_COLOURS = {"remote_first": BLUE, "oblivious": ORANGE}
 
 
 def draw_fused(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Picture]:
@@ -156,8 +153,8 @@ def _by_programs(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Pic
 def _by_order(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Picture]:
     pairs = []
     for (op, shape), alike in grouped(rows, lambda row: (row.op, row.shape), ordered=False):
-        by_order = {row.schedule: row for row in alike if row.schedule in ORDERS}
-        if len(by_order) == len(ORDERS) and all(row.skew_us is not None for row in by_order.values()):
+        by_order = {row.schedule: row for row in alike if row.schedule in ORDER_COLOURS}
+        if len(by_order) == len(ORDER_COLOURS) and all(row.skew_us is not None for row in by_order.values()):
             pairs.append((f"{op}\n{shape}", by_order))
     if not pairs:
         return []
@@ -165,7 +162,7 @@ def _by_order(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Pictur
     left, right = figure.subplots(1, 2, sharey=True)
     for place, (_, by_order) in enumerate(pairs):
         base = by_order["remote_first"].time_us or 1.0
-        for which, (order, colour) in enumerate(ORDERS.items()):
+        for which, (order, colour) in enumerate(ORDER_COLOURS.items()):
             row, label = by_order[order], order if place == 0 else None
             at = place + 0.4 * which - 0.2
             left.barh(at, (row.time_us or 0.0) / base, 0.36, color=colour, label=label)
@@ -184,3 +181,88 @@ def _by_order(rows: Sequence[FusedRow], where: str, folder: Path) -> list[Pictur
         for name, by_order in pairs
     )
     return [save(figure, "fused-order", title, text, folder)]
+
+
+OWN, OWN_METHOD = "unfused_sidelane", "as the operator has it"
+"""Implementation and schedule of what ``method="unfused"`` runs. Older files have only others that use the same
+collectives."""
+
+IN_PARTS = re.compile(r"mm in parts, (\d+) a peer")
+
+
+def in_parts(pieces: int) -> str:
+    """The schedule of a split operator.
+
+    >>> in_parts(2), bool(IN_PARTS.fullmatch(in_parts(2)))
+    ('mm in parts, 2 a peer', True)
+    """
+    return f"mm in parts, {pieces} a peer"
+
+
+OF_EXPERTS = re.compile(rf"(\d+) {EXPERTS}")
+"""The shape of a case with several experts a rank ends so."""
+
+
+def with_programs(schedule: str, count: int) -> str:
+    """The schedule of an operator with so many programs on each compute unit.
+
+    >>> with_programs("cells", 4)
+    'cells, 4 programs a unit'
+    """
+    return f"{schedule}, {count} programs a unit"
+
+
+def times_of(rows: Sequence[FusedRow], world_size: int, element_bytes: int) -> Iterator[FusedTime]:
+    """Yield what to choose by, eager and in graphs, of shapes that have two ways and more.
+
+    Args:
+        rows: of any operators and shapes.
+        world_size: ranks that measured them.
+        element_bytes: of their dtype.
+    """
+    for (op, shape, launch), alike in grouped(rows, lambda row: (row.op, row.shape, row.launch), ordered=False):
+        if shape.endswith(EVENLY):
+            continue  # times are looked up by sizes and experts alone: those of the skewed routing count
+        good = [row for row in alike if row.time_us is not None and row.correct]
+        times: dict[str, float] = {}
+        plain = [row for row in good if row.implementation == FUSED and not IN_PARTS.fullmatch(row.schedule)]
+        if plain and op not in WITHOUT_KERNEL:
+            times[FUSED] = plain[0].time_us or 0.0  # what a plain call takes
+        for row in good:
+            if row.implementation == FUSED and (found := IN_PARTS.fullmatch(row.schedule)):
+                times[f"{SPLIT}/{found[1]}"] = row.time_us or 0.0
+        orders: dict[str, float] = {}
+        if op in ORDERED and world_size > 1:  # else both orders are one
+            orders = {row.schedule: row.time_us or 0.0 for row in plain if row.schedule in ORDERS}
+            times |= {FUSED: min(orders.values())} if orders else {}
+        unfused = [row for row in good if row.implementation == OWN]
+        unfused.sort(key=lambda row: row.schedule != OWN_METHOD)
+        if op in ROUTED:  # whose others have the host wait
+            unfused = [row for row in unfused if row.schedule == OWN_METHOD]
+        if unfused:
+            times[UNFUSED] = unfused[0].time_us or 0.0
+        if len(times) > 1:
+            sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
+            named = OF_EXPERTS.search(shape)
+            experts = int(named[1]) if named else 1
+            yield FusedTime(op, world_size, launch == "graph", sizes, element_bytes, times, orders, experts)
+
+
+def element_bytes_of(device_type: str) -> int:
+    """Return the bytes of an element: of: float32 on CPUs, else bfloat16."""
+    return 4 if device_type == CPU else 2
+
+
+def kept_of(results: Results) -> tuple[Key, tuple[FusedTime, ...]]:
+    """Key of the machine and times of a result file.
+
+    Raises:
+        ValueError: a file of another study, or nothing in it to choose by.
+    """
+    device_type = "cuda" if results.gpus else CPU
+    rows = [row for row in results.rows if isinstance(row, FusedRow)]
+    times = tuple(times_of(rows, results.ranks, element_bytes_of(device_type)))
+    if not times:
+        raise ValueError(f"fused: --results (value={results.command}, allowed=a file of sidelane fused)")
+    software = tuple(sorted((name, results.software[name]) for name in SOFTWARE if name in results.software))
+    return Key(device_type, results.device, results.gpus, software=software), times

@@ -14,7 +14,7 @@ MEANING = {
     "gemm_all_reduce": ("rows", "depth of a rank", "columns"),
     "all_gather_gemm": ("rows of a rank", "depth", "columns of a rank"),
 }
-"""What the numbers of a shape are, by operator."""
+"""The meaning of a shape's numbers, by operator."""
 
 ON_GPUS: dict[str, tuple[tuple[int, ...], ...]] = {
     "gemv_all_reduce": (
@@ -53,7 +53,7 @@ HALF, EVENLY, EXPERTS = "half for one peer", "rows to all evenly", "experts by t
 ROUTINGS = (HALF, EVENLY, EXPERTS)
 
 EXPERTS_OF_A_RANK, TOP_K = 8, 2
-"""Of ``EXPERTS``: each token goes to so many experts, of which few are liked more than others."""
+"""Figures of ``EXPERTS``: each token goes to so many experts, of which few are liked more than others."""
 
 
 def evenly(rows: int, ranks: int) -> tuple[tuple[int, ...], ...]:

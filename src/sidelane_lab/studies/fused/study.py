@@ -26,20 +26,28 @@ from sidelane.cli.terminal import progress_console
 from sidelane.config import current, profile_folder
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
+from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, read
-from sidelane_lab.studies.fused.kept import element_bytes_of, kept_of, times_of
-from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow, draw_fused, fused_tables
+from sidelane_lab.harness.study import Results, Study, read, require_all
+from sidelane_lab.studies.fused.rows import (
+    ALONE,
+    FUSED_OPS,
+    FusedRow,
+    draw_fused,
+    element_bytes_of,
+    fused_tables,
+    kept_of,
+    times_of,
+)
 from sidelane_lab.studies.fused.shapes import ON_CPUS, ON_GPUS
 
 CALLS = 8
 """In a sample."""
 
 SKEW_CALLS = 3
-"""Whose ranks' times are compared."""
+"""Calls whose ranks' times are compared."""
 
 BEST, AUTO = "unfused_best", "auto"
 COMPUTE, COLLECTIVE = ALONE
@@ -52,16 +60,7 @@ Key = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedOptions(StudyOptions):
-    """What to measure.
-
-    Attributes:
-        ops: operators; empty takes all.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
-        timeline: folder for a trace and a picture of each operator's first shape; None writes none.
-        keep: the times in a file of the user's, for ``method="auto"``.
-        results: with ``keep``, a file of this study whose times are kept; nothing is measured.
-    """
+    """Options of the study; ``sidelane fused --help`` explains them."""
 
     ops: tuple[str, ...] = ()
     warmup: int = 3
@@ -108,7 +107,7 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
     seeds = itertools.count(options.seed + 1)
     times = list[FusedTime]()
     with Communicator(dist.group.WORLD, device=rank.device, config=config) as comm:
-        meter = _meter(rank, options)
+        meter = make_meter(rank, options.step_s)
         for op, make_case, shape in chosen:
             sender.step(f"{op} {'x'.join(map(str, shape))}")
             with meter.on_stream():
@@ -123,15 +122,6 @@ def _measure(rank: Rank, options: FusedOptions, sender: Sender) -> Iterator[Fuse
         sender.note(f"kept for auto: {keep(key_here(rank.device.type, rank.world_size), times)}")
 
 
-def _meter(rank: Rank, options: FusedOptions) -> Meter:
-    control = dist.new_group(backend="gloo")
-    if rank.device.type == "cpu":
-        return Meter(rank.device, timeout_s=options.step_s, group=control)
-    from sidelane_lab.baselines.baselines_cuda import device_barrier
-
-    return Meter(rank.device, device_barrier=device_barrier(rank.device), timeout_s=options.step_s, group=control)
-
-
 class _Case:
     """An operator at one shape. All ranks do all of it together."""
 
@@ -144,10 +134,10 @@ class _Case:
         options: FusedOptions,
         seeds: Iterator[int],
     ) -> None:
-        from sidelane_lab.studies.fused.case import Case
+        from sidelane_lab.studies.fused.case import OperatorCase
 
         case = make(comm, *shape)
-        assert isinstance(case, Case)
+        assert isinstance(case, OperatorCase)
         self._comm = comm
         self._meter, self._case, self._options, self._seeds = meter, case, options, seeds
         self._launches = ("eager",) if comm.device.type == "cpu" else ("eager", "graph")
@@ -185,8 +175,7 @@ class _Case:
         """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
         from sidelane.choice.fused_order import ORDERS
         from sidelane.ops import Timeline
-        from sidelane_lab.studies.fused.pictures import draw_timeline
-        from sidelane_lab.studies.fused.skew import Times, draw_skew, times_of_ranks
+        from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
 
         case, comm = self._case, self._comm
         calls: dict[str, list[Times]] = {}
@@ -289,7 +278,7 @@ class _Case:
         )
 
     def _why(self, key: Key) -> str:
-        """What ``auto`` has chosen. Ranks have agreed on that in the first call."""
+        """Say what ``auto`` has chosen. Ranks have agreed on that in the first call."""
         from sidelane import ops
         from sidelane_lab.studies.fused.case import dtype_of
 

@@ -15,20 +15,17 @@ import torch
 from sidelane_lab.baselines.candidate import Tensors, views
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.studies.ordinary.rows import NEW_ADDRESS, NEW_SEGMENT, REPEATED, ROTATING
-from sidelane_lab.studies.ordinary.ways import Way
+from sidelane_lab.studies.ordinary.ways import LEARNING_CALLS, Way
 
 STEP_BYTES = 4096
 SLOTS = 8
 """Pairs of tensors that rotate."""
 
 MOST_ADDRESSES = 2048
-"""Of a way."""
+"""Addresses of a way."""
 
 SEGMENT_BYTES = 32 << 20
 """torch's allocator gives a tensor of that size memory of its own, of which nothing is left for others."""
-
-LEARNING_CALLS = 96
-"""Calls on the same tensors before anything is timed: from the 65th on, calls that can go ahead do."""
 
 SETTLING = {REPEATED: LEARNING_CALLS, ROTATING: LEARNING_CALLS, NEW_ADDRESS: LEARNING_CALLS, NEW_SEGMENT: 0}
 """Programs, with the calls before their first sample. What came before has taught the ranks something else."""

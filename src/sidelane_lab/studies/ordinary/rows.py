@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sidelane.cli.table import (
-    MISSING,
-    Line,
     Table,
     grouped,
-    notes_of,
-    number,
     place_of,
-    verdict,
-    without_empty_columns,
 )
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.rows import OF_LIBRARY
-from sidelane_lab.harness.study import Picture, Results
-from sidelane_lab.studies.collectives.rows import CollectiveRow, draw_sizes
+from sidelane_lab.harness.report import Cell, spread, table_of
+from sidelane_lab.harness.study import OF_LIBRARY, Picture, Results
+from sidelane_lab.studies.c3.rows import TOGETHER_COLUMNS, alone_words, lost_percent, pair_words
+from sidelane_lab.studies.collectives import CollectiveRow, draw_sizes
 
 SYMMETRIC, LEARNED, MAPPED, STAGED = "symmetric", "learned", "mapped", "staged"
 REACHES = (SYMMETRIC, LEARNED, MAPPED, STAGED, "")
@@ -74,17 +70,20 @@ class OrdinaryRow(CollectiveRow):
             raise ValueError("OrdinaryRow: next to a GEMM, time_us goes with a speedup (value=None)")
 
 
-ALONE_COLUMNS: tuple[str, ...] = (
-    *("bytes", "<implementation", "<tensors", "<variant", "time\nus", "p10-p90\nus", "bus\nGB/s"),
-    *("library\nover it", "<correct"),
-)
-PAIR_COLUMNS: tuple[str, ...] = (
-    *("<implementation", "<tensors", "<variant", "alone\nus", "together\nus", "speedup", "% of\nideal", "<correct"),
-)
-CHANGING_COLUMNS: tuple[str, ...] = (
-    *("<change", "<implementation", "<tensors", "time\nus", "p10-p90\nus", "host\nus", "library\nover it", "<correct"),
-)
-Cells = Callable[[OrdinaryRow, Sequence[OrdinaryRow]], tuple[str, ...]]
+def _over(row: OrdinaryRow, same: Sequence[OrdinaryRow]) -> str:
+    """Return the library's time over that of a row; more than 1: the row is faster."""
+    theirs = [one.time_us for one in same if one.implementation in OF_LIBRARY and one.time_us is not None]
+    if row.implementation in OF_LIBRARY or not theirs or not row.time_us:
+        return ""
+    return f"{min(theirs) / row.time_us:.3f}"
+
+
+WHO: Mapping[str, Cell] = {"<implementation": "implementation", "<tensors": "reach"}
+TIMES: Mapping[str, Cell] = {"time\nus": "time_us", "p10-p90\nus": spread}
+LAST: Mapping[str, Cell] = {"library\nover it": _over, "<correct": "correct"}
+ALONE_COLUMNS = {"bytes": "bytes", **WHO, "<variant": "variant", **TIMES, "bus\nGB/s": "bus_gbps", **LAST}
+PAIR_COLUMNS = {**WHO, "<variant": "variant", "alone\nus": "comm_us", **TOGETHER_COLUMNS, "<correct": "correct"}
+CHANGING_COLUMNS = {"<change": "variant", **WHO, **TIMES, "host\nus": "host_us", **LAST}
 
 
 def is_changing(row: OrdinaryRow) -> bool:
@@ -98,92 +97,28 @@ def ordinary_tables(rows: Sequence[OrdinaryRow]) -> list[Table]:
     pairs = [row for row in rows if row.gemm]
     changing = [row for row in rows if not row.gemm and is_changing(row)]
     tables = [
-        _table(f"{way_to_call(alike[0])}", ALONE_COLUMNS, alike, lambda row: row.bytes, _alone_cells, keys=3)
-        for _, alike in grouped(alone, way_to_call, ordered=False)
+        table_of(way, alike, ALONE_COLUMNS, by=lambda row: row.bytes, keys=3, noted=_is_noted)
+        for way, alike in grouped(alone, way_to_call, ordered=False)
     ]
-    tables += [_pair_table(alike) for _, alike in grouped(pairs, lambda r: (r.gemm, r.collective, r.bytes))]
+    for _, alike in grouped(pairs, lambda row: (row.gemm, row.collective, row.bytes)):
+        first = next((row for row in alike if row.gemm_us is not None), alike[0])
+        title = f"{pair_words(first)}: {alone_words(first)}"
+        tables.append(table_of(title, alike, PAIR_COLUMNS, keys=2, value=lost_percent, noted=_is_noted))
     for (kind, nbytes), alike in grouped(changing, lambda row: (row.collective, row.bytes)):
         title = f"{kind} of {format_bytes(nbytes)}, {alike[0].dtype}, on tensors that change from call to call"
-        tables.append(_table(title, CHANGING_COLUMNS, alike, lambda row: row.variant, _changing_cells, keys=3))
+        by: dict[str, Any] = {"by": lambda row: row.variant, "keys": 3, "noted": _is_noted}
+        tables.append(table_of(title, alike, CHANGING_COLUMNS, **by))
     return tables
 
 
 def way_to_call(row: OrdinaryRow) -> str:
-    """What rows of one table and one picture have in common."""
+    """Return what rows of one table and one picture have in common."""
     return f"{row.collective}, {row.dtype}, {place_of(row.in_place)}, {row.launch}"
 
 
-def _table(
-    title: str,
-    columns: tuple[str, ...],
-    rows: Sequence[OrdinaryRow],
-    key: Callable[[OrdinaryRow], object],
-    cells: Cells,
-    keys: int,
-) -> Table:
-    lines = []
-    for _, same in grouped(rows, key, ordered=False):
-        best = min((row.time_us for row in same if row.time_us is not None), default=None)
-        lines += [
-            Line(cells(row, same), best=best is not None and row.time_us == best, rule=row is same[-1]) for row in same
-        ]
-    notes = _notes(rows, lambda row: cells(row, rows)[:keys])
-    return without_empty_columns(Table(title, columns, tuple(lines), notes, keys=keys))
-
-
-def _pair_table(rows: Sequence[OrdinaryRow]) -> Table:
-    first = next((row for row in rows if row.gemm_us is not None), rows[0])
-    ideal = f"ideal speedup {first.ideal:.2f}" if first.ideal is not None else "no ideal"
-    title = (
-        f"{first.gemm} ({first.m}x{first.n}x{first.k} {first.dtype}) with {first.collective} of "
-        f"{format_bytes(first.bytes)}: GEMM alone {number(first.gemm_us)} us, best collective alone "
-        f"{number(first.best_comm_us)} us, {ideal}"
-    )
-    best = max((row.percent_of_ideal for row in rows if row.percent_of_ideal is not None), default=None)
-    lines = tuple(Line(_pair_cells(row), best=best is not None and row.percent_of_ideal == best) for row in rows)
-    notes = _notes(rows, lambda row: _pair_cells(row)[:2])
-    return without_empty_columns(Table(title, PAIR_COLUMNS, lines, notes, keys=2))
-
-
-def _alone_cells(row: OrdinaryRow, same: Sequence[OrdinaryRow]) -> tuple[str, ...]:
-    return (
-        *(format_bytes(row.bytes), row.implementation, row.reach, row.variant, number(row.time_us), _spread(row)),
-        *(number(row.bus_gbps), _over(row, same), verdict(row.correct)),
-    )
-
-
-def _pair_cells(row: OrdinaryRow) -> tuple[str, ...]:
-    return (
-        *(row.implementation, row.reach, row.variant, number(row.comm_us), number(row.time_us)),
-        MISSING if row.speedup is None else f"{row.speedup:.2f}",
-        MISSING if row.percent_of_ideal is None else f"{row.percent_of_ideal:.0f}",
-        verdict(row.correct),
-    )
-
-
-def _changing_cells(row: OrdinaryRow, same: Sequence[OrdinaryRow]) -> tuple[str, ...]:
-    return (
-        *(row.variant, row.implementation, row.reach, number(row.time_us), _spread(row), number(row.host_us)),
-        *(_over(row, same), verdict(row.correct)),
-    )
-
-
-def _spread(row: OrdinaryRow) -> str:
-    return "" if row.p10_us is None else f"{number(row.p10_us)}-{number(row.p90_us)}"
-
-
-def _over(row: OrdinaryRow, same: Sequence[OrdinaryRow]) -> str:
-    """The library's time over that of a row; more than 1: the row is faster."""
-    theirs = [one.time_us for one in same if one.implementation in OF_LIBRARY and one.time_us is not None]
-    if row.implementation in OF_LIBRARY or not theirs or not row.time_us:
-        return ""
-    return f"{min(theirs) / row.time_us:.3f}"
-
-
-def _notes(rows: Sequence[OrdinaryRow], name_of: Callable[[OrdinaryRow], Sequence[str]]) -> tuple[str, ...]:
-    """Why there is no time, and of mapped tensors how calls went; the file has the rest."""
-    told = [row for row in rows if row.time_us is None or row.reach in (LEARNED, MAPPED)]
-    return notes_of([(" ".join(filter(None, name_of(row))), row.note) for row in told])
+def _is_noted(row: OrdinaryRow) -> bool:
+    """Show why there is no time, and of mapped tensors how calls went; the file has the rest."""
+    return row.time_us is None or row.reach in (LEARNED, MAPPED)
 
 
 def draw_alone(rows: Sequence[OrdinaryRow], results: Results, folder: Path) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""What collectives cost where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
+"""The cost of collectives where the caller's tensors are ordinary memory, next to symmetric memory and to NCCL.
 
 Three parts: collectives alone (``alone``), next to a GEMM (``pairs``), and on tensors that change (``changing``). The
 ways that are compared are in ``ways``; all of a case take turns round by round in one process, the slowest rank counts,
@@ -21,38 +21,37 @@ from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
-from sidelane_lab.studies.c3.tables import too_few_cores
-from sidelane_lab.studies.ordinary.alone import measure_alone
-from sidelane_lab.studies.ordinary.changing import measure_changing
-from sidelane_lab.studies.ordinary.pairs import measure_pair
+from sidelane_lab.studies.ordinary.parts import Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
 from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
 
 ALONE, BESIDE, CHANGING = "alone", "beside", "changing"
 PARTS = (ALONE, BESIDE, CHANGING)
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-"""What runs next to a GEMM: copy engines move bytes, and add none."""
+"""Collectives that run next to a GEMM: copy engines move bytes, and add none."""
 
 GEMM_DTYPE = "bfloat16"
+SIZES = {
+    kind: tuple(smallest * 4**exponent for exponent in range(4))
+    for kind, smallest in (("cpu", 64 << 10), ("cuda", 16 << 20))
+}
+PAIRS = {"cpu": ("8192x8192x8192_97M",), "cuda": tuple(f"8192x8192x8192_{size}" for size in ("97M", "330M", "1.2G"))}
+CHANGING_SIZES = {"cpu": (64 << 10,), "cuda": (1 << 20, 64 << 20)}
+"""Bytes and pairs where nobody says. On tensors that change there is one size that the host limits, and a large one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrdinaryOptions(StudyOptions):
-    """What to measure.
+    """Options of the study; ``sidelane ordinary --help`` explains them.
 
     Attributes:
-        collectives: kinds; those that move bytes also run next to a GEMM, and the first of these on tensors that
-            change.
-        sizes: bytes of collectives alone; empty takes :func:`default_sizes`.
-        pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes :func:`default_pairs`.
-        changing: bytes of collectives on tensors that change; empty takes :func:`default_changing`.
-        parts: of ``PARTS``.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
+        sizes: bytes of collectives alone; empty takes ``SIZES``.
+        pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes ``PAIRS``.
+        changing: bytes of collectives on tensors that change; empty takes ``CHANGING_SIZES``.
     """
 
     collectives: tuple[Kind, ...] = tuple(PLACES)
@@ -78,30 +77,9 @@ def main(options: OrdinaryOptions) -> Results | None:
     return run_study(STUDY, options)
 
 
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Powers of 4: 16 MB to 1 GB on an accelerator, 64 KB to 4 MB on a CPU.
-
-    >>> default_sizes("cpu")[-1] == 4 << 20
-    True
-    """
-    first = 64 << 10 if device_type == "cpu" else 16 << 20
-    return tuple(first * 4**exponent for exponent in range(4))
-
-
-def default_pairs(device_type: str) -> tuple[str, ...]:
-    """One GEMM with three sizes; on a CPU, where it is divided, with the first."""
-    sizes = ("97M",) if device_type == "cpu" else ("97M", "330M", "1.2G")
-    return tuple(f"8192x8192x8192_{size}" for size in sizes)
-
-
-def default_changing(device_type: str) -> tuple[int, ...]:
-    """What is bound by the host, and what is not; on a CPU a small size."""
-    return (64 << 10,) if device_type == "cpu" else (1 << 20, 64 << 20)
-
-
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is measured, as this rank has it.
+class OrdinaryPlan:
+    """Cases of a study, as this rank has them.
 
     Attributes:
         alone: cases.
@@ -115,11 +93,11 @@ class Plan:
 
     @property
     def reserved(self) -> tuple[Case, ...]:
-        """What needs buffers that stay."""
+        """The cases that need buffers that stay."""
         return (*self.alone, *(case for _, case in self.pairs))
 
 
-def plan_of(rank: Rank, options: OrdinaryOptions) -> Plan:
+def plan_of(rank: Rank, options: OrdinaryOptions) -> OrdinaryPlan:
     """All that the options ask for.
 
     Args:
@@ -134,14 +112,14 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> Plan:
             Case(kind, size, torch.bfloat16, rank.rank, rank.world_size, device) for kind in kinds for size in rounded
         )
 
-    asked = options.pairs or default_pairs(device.type)
+    asked = options.pairs or PAIRS[device.type]
     workloads = [
         scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank) for kind in moving for text in asked
     ]
-    return Plan(
-        cases(options.collectives, options.sizes or default_sizes(device.type)) if ALONE in options.parts else (),
+    return OrdinaryPlan(
+        cases(options.collectives, options.sizes or SIZES[device.type]) if ALONE in options.parts else (),
         tuple((one, case_of(rank, one)) for one in workloads) if BESIDE in options.parts else (),
-        cases(moving[:1], options.changing or default_changing(device.type)) if CHANGING in options.parts else (),
+        cases(moving[:1], options.changing or CHANGING_SIZES[device.type]) if CHANGING in options.parts else (),
     )
 
 
@@ -161,18 +139,17 @@ def _measure(rank: Rank, options: OrdinaryOptions, sender: Sender) -> Iterator[O
     ways = {name: way for name, way in ways.items() if name in roster.implementations}
     for name, reason in roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
-    meter, seeds = roster.meter, itertools.count(options.seed + 1)
-    warmup, repeats = options.warmup, options.repeats
+    parts = Parts(roster.meter, ways, options.warmup, options.repeats, itertools.count(options.seed + 1))
+    lanes = Lanes.on(rank.device)
     for case in plan.alone:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
-        yield from measure_alone(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)
-    lanes = Lanes.on(rank.device)
+        yield from parts.alone(case)
     for workload, case in plan.pairs:
         sender.step(workload.name)
-        yield from measure_pair(meter, ways, workload, case, lanes=lanes, warmup=warmup, repeats=repeats, seeds=seeds)
+        yield from parts.pair(workload, case, lanes)
     for case in plan.changing:
         sender.step(f"{case.kind} {format_bytes(case.nbytes)} on tensors that change")
-        yield from measure_changing(meter, ways, case, warmup=warmup, repeats=repeats, seeds=seeds)
+        yield from parts.changing(case)
     roster.close()
 
 

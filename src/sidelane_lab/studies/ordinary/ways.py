@@ -29,10 +29,9 @@ from sidelane.collectives.plan import AUTO
 from sidelane.config import COMPUTE, LEARN, NOTHING
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
-from sidelane_lab.baselines.candidate import Binds, Entrant, Implementation, Tensors, nothing_to_wait_for, views
-from sidelane_lab.baselines.own import bound_call
+from sidelane_lab.baselines.candidate import Binds, Implementation, Tensors, nothing_to_wait_for
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import Roster
+from sidelane_lab.baselines.roster import Roster, bound_call
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.studies.ordinary.rows import LEARNED, MAPPED, STAGED, SYMMETRIC
 
@@ -49,8 +48,11 @@ PLACES: Mapping[Kind, tuple[bool, ...]] = MappingProxyType(
 MODES: Mapping[str, Any] = MappingProxyType({SYMMETRIC: False, LEARNED: LEARN, MAPPED: True, STAGED: False})
 """Values of ``Config.map_memory``."""
 
+LEARNING_CALLS = 96
+"""Calls on the same tensors before anything is timed: from the 65th on, calls that can go ahead do."""
 
-class Own:
+
+class OwnWay(Implementation):
     """Sidelane's ``auto`` on tensors that peers reach in one way.
 
     Args:
@@ -63,8 +65,7 @@ class Own:
 
     def __init__(self, reach: str, communicator: Communicator) -> None:
         self.reach, self.communicator = reach, communicator
-        self._beside = NOTHING
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._beside, self.device = NOTHING, communicator.device
         # On CPUs a call blocks its caller, and an asynchronous one is staged whatever it is given: so a thread makes
         # it where a computation is to run next to it.
         self._thread = ThreadPoolExecutor(1) if communicator.device.type == "cpu" else None
@@ -72,19 +73,12 @@ class Own:
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return (self.reach,)
 
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._buffers = self.memory(output_bytes), self.memory(input_bytes)
-
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Bytes as this way has them. Collective where they are symmetric."""
+        """Allocate bytes as this way has them. Collective where they are symmetric."""
         if self.reach == SYMMETRIC:
             return self.communicator.empty(nbytes, dtype=torch.uint8)
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self.communicator.device)
+        made = super().memory(nbytes)
         return made.share_memory_() if self.reach in (LEARNED, MAPPED) and not made.is_cuda else made
-
-    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        assert self._buffers is not None, "reserve comes first"
-        return views(case, candidate.in_place, *self._buffers)
 
     def bind(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], object]:
         output, input = tensors.output, tensors.input
@@ -99,14 +93,14 @@ class Own:
         begun = self._thread.submit(call)
         return lambda: _wait(begun)
 
-    def next_to_computation(self) -> Own:
-        """The same with calls that say that a computation runs next to them."""
+    def next_to_computation(self) -> OwnWay:
+        """Return the same with calls that say that a computation runs next to them."""
         other = copy.copy(self)
         other._beside = COMPUTE
         return other
 
     def objection(self, tensors: Tensors) -> str | None:
-        """Why peers do not reach these tensors as they should; known behind the first call."""
+        """Say why peers do not reach these tensors as they should; known behind the first call."""
         for tensor in (tensors.output, tensors.input):
             found = self.communicator.reach(tensor) if tensor is not None else None
             if found is not None and found.how != self.reach and self.reach in (SYMMETRIC, MAPPED):
@@ -114,19 +108,19 @@ class Own:
         return None
 
     def said(self) -> tuple[str, str]:
-        """What the last call was run as, and why."""
+        """Return what the last call was run as, and why."""
         choice = self.communicator.last_choice()
         assert choice is not None, "a call comes first"
         return choice.candidate.variant, choice.reason
 
     def close(self) -> None:
-        self._buffers = None
+        super().close()
         if self._thread is not None:
             self._thread.shutdown()
         self.communicator.close()
 
 
-class Library:
+class LibraryWay(Implementation):
     """A library on ordinary tensors.
 
     Args:
@@ -139,22 +133,10 @@ class Library:
 
     def __init__(self, library: Implementation, device: torch.device) -> None:
         self.name = library.name
-        self._library, self._device = library, device
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._library, self.device = library, device
 
     def variants(self, kind: Kind, in_place: bool) -> tuple[str, ...]:
         return ("",) if "" in self._library.variants(kind, in_place) else ()
-
-    def reserve(self, output_bytes: int, input_bytes: int) -> None:
-        self._buffers = self.memory(output_bytes), self.memory(input_bytes)
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Ordinary bytes."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-    def tensors(self, case: Case, candidate: Entrant) -> Tensors:
-        assert self._buffers is not None, "reserve comes first"
-        return views(case, candidate.in_place, *self._buffers)
 
     def bind(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], object]:
         if isinstance(self._library, Binds):
@@ -164,30 +146,30 @@ class Library:
     def start(self, case: Case, tensors: Tensors, variant: str = "") -> Callable[[], None]:
         return self._library.start(case, tensors, "")
 
-    def next_to_computation(self) -> Library:
-        """It knows nothing of that."""
+    def next_to_computation(self) -> LibraryWay:
+        """Return itself: it knows nothing of that."""
         return self
 
     def objection(self, tensors: Tensors) -> str | None:
-        """It takes any."""
+        """Return None: it takes any."""
         return None
 
     def said(self) -> tuple[str, str]:
-        """It does not say."""
+        """Return nothing: it does not say."""
         return "", ""
 
     def close(self) -> None:
-        self._buffers = None
+        super().close()
         self._library.close()
 
 
-Way = Own | Library
+Way = OwnWay | LibraryWay
 
 
 def make_ways(
     rank: Rank, meter: Meter, timeout_s: float, group: dist.ProcessGroup | None = None
 ) -> tuple[Roster, dict[str, Way]]:
-    """The ways of this machine, in a roster and by the same names; what cannot be made is among its unavailable.
+    """Make the ways of this machine, in a roster and by the same names; what cannot be made is among its unavailable.
 
     Args:
         rank: of this process.
@@ -205,7 +187,7 @@ def make_ways(
         roster.add(name, step)
 
     def own(reach: str) -> Way:
-        return Own(reach, _communicator(rank, reach, timeout_s, group))
+        return OwnWay(reach, _communicator(rank, reach, timeout_s, group))
 
     for reach in MODES:
         if reach == MAPPED and rank.device.type != "cpu":
@@ -220,14 +202,14 @@ def _communicator(rank: Rank, reach: str, timeout_s: float, group: dist.ProcessG
     return Communicator(group, device=rank.device, config=config)
 
 
-def _library(rank: Rank, meter: Meter, group: dist.ProcessGroup | None) -> Library:
+def _library(rank: Rank, meter: Meter, group: dist.ProcessGroup | None) -> LibraryWay:
     if rank.device.type == "cpu":
         from sidelane_lab.baselines.baselines_cpu import Gloo
 
-        return Library(Gloo(group), rank.device)
+        return LibraryWay(Gloo(group), rank.device)
     from sidelane_lab.baselines.baselines_cuda import Nccl
 
-    return Library(Nccl(rank.device, meter, group), rank.device)
+    return LibraryWay(Nccl(rank.device, meter, group), rank.device)
 
 
 def _wait(begun: Any) -> None:

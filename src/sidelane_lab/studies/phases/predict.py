@@ -9,7 +9,7 @@ import matplotlib as mpl
 
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane_lab.harness.drawing import RC
-from sidelane_lab.harness.rows import MODEL
+from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.simulated.study import write_numbers

@@ -17,7 +17,7 @@ from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, 
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.variant import PRELAUNCH, Variant
-from sidelane_lab.harness.rows import LAUNCHES
+from sidelane_lab.harness.study import LAUNCHES
 from sidelane_lab.model.published import bare
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)

@@ -16,11 +16,10 @@ from sidelane.program.collective import Collective
 from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
-from sidelane_lab.harness.asked import check_asked
+from sidelane_lab.baselines.roster import check_asked
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.rows import LAUNCHES
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study
+from sidelane_lab.harness.study import LAUNCHES, Results, Study
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.phases.pace import Pacer

@@ -13,7 +13,7 @@ from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness.drawing import RC
-from sidelane_lab.harness.rows import MODEL
+from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.power import Draw, dma_power, hybrid_power, library_power

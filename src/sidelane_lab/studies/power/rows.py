@@ -23,8 +23,7 @@ from sidelane_lab.harness.drawing import (
     size_axis,
 )
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.rows import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow
-from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.study import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow, Picture
 
 LIBRARY = "library"
 

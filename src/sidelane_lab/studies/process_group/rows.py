@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from sidelane.cli.table import MISSING, Table, number, verdict
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report import range_of, tables_by
-from sidelane_lab.harness.rows import OF_LIBRARY, FlatRow
+from sidelane_lab.harness.report import spread, tables_by
+from sidelane_lab.harness.study import OF_LIBRARY, FlatRow
 
 OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
@@ -89,7 +89,7 @@ def group_tables(rows: Sequence[GroupRow]) -> list[Table]:
         "<tensors": lambda row: row.tensors,
         "<variant": lambda row: row.variant or ("" if row.made_by in ("", row.implementation) else row.made_by),
         "time\nus": lambda row: number(row.time_us),
-        "p10-p90\nus": range_of,
+        "p10-p90\nus": spread,
         "host\nus": lambda row: "" if row.host_us is None else number(row.host_us),
         "library\nover it": over,
         "<correct": lambda row: verdict(row.correct),

@@ -10,32 +10,130 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from sidelane.choice import Profile
-from sidelane.choice.candidate import DMA, SM, everything
-from sidelane.choice.key import Key, key_here
+from sidelane.choice import Abilities, Candidate, Curve, Profile, choose
+from sidelane.choice.candidate import DMA, IMPLEMENTATIONS, SM, everything, find
+from sidelane.choice.key import CPU, SOFTWARE, Key, key_here
 from sidelane.choice.store import InForce, in_force, name_of, required, user_file
 from sidelane.choice.store import read as read_profile
 from sidelane.cli import provenance
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.cli.output import refuse_unwritable, write_text
+from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress_console, say, tables_console
 from sidelane.config import BUILTIN
 from sidelane.program.collective import Kind
+from sidelane.program.shape import CallShape
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.running import Follower, Sender, follow
-from sidelane_lab.harness.study import read
-from sidelane_lab.studies.collectives.rows import CollectiveRow
-from sidelane_lab.studies.collectives.study import CollectiveOptions, measure_case
-from sidelane_lab.studies.tune.changes import changes_table
-from sidelane_lab.studies.tune.profile import curves_of, profile_of
+from sidelane_lab.harness.running import Sender, StudyFollower, follow
+from sidelane_lab.harness.study import Results, read
+from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, measure_case
+
+COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")
+
+
+def changes_table(before: InForce, after: Profile, curves: Sequence[Curve]) -> Table:
+    """A line for each way to call a collective and each measured size at which the choice differs.
+
+    Args:
+        before: what was in force.
+        after: the new profile.
+        curves: what was measured: where to look for changes, and what this machine has.
+    """
+    calls = sorted({call for curve in curves for call in _calls(curve)}, key=_order)
+    abilities = abilities_of([curve.candidate for curve in curves])
+    lines = []
+    for call in calls:
+        old, new = (choose(profile, call, abilities) for profile in (before.profile, after))
+        if old.candidate == new.candidate:
+            continue
+        times = dict(new.table)
+        place = "in place" if call.in_place else "out of place"
+        cells = (str(call.kind), f"{place}, {'graph' if call.captured else 'eager'}", format_bytes(call.nbytes))
+        figures = (_shown(times.get(new.candidate)), _shown(times.get(old.candidate)))
+        lines.append(Line((*cells, str(old.candidate), str(new.candidate), *figures)))
+    notes = (
+        f"{len(calls) - len(lines)} of {len(calls)} choices stay as they are; before: {before.where}",
+        "us: measured now; instead of: what the choice before would take now",
+    )
+    return Table("What auto will do differently", COLUMNS, tuple(lines), notes, keys=3)
+
+
+def abilities_of(candidates: Sequence[Candidate]) -> Abilities:
+    """Return what a machine has that ran these."""
+    return Abilities(tuple(dict.fromkeys(found.implementation for found in candidates)), captures=True)
+
+
+def _calls(curve: Curve) -> Sequence[CallShape]:
+    return [
+        CallShape(curve.kind, curve.world_size, nbytes, curve.dtype, curve.in_place, captured=curve.captured)
+        for nbytes, _ in curve.times
+    ]
+
+
+def _order(call: CallShape) -> tuple[str, bool, bool, int]:
+    return str(call.kind), call.in_place, call.captured, call.nbytes
+
+
+def _shown(time_us: float | None) -> str:
+    return "-" if time_us is None else f"{time_us:.3g}" if time_us < 100 else f"{time_us:.0f}"
+
+
+Way = tuple[Kind, str, bool, bool, Candidate]
+
+
+def curves_of(rows: Iterable[CollectiveRow], world_size: int) -> tuple[Curve, ...]:
+    """The times of Sidelane's own collectives, in the order of the rows.
+
+    Rows without a time are left out, and those of other libraries, of ``auto``, of prelaunched programs and of lists:
+    ``auto`` expects of a list what one tensor of all its bytes takes.
+
+    Args:
+        rows: of one run.
+        world_size: ranks that took part.
+    """
+    found: dict[Way, dict[int, float]] = {}
+    for row in rows:
+        if row.implementation not in IMPLEMENTATIONS or row.time_us is None or row.tensors > 1:
+            continue
+        kind = Kind(row.collective)
+        candidate = find(kind, row.variant)
+        if candidate is not None and candidate.implementation == row.implementation:
+            way = (kind, row.dtype, row.in_place, row.launch == "graph", candidate)
+            found.setdefault(way, {})[row.bytes] = float(f"{row.time_us:.4g}")  # as the file has it
+    return tuple(
+        Curve(kind, world_size, dtype, in_place, captured, candidate, tuple(sorted(times.items())))
+        for (kind, dtype, in_place, captured, candidate), times in found.items()
+    )
+
+
+def profile_of(results: Results) -> Profile:
+    """The profile that a result file holds: how the built-in tables are made.
+
+    Raises:
+        ValueError: the file has no times of Sidelane's collectives.
+    """
+    curves = curves_of((row for row in results.rows if isinstance(row, CollectiveRow)), results.ranks)
+    if not curves:
+        raise ValueError(
+            f"profile_of: no times of dma or sm with one tensor a call (value=results of {results.study} on "
+            f"{results.machine}, allowed=a file of sidelane collective --json)"
+        )
+    versions = results.software
+    software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
+    key = (
+        Key(CPU, results.device.partition(",")[0], 0, software=software)
+        if results.on_cpu
+        else Key("cuda", results.device, results.gpus, software=software)
+    )
+    return Profile(results.machine, key, results.date, results.command, curves)
+
 
 SMALLEST_BYTES = 1 << 10
 LARGEST_BYTES = {"cpu": 16 << 20, "gpu": 256 << 20}
@@ -49,13 +147,10 @@ SETUP_S = 120.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions(CollectiveOptions):
-    """What to measure, and where to keep it.
+    """Options of the study; ``sidelane tune --help`` explains them.
 
     Attributes:
-        collectives: those to measure; a profile keeps what it had of the others.
         budget_s: seconds for measuring; None takes ``BUDGET_S``, or ``QUICK_S``.
-        quick: wide steps between the sizes, few rounds.
-        output: file of the profile; None takes the user's of this machine.
         json: another file for it, or ``written.STDOUT``.
     """
 
@@ -100,7 +195,7 @@ def main(options: TuneOptions) -> Profile | None:
     key = key_here(place.device_type, place.world_size)
     path = options.output or required("tune", user_file(key), "--output, ")
     refuse_unwritable("tune", path)
-    follower = Follower(CollectiveRow, progress)
+    follower = StudyFollower(CollectiveRow, progress)
     if not follow(follower, _measure, options, place, "tuning"):
         return None
     curves = curves_of(follower.rows, place.world_size)
@@ -144,7 +239,7 @@ def from_results(file: Path, output: Path, json: Path | None = None) -> Profile:
 
 
 def _previous(path: Path, key: Key) -> Profile | None:
-    """What a file has of the same machine and software."""
+    """Return what a file has of the same machine and software."""
     try:
         found = read_profile(path)
     except ValueError:
@@ -176,15 +271,13 @@ def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[Colle
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     assert options.budget_s is not None
-    deadline = time.monotonic() + options.budget_s
-    for done, case in enumerate(cases):
-        # Rank 0's clock decides for all: they must make the same calls.
-        is_late = rank.rank == 0 and time.monotonic() > deadline
-        if roster.meter.agree("late" if is_late else None) is not None:
-            sizes_left = ", ".join(format_bytes(size) for size in sorted({left.nbytes for left in cases[done:]}))
-            count = f"{len(cases) - done} of {len(cases)}"
-            sender.note(f"{options.budget_s:g} s are over: {count} steps are left out, of sizes {sizes_left}")
-            break
+
+    def over(left: Sequence[Case]) -> None:
+        sizes_left = ", ".join(format_bytes(size) for size in sorted({case.nbytes for case in left}))
+        count = f"{len(left)} of {len(cases)}"
+        sender.note(f"{options.budget_s:g} s are over: {count} steps are left out, of sizes {sizes_left}")
+
+    for case in roster.meter.within(cases, options.budget_s, over):
         sender.step(f"{case.kind} {format_bytes(case.nbytes)}")
         yield from measure_case(roster, case, options, seeds)
     roster.close()

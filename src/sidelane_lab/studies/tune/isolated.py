@@ -7,30 +7,28 @@ on where it stood.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from sidelane.c3.measured_curves import isolated_file
-from sidelane.c3.strategy import LIBRARY
-from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
+from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
+from sidelane.c3.strategy import LIBRARY, Means
+from sidelane.c3.workload import CPU_GEMM_FLOPS, GEMM_DTYPES, Gemm, parse_gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.store import required
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.cli.output import STDOUT
 from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import Kind
+from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.rows import require_all
 from sidelane_lab.harness.running import (
     Sender,
     StudyOptions,
     rows_there,
     run_study,
 )
-from sidelane_lab.harness.study import Results, Study
-from sidelane_lab.studies.tune.isolated_batches import batches_of
-from sidelane_lab.studies.tune.isolated_measure import Bench
+from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.studies.tune.isolated_measure import Bench, IsolatedBatch
 from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key, draw_isolated, isolated_tables, key_of
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
@@ -39,22 +37,20 @@ BUDGET_S = {"cpu": 60.0, "gpu": 240.0}
 SETUP_S = 120.0
 """On top of the budget, before the whole is given up as hanging."""
 
+MEMORY_BYTES = {"cpu": 8 << 20, "gpu": 1 << 30}
+TRAFFIC_BYTES = {"cpu": 1 << 20, "gpu": 256 << 20}
+PAIR_BYTES = {"cpu": 8 << 20, "gpu": 896 << 20}
+"""Bytes of the collective next to a GEMM: enough for what is hidden to be seen."""
+PAIRED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
+"""Those of the collectives that run next to GEMMs under every strategy: one that moves, one that also copies inside the
+GPU, and one that reduces."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IsolatedOptions(StudyOptions):
-    """What to measure, and where to keep it.
+    """Options of the study; ``sidelane tune --help`` explains them.
 
     Attributes:
-        gemms: tags or ``MxNxK``; empty takes ``GEMMS``. CPUs run them smaller, unless ``full_size``.
-        collectives: kinds, where there are two ranks or more.
-        sizes: bytes of the collectives; empty takes ``SIZES``.
-        dtype: of both on accelerators; CPUs take float32.
-        full_size: see ``C3Options``.
-        output: the file that grows; None takes the user's of this machine.
-        fresh: measure again what the file has.
-        budget_s: seconds for measuring; None takes ``BUDGET_S``.
-        warmup: rounds before the measured ones.
-        repeats: measured rounds.
         done: what the file has; filled in by :func:`main`.
     """
 
@@ -115,25 +111,54 @@ def _measure(rank: Rank, options: IsolatedOptions, sender: Sender) -> Iterator[I
     """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
     wanted = tuple(name for name in (*LIBRARY, DMA, SM) if (name == "gloo") == on_cpu or name == DMA)
-    bench = Bench(rank, make_roster(rank, wanted=wanted, timeout_s=options.step_s, with_auto=False), options)
-    batches = [one for one in batches_of(rank, options) if not one.is_done(options.done)]
+    every = batches_of(rank, options)
+    bench = Bench(rank, make_roster(rank, wanted=wanted, timeout_s=options.step_s), every, options)
+    batches = [one for one in every if not one.is_done(options.done)]
     sender.steps = len(batches)
     for name, reason in bench.roster.unavailable.items():
         sender.note(f"{name} takes no part: {reason}")
     assert options.budget_s is not None
-    deadline = time.monotonic() + options.budget_s
-    for number, batch in enumerate(batches):
-        is_late = rank.rank == 0 and time.monotonic() > deadline  # rank 0's clock decides for all
-        if bench.roster.meter.agree("late" if is_late else None) is not None:
-            left = ", ".join(str(one) for one in batches[number : number + 3])
-            sender.note(
-                f"{options.budget_s:g} s are over: {len(batches) - number} of {len(batches)} steps are left ({left}, "
-                "...); the same command goes on with them"
-            )
-            break
+
+    def over(left: Sequence[IsolatedBatch]) -> None:
+        some = ", ".join(map(str, left[:3]))
+        count = f"{len(left)} of {len(batches)}"
+        sender.note(
+            f"{options.budget_s:g} s are over: {count} steps are left ({some}, ...); the same command goes on with them"
+        )
+
+    for batch in bench.roster.meter.within(batches, options.budget_s, over):
         sender.step(str(batch))
         yield from list(bench.rows(batch))  # all or none: a file that has one of them has all
-    bench.close()
+    bench.roster.close()
+
+
+def batches_of(rank: Rank, options: IsolatedOptions) -> list[IsolatedBatch]:
+    """Return everything; what runs next to GEMMs as soon as it can be judged, since a choice goes by that first."""
+    where = "cpu" if rank.device.type == "cpu" else "gpu"
+    gemms = [_sized(parse_gemm(text, options.dtype), rank, options) for text in options.gemms]
+    batches = [IsolatedBatch(MEMORY, nbytes=MEMORY_BYTES[where])]
+    batches += [IsolatedBatch(GEMM, gemm, means=means) for gemm in gemms for means in Means]
+    if rank.world_size > 1:
+        sizes = dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes)
+        paired = rounded_bytes(PAIR_BYTES[where], rank.world_size)
+        alone = [IsolatedBatch(COLLECTIVE, None, kind, nbytes) for kind in options.collectives for nbytes in sizes]
+        kinds = [kind for kind in PAIRED if kind in options.collectives] or options.collectives
+        batches += [one for one in alone if one.nbytes == paired]
+        batches += [IsolatedBatch(PAIR, gemm, kind, paired) for gemm in gemms for kind in kinds]
+        batches += [one for one in alone if one.nbytes != paired]
+    traffic = rounded_bytes(TRAFFIC_BYTES[where], rank.world_size)
+    makers = [*(["host"] if where == "gpu" else ["copy"]), *([DMA] if rank.world_size > 1 else [])]
+    batches += [IsolatedBatch(BESIDE, gemm, nbytes=traffic, means=maker) for gemm in gemms for maker in makers]
+    return batches
+
+
+def _sized(gemm: Gemm, rank: Rank, options: IsolatedOptions) -> Gemm:
+    if rank.device.type != "cpu":
+        return gemm
+    divisor = 1
+    while not options.full_size and gemm.scaled(divisor).flops > CPU_GEMM_FLOPS:
+        divisor *= 2
+    return dataclasses.replace(gemm.scaled(divisor), dtype="float32")
 
 
 STUDY = Study(

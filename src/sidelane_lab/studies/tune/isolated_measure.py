@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
-from sidelane.c3.measured_curves import BESIDE
-from sidelane.c3.strategy import Means, Partition
+from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, SERIAL
+from sidelane.c3.strategies import strategies
+from sidelane.c3.strategy import Means, Partition, Strategy
+from sidelane.c3.workload import Gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank
 from sidelane.kernels.gemm_shape import TUNED
 from sidelane.machine import local
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import Prepared, candidates_of
+from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Job
-from sidelane_lab.pairs.product import GemmRun
-from sidelane_lab.studies.tune.isolated_batches import Batch, Options, batches_of, sizes_of
-from sidelane_lab.studies.tune.isolated_beside import next_to
-from sidelane_lab.studies.tune.isolated_pairs import pair_figures
-from sidelane_lab.studies.tune.isolated_rows import IsolatedRow
+from sidelane_lab.pairs.run import GemmRun, Pairs, Workers, check_launch, refusal, run_alone
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
@@ -41,16 +42,54 @@ TAKE_UNITS = ("nccl", SM)
 HIDE_LAUNCH_US = 300.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class IsolatedBatch:
+    """Points that are compared in turns, and done or left as one.
+
+    Attributes:
+        what: see ``IsolatedRow``.
+        gemm: None without one.
+        collective: None without one.
+        nbytes: bytes of the collective, the traffic or the memory.
+        means: how a GEMM's units are taken; of traffic, who makes it.
+    """
+
+    what: str
+    gemm: Gemm | None = None
+    collective: Kind | None = None
+    nbytes: int = 0
+    means: str = ""
+
+    def __str__(self) -> str:
+        names = (self.what, self.gemm and self.gemm.name, self.collective, str(self.nbytes or ""), self.means)
+        return " ".join(str(name) for name in names if name)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The GEMM's m, n and k; zeros without one."""
+        return (0, 0, 0) if self.gemm is None else (self.gemm.m, self.gemm.n, self.gemm.k)
+
+    def is_done(self, keys: Collection[Key]) -> bool:
+        """Tell that all of it is in a file: what was measured of it was so at once."""
+        mine = (self.what, *self.sizes, str(self.collective or ""), self.nbytes)
+        for what, m, n, k, _, collective, nbytes, implementation, _, means, _ in keys:
+            same = (what, m, n, k, collective, nbytes) == mine
+            if same and self.means in ("", implementation if self.what == BESIDE else means):
+                return True
+        return False
+
+
 class Bench:
     """Measures batches on this rank; every rank makes the same calls.
 
     Args:
         rank: of this process.
         roster: implementations, without buffers yet.
-        options: see there.
+        batches: all that may be measured.
+        options: ``isolated.IsolatedOptions``.
     """
 
-    def __init__(self, rank: Rank, roster: Roster, options: Options) -> None:
+    def __init__(self, rank: Rank, roster: Roster, batches: Sequence[IsolatedBatch], options: Any) -> None:
         self.roster, self._rank, self._options, self._meter = roster, rank, options, roster.meter
         self._on_cpu = rank.device.type == "cpu"
         if self._on_cpu:
@@ -61,42 +100,32 @@ class Bench:
         self._units = self._threads if self._on_cpu else self._partitions.units if self._partitions else 0
         self._dtype = "float32" if self._on_cpu else options.dtype
         self._seeds = itertools.count(options.seed + 1)
-        cases = [self._case(one) for one in batches_of(rank, options) if one.collective or one.means == DMA]
+        cases = [self._case(one) for one in batches if one.collective or one.means == DMA]
         if cases:
             roster.reserve(max(case.output_bytes for case in cases), max(case.input_bytes for case in cases))
 
-    def close(self) -> None:
-        """Release what was made. Not after a failure."""
-        self.roster.close()
-
-    def rows(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def rows(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         """Measure a batch. Collective."""
+        measure = {
+            MEMORY: self._memory,
+            GEMM: self._gemm,
+            COLLECTIVE: self._collective,
+            PAIR: self._pair,
+            BESIDE: self._beside,
+        }
         with self._meter.on_stream():
-            match batch.what:
-                case "memory":
-                    yield self._memory(batch)
-                case "gemm":
-                    yield from self._gemm(batch)
-                case "collective":
-                    yield from self._collective(batch)
-                case "pair":
-                    yield from self._pair(batch)
-                case _:
-                    yield from self._beside(batch)
+            yield from measure[batch.what](batch)
 
     # --- the memory and the GEMM --------------------------------------------------------------------------------------
 
-    def _memory(self, batch: Batch) -> IsolatedRow:
+    def _memory(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         source = torch.zeros(batch.nbytes // 4, dtype=torch.float32, device=self._rank.device)
         target = torch.empty_like(source)
         time_us = self.times({"add": lambda: torch.add(source, 1.0, out=target)})["add"]
-        return self._row(batch, time_us=time_us, gbps=2 * batch.nbytes / time_us / 1e3)
+        yield self._row(batch, time_us=time_us, gbps=2 * batch.nbytes / time_us / 1e3)
 
-    def _gemm(self, batch: Batch) -> Iterator[IsolatedRow]:
-        assert batch.gemm is not None
-        means = Means(batch.means)
-        run = GemmRun(batch.gemm, self._rank.device)
-        run.fill(next(self._seeds))
+    def _gemm(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
+        means, run = Means(batch.means), self._filled(batch)
         launches: dict[int, Callable[[], object]] = {}
         # A machine's own GEMM with all units is measured in any case.
         why_not = self._meter.attempt(functools.partial(self._objection, means))
@@ -111,7 +140,7 @@ class Bench:
                 self._meter.finish(f"{batch} with {units} fewer")
                 if wrong := run.error():
                     return wrong
-                run.c.fill_(math.nan)
+                run.poison()
             return None
 
         refused = self._meter.attempt(make)
@@ -121,8 +150,14 @@ class Bench:
         if refused or why_not:
             yield self._row(batch, means=means, units=SMALLEST_SHARE, note=refused or why_not)
 
+    def _filled(self, batch: IsolatedBatch) -> GemmRun:
+        assert batch.gemm is not None
+        run = GemmRun(batch.gemm, self._rank.device)
+        run.fill(next(self._seeds))
+        return run
+
     def _objection(self, means: Means) -> str:
-        """Why no units can be taken from a GEMM so; empty if they can."""
+        """Say why no units can be taken from a GEMM so; empty if they can."""
         if (means is Means.THREADS) != self._on_cpu:
             return f"not on {'CPUs' if self._on_cpu else 'GPUs'}"
         if not self._on_cpu and self._partitions is None:
@@ -132,21 +167,20 @@ class Bench:
         return "" if self._taken() else f"a rank has {self._units} here"
 
     def _taken(self) -> tuple[int, ...]:
-        """Units to take: on GPUs those of a sweep, on CPUs powers of two of threads."""
+        """Return units to take: on GPUs those of a sweep, on CPUs powers of two of threads."""
         if self._on_cpu:
             return tuple(1 << k for k in range(self._units.bit_length()) if 1 << k < self._units)
-        return self._shares()
-
-    def _shares(self) -> tuple[int, ...]:
-        """Units to take; none where nothing takes any."""
         return shares(Partition(), self._units, memory_bound=False) if self._partitions else ()
 
     def _launch(self, run: GemmRun, means: Means, units: int) -> Callable[[], object]:
-        """What runs the GEMM without ``units``."""
+        """Return what runs the GEMM without ``units``."""
         if self._on_cpu and units:
             return functools.partial(_with_threads, self._threads, units, run)
         if means is Means.GRID:
-            return self._on_grid(run, units)
+            from sidelane.execute.cuda.shaped_gemm import ShapedGemm
+
+            kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
+            return kernel.bind((self._units - units) * max(1, kernel.resident))
         if not units:
             return run.run
         assert self._partitions is not None
@@ -154,22 +188,16 @@ class Bench:
         lanes = self._partitions.lanes(Partition(means=means), units, self._lanes, confine=True)
         return functools.partial(_on_lane, lanes.gemm if means is Means.SPLIT else None, run.run, lanes.limited)
 
-    def _on_grid(self, run: GemmRun, units: int) -> Callable[[], None]:
-        from sidelane.execute.cuda.shaped_gemm import ShapedGemm
-
-        kernel = ShapedGemm(self._driver, TUNED, run.a, run.b, run.c)
-        return kernel.bind((self._units - units) * max(1, kernel.resident))
-
     @functools.cached_property
     def _driver(self) -> Driver:
-        """One for all kernels: it keeps what it has compiled."""
+        """The driver of all kernels: it keeps what it has compiled."""
         from sidelane.execute.cuda.driver import Driver
 
         return Driver(self._rank.device)
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
-    def _collective(self, batch: Batch) -> Iterator[IsolatedRow]:
+    def _collective(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
         alone, wrong = self._right(batch)
         yield from wrong
         times = self.times({label: run.run for label, run in alone.items()})
@@ -182,31 +210,21 @@ class Bench:
             note = f"collectives are given no units: {self._no_partitions}"
             yield self._row(batch, means=Means.SPLIT, units=SMALLEST_SHARE, note=note)
 
-    def _right(self, batch: Batch) -> tuple[dict[str, Prepared], list[IsolatedRow]]:
-        """Calls that are right, by label, and rows of the others."""
+    def _right(self, batch: IsolatedBatch) -> tuple[dict[str, PreparedCall], list[IsolatedRow]]:
+        """Return calls that are right, by label, and rows of the others."""
         case, right, others = self._case(batch), {}, []
         for implementation in self.roster.implementations.values():
             for entrant in candidates_of(implementation, case.kind, launches=("eager",)):
-                run = Prepared(entrant, case, implementation)
-                wrong = self._wrong(run, run.run)
+                run = PreparedCall(entrant, case, implementation)
+                wrong = check_launch(self._meter, run.label, run.run, run, (), next(self._seeds))
                 if wrong is None:
                     right[run.label] = run
                 else:
-                    others.append(self._row(batch, run, note=wrong))
+                    others.append(self._row(batch, run, note=wrong.text))
         return right, others
 
-    def _pair(self, batch: Batch) -> Iterator[IsolatedRow]:
-        assert batch.gemm is not None
-        alone, _ = self._right(batch)  # whoever is wrong has a row as a collective
-        times = self.times({label: run.run for label, run in alone.items()})
-        runs = sorted(alone.values(), key=lambda run: times[run.label])
-        place = (self._rank.device, self._lanes, self._partitions, self._no_partitions)
-        for one in pair_figures(batch.gemm, runs, self._meter, self.times, self._seeds, *place):
-            figures = {"means": one.strategy, "units": one.units, "time_us": one.time_us, "alone_us": one.alone_us}
-            yield self._row(batch, one.run, **figures, note=one.note)
-
-    def _given(self, batch: Batch, run: Prepared) -> Iterator[IsolatedRow]:
-        """A collective on its own units."""
+    def _given(self, batch: IsolatedBatch, run: PreparedCall) -> Iterator[IsolatedRow]:
+        """Measure a collective on its own units."""
         partition, launches = Partition(means=Means.SPLIT), {}
         reason = self._no_partitions
         if self._partitions is not None:
@@ -214,39 +232,66 @@ class Bench:
         if reason or self._partitions is None or self._lanes is None:
             yield self._row(batch, run, means=Means.SPLIT, units=SMALLEST_SHARE, note=reason)
             return
-        for units in self._shares():
+        for units in self._taken():
             lanes = self._partitions.lanes(partition, units, self._lanes, confine=True)
             launch = functools.partial(_on_lane, lanes.collective, run.run, contextlib.nullcontext)
-            wrong = self._wrong(run, launch)
+            wrong = check_launch(self._meter, run.label, launch, run, (), next(self._seeds))
             if wrong is None:
                 launches[units] = launch
             else:
-                yield self._row(batch, run, means=Means.SPLIT, units=units, note=wrong)
+                yield self._row(batch, run, means=Means.SPLIT, units=units, note=wrong.text)
         for units, time_us in self.times(launches).items():
             yield self._sent(batch, run, units, time_us)
 
-    def _sent(self, batch: Batch, run: Prepared, units: int, time_us: float) -> IsolatedRow:
+    def _sent(self, batch: IsolatedBatch, run: PreparedCall, units: int, time_us: float) -> IsolatedRow:
         ranks = self._rank.world_size
         sent = batch.nbytes * (ranks - 1) / ranks * (2 if batch.collective is Kind.ALL_REDUCE else 1)
         means = Means.SPLIT if units else ""
         return self._row(batch, run, means=means, units=units, time_us=time_us, gbps=sent / time_us / 1e3)
 
-    def _wrong(self, run: Prepared, launch: Callable[[], object]) -> str | None:
-        seed = next(self._seeds)
+    # --- a GEMM and a collective under every strategy, for the shares of c3.expected ----------------------------------
 
-        def execute() -> None:
-            run.fill(seed)
-            launch()
-            self._meter.finish(run.label)
+    def _pair(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
+        """Measure every strategy with the call of its mover that is fastest alone, as ``pairs.run`` does for sweeps."""
+        right, _ = self._right(batch)  # whoever is wrong has a row as a collective
+        alone = self.times({label: run.run for label, run in right.items()})
+        by_mover: dict[str, PreparedCall] = {}
+        for run in sorted(right.values(), key=lambda run: alone[run.label]):
+            by_mover.setdefault(run.implementation, run)
+        gemm = self._filled(batch)
+        launches: dict[str, Callable[[], object]] = {
+            f"alone {run.label}": functools.partial(run_alone, run) for run in by_mover.values()
+        }
+        places: dict[str, tuple[Strategy, PreparedCall, int]] = {}
+        with Workers() as workers:
+            pairs = Pairs(gemm, self._lanes, workers, self._partitions)
+            for strategy, run in _of_movers(by_mover):
+                refused = refusal(strategy, self._partitions, self._no_partitions, self._meter)
+                if refused:
+                    yield self._row(batch, run, means=strategy.name, note=refused)
+                    continue
+                for units in self._units_of(strategy):
+                    label, launch = f"{strategy.name} {run.label} {units}", pairs.launch(strategy, run, units)
+                    wrong = check_launch(self._meter, label, launch, run, (gemm,), next(self._seeds))
+                    if wrong is None:
+                        launches[label], places[label] = launch, (strategy, run, units)
+                    else:
+                        yield self._row(batch, run, means=strategy.name, units=units, note=wrong.text)
+            times = self.times(launches)
+        for label, (strategy, run, units) in places.items():
+            alone_us = times[f"alone {run.label}"] if strategy.name == SERIAL else None
+            figures = {"units": units, "time_us": times[label], "alone_us": alone_us}
+            yield self._row(batch, run, means=strategy.name, **figures)
 
-        return self._meter.attempt(execute) or self._meter.attempt(lambda: run.error(seed))
+    def _units_of(self, strategy: Strategy) -> tuple[int, ...]:
+        if strategy.partition is None or self._partitions is None:
+            return (0,)
+        return shares(strategy.partition, self._partitions.units, memory_bound=True)
 
     # --- a GEMM beside traffic ----------------------------------------------------------------------------------------
 
-    def _beside(self, batch: Batch) -> Iterator[IsolatedRow]:
-        assert batch.gemm is not None
-        gemm = GemmRun(batch.gemm, self._rank.device)
-        gemm.fill(next(self._seeds))
+    def _beside(self, batch: IsolatedBatch) -> Iterator[IsolatedRow]:
+        gemm = self._filled(batch)
         made: list[Callable[[], object]] = []
         refused = self._meter.attempt(lambda: made.append(self._traffic(batch)))
         if refused is not None:
@@ -270,43 +315,38 @@ class Bench:
             slowest = max(value for (value,) in everyones)
             yield self._row(batch, implementation=batch.means, means=name, time_us=slowest, alone_us=alone[name])
 
-    def _traffic(self, batch: Batch) -> Callable[[], object]:
-        """What moves bytes without compute units: peer copies, copies to the host, or a copy on a CPU."""
+    def _traffic(self, batch: IsolatedBatch) -> Callable[[], object]:
+        """Return what moves bytes without compute units: peer copies, copies to the host, or a copy on a CPU."""
         if batch.means == DMA:
             case, implementation = self._case(batch), self.roster.implementations[DMA]
             found = candidates_of(implementation, case.kind, only=("b2b",), launches=("eager",))
-            return Prepared(found[-1], case, implementation).run  # the last one is in place
+            return PreparedCall(found[-1], case, implementation).run  # the last one is in place
         source = torch.zeros(batch.nbytes, dtype=torch.uint8, device=self._rank.device)
         target = torch.empty(batch.nbytes, dtype=torch.uint8, device="cpu", pin_memory=not self._on_cpu)
         return functools.partial(target.copy_, source, non_blocking=True)
 
     # --- what all share -----------------------------------------------------------------------------------------------
 
-    def _case(self, batch: Batch) -> Case:
+    def _case(self, batch: IsolatedBatch) -> Case:
         kind = batch.collective or Kind.ALL_GATHER
-        dtype = getattr(torch, self._dtype_name())
+        dtype = getattr(torch, self._dtype)
         return Case(kind, batch.nbytes, dtype, self._rank.rank, self._rank.world_size, self._rank.device)
 
-    def _dtype_name(self) -> str:
-        return "float32" if self._rank.device.type == "cpu" else self._options.dtype
-
     def times(self, launches: Mapping[K, Callable[[], object]]) -> dict[K, float]:
-        """Median time of each, in microseconds, of the slowest rank."""
+        """Return the median time of each, in microseconds, of the slowest rank."""
         hide_us = 0.0 if self._on_cpu else HIDE_LAUNCH_US
         jobs = {name: Job(run, hide_launch_us=hide_us) for name, run in launches.items()}
         measured = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
         return {name: rounds.median_us for name, rounds in measured.items()}
 
-    def _row(self, batch: Batch, run: Prepared | None = None, **figures: object) -> IsolatedRow:
-        m, n, k = sizes_of(batch.gemm)
-        values: dict[str, object] = {
+    def _row(self, batch: IsolatedBatch, run: PreparedCall | None = None, **figures: Any) -> IsolatedRow:
+        m, n, k = batch.sizes
+        columns: dict[str, Any] = {
             "implementation": run.implementation if run else batch.means if batch.what == BESIDE else "",
             "variant": "" if run is None else " ".join(filter(None, (run.variant, "in place" if run.in_place else ""))),
             "means": "",
             "units": 0,
-            "time_us": None,
-            "alone_us": None,
-            "gbps": None,
+            **dict.fromkeys(("time_us", "alone_us", "gbps")),
         }
         return IsolatedRow(
             what=batch.what,
@@ -314,12 +354,80 @@ class Bench:
             m=m,
             n=n,
             k=k,
-            dtype=self._dtype_name(),
+            dtype=self._dtype,
             collective=str(batch.collective or ""),
             bytes=batch.nbytes,
             device_units=self._units,
-            **{**values, **figures},  # type: ignore[arg-type]
+            **(columns | figures),
         )
+
+
+def next_to(
+    timed: Callable[[], object],
+    other: Callable[[], object],
+    times: int,
+    gemm_is_timed: bool,
+    lanes: Lanes | None,
+    worker: ThreadPoolExecutor,
+) -> Callable[[], float]:
+    """Run one operation next to ``times`` of another, on the current device.
+
+    Args:
+        timed: the one.
+        other: the other.
+        times: enough for the one to have company until its end.
+        gemm_is_timed: the one is the GEMM, which on a CPU runs on ``worker``; ranks must not wait for peers on two
+            threads.
+        lanes: streams; None on a CPU.
+        worker: a thread.
+
+    Returns:
+        What reads how long the one took, in microseconds, once the current stream has ended.
+    """
+
+    def others() -> None:
+        for _ in range(times):
+            other()
+
+    if lanes is None:
+        first = worker.submit(_timed, timed if gemm_is_timed else others)
+        second = _timed(others if gemm_is_timed else timed)
+        took = first.result() if gemm_is_timed else second
+        first.result()
+        return lambda: took
+    caller = torch.cuda.current_stream()
+    mine, theirs = (lanes.gemm, lanes.collective) if gemm_is_timed else (lanes.collective, lanes.gemm)
+    before, behind = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for lane in (mine, theirs):
+        lane.wait_stream(caller)
+    with torch.cuda.stream(theirs):
+        other()
+        begun = torch.cuda.Event()
+        begun.record(theirs)
+        others()
+    mine.wait_event(begun)  # one of the others has ended, the next is under way
+    with torch.cuda.stream(mine):
+        before.record(mine)
+        timed()
+        behind.record(mine)
+    for lane in (mine, theirs):
+        caller.wait_stream(lane)
+    return lambda: 1e3 * float(before.elapsed_time(behind))
+
+
+def _timed(operation: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    operation()
+    return 1e6 * (time.perf_counter() - begin)
+
+
+def _of_movers(by_mover: Mapping[str, PreparedCall]) -> Iterator[tuple[Strategy, PreparedCall]]:
+    """Yield every strategy with its call; one after the other with each of them, which the others are held against."""
+    for strategy in strategies():
+        if not strategy.concurrent:
+            yield from ((strategy, run) for run in by_mover.values())
+        elif (name := strategy.implementation(by_mover)) is not None:
+            yield strategy, by_mover[name]
 
 
 def _with_threads(threads: int, fewer: int, run: GemmRun) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.c3.isolated_times import GemmTimes, Isolated
+from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, PAIR, SERIAL, isolated_of
 from sidelane.c3.workload import Workload
 from sidelane.cli.table import Line, Table, grouped, notes_of, number, without_empty_columns
@@ -22,13 +21,13 @@ from sidelane_lab.harness.drawing import (
     GREEN,
     ORANGE,
     PURPLE,
-    STYLES,
     VERMILLION,
-    save,
+    plot_line,
+    save_titled,
     size_axis,
 )
-from sidelane_lab.harness.rows import FlatRow
-from sidelane_lab.harness.study import Picture, Results
+from sidelane_lab.harness.report import Cell, table_of
+from sidelane_lab.harness.study import FlatRow, Picture, Results
 
 ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 Key = tuple[object, ...]
@@ -79,7 +78,7 @@ class IsolatedRow(FlatRow):
 
 
 def key_of(row: IsolatedRow) -> Key:
-    """What was measured; a file has one row of each."""
+    """Return what was measured; a file has one row of each."""
     sizes = (row.m, row.n, row.k, row.dtype, row.collective, row.bytes)
     return row.what, *sizes, row.implementation, row.variant, row.means, row.units
 
@@ -99,7 +98,7 @@ def isolated_tables(rows: Sequence[IsolatedRow]) -> list[Table]:
 
 
 def choices_table(known: Isolated) -> Table:
-    """What the heuristic says of every GEMM next to every collective that was measured, with the reason."""
+    """Show what the heuristic says of every GEMM next to every collective that was measured, with the reason."""
     lines, reasons = [], []
     for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
         spared = known.spare(gemm)
@@ -139,31 +138,51 @@ def _curve_of(row: IsolatedRow) -> tuple[str, ...]:
     return row.gemm or row.collective, nbytes, row.implementation, row.variant, means
 
 
+def _ratio(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> str:
+    return f"{row.time_us / row.alone_us:.2f}" if row.time_us and row.alone_us else ""
+
+
+def _speedup(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> str:
+    """Hold a strategy against one after the other by the same implementation."""
+    return f"{(_serial_us(row, rows) or 0.0) / (row.time_us or 1.0):.2f}"
+
+
+def _serial_us(row: IsolatedRow, rows: Sequence[IsolatedRow]) -> float | None:
+    pair = (row.gemm, row.collective, row.implementation)
+    found = [one for one in rows if one.means == SERIAL and (one.gemm, one.collective, one.implementation) == pair]
+    return found[-1].time_us if found else None
+
+
+BESIDE_COLUMNS: Mapping[str, Cell] = {
+    "<GEMM": "gemm",
+    "<traffic": "implementation",
+    "bytes": "bytes",
+    "<time of": "means",
+    "alone us": "alone_us",
+    "beside us": "time_us",
+    "ratio": _ratio,
+}
+PAIR_COLUMNS: Mapping[str, Cell] = {
+    "<GEMM": "gemm",
+    "<collective": "collective",
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<strategy": "means",
+    "units": "units",
+    "together\nus": "time_us",
+    "speedup": _speedup,
+}
+
+
 def _beside(rows: Sequence[IsolatedRow]) -> Table:
-    lines = [
-        Line((row.gemm, row.implementation, format_bytes(row.bytes), row.means, number(row.alone_us),
-              number(row.time_us), "" if not row.time_us or not row.alone_us else f"{row.time_us / row.alone_us:.2f}"))
-        for row in rows
-    ]  # fmt: skip
-    notes = notes_of([(f"{row.gemm} {row.implementation}", row.note) for row in rows])
-    columns = ("<GEMM", "<traffic", "bytes", "<time of", "alone us", "beside us", "ratio")
-    return Table("a GEMM beside DMA traffic", columns, tuple(lines), notes, keys=4)
+    return table_of("a GEMM beside DMA traffic", rows, BESIDE_COLUMNS, keys=4, value=None)
 
 
 def _pairs(rows: Sequence[IsolatedRow]) -> Table:
-    """Every strategy against one after the other by the same implementation."""
-    serial = {(row.gemm, row.collective, row.implementation): row.time_us for row in rows if row.means == SERIAL}
-    lines, notes = [], []
-    for row in rows:
-        base_us = serial.get((row.gemm, row.collective, row.implementation))
-        if row.time_us is None:
-            notes.append((row.means, row.note))
-        elif base_us is not None:
-            what = (row.gemm, row.collective, format_bytes(row.bytes), row.implementation, row.means)
-            units = str(row.units) if row.units else ""
-            lines.append(Line((*what, units, number(row.time_us), f"{base_us / row.time_us:.2f}")))
-    columns = ("<GEMM", "<collective", "bytes", "<implementation", "<strategy", "units", "together\nus", "speedup")
-    return without_empty_columns(Table("pairs under strategies", columns, tuple(lines), notes_of(notes), keys=5))
+    notes = notes_of([(row.means, row.note) for row in rows if row.time_us is None])
+    shown = [row for row in rows if row.time_us is not None and _serial_us(row, rows) is not None]
+    none: dict[str, Any] = {"value": None, "noted": lambda row: False}
+    return table_of("pairs under strategies", shown, PAIR_COLUMNS, keys=5, notes=notes, **none)
 
 
 def _classes(known: Isolated) -> Table:
@@ -187,100 +206,76 @@ def _classes(known: Isolated) -> Table:
 
 
 LINES = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, BLACK)
-SLOWDOWN = "time / time with all units"
 
 
 def draw_isolated(rows: Sequence[IsolatedRow], results: Results, directory: Path) -> list[Picture]:
-    """GEMMs by units taken, collectives by units given, and collectives by size; none of too little."""
+    """Draw GEMMs by units taken, collectives by units given, and collectives by size; none of too little.
+
+    These are figures 5 to 7 of the ConCCL paper.
+    """
     try:
         known = isolated_of(rows)
     except ValueError:
         return []
-    where = results.where
-    found = (_gemms(known, where, directory), _given(known, where, directory), _sizes(known, where, directory))
-    return [picture for picture in found if picture is not None]
-
-
-def _gemms(known: Isolated, where: str, directory: Path) -> Picture | None:
-    """Figure 5: a panel for each means of taking units, a line for each GEMM."""
-    by_means: dict[str, list[GemmTimes]] = {}
-    for curve in known.gemms:
+    by_means: Grid = {}
+    for gemm in known.gemms:
+        if gemm.slowdown():
+            by_means.setdefault(("", gemm.means), []).append((gemm.gemm.name, gemm.slowdown()))
+    given: Grid = {}
+    by_size: Grid = {}
+    for curve in sorted(known.collectives, key=lambda one: one.nbytes):
         if curve.slowdown():
-            by_means.setdefault(curve.means, []).append(curve)
-    if not by_means:
-        return None
-    names = list(dict.fromkeys(curve.gemm.name for curves in by_means.values() for curve in curves))
-    figure, (panels,) = _figure(1, len(by_means))
-    for axes, (means, curves) in zip(panels, by_means.items(), strict=True):
-        for curve in curves:
-            _line(axes, curve.slowdown(), curve.gemm.name, names.index(curve.gemm.name))
-        _slowdowns(axes, means, "units taken from the GEMM")
-    panels[0].set_ylabel(SLOWDOWN)
-    text = "Slowdown of GEMMs by the compute units that they do without, a panel for each way of taking them."
-    return _saved(figure, "isolated-gemms", f"GEMMs on fewer units: {where}", text, directory)
+            name = format_bytes(curve.nbytes)
+            given.setdefault((curve.implementation, str(curve.collective)), []).append((name, curve.slowdown()))
+    for collective in known.collectives:
+        sizes = by_size.setdefault(("", str(collective.collective)), [])
+        if collective.implementation not in [name for name, _ in sizes]:
+            mine = [c for c in known.collectives if c.collective == collective.collective]
+            mine = [c for c in mine if c.implementation == collective.implementation]
+            points = {c.nbytes: c.times_us[0] for c in sorted(mine, key=lambda one: one.nbytes)}
+            sizes.append((collective.implementation, points))
+    return [
+        picture
+        for grid, name, title, axis, text in (
+            (by_means, "gemms", "GEMMs on fewer units", "units taken from the GEMM",
+             "Slowdown of GEMMs by the compute units that they do without, a panel for each way of taking them."),
+            (given, "units", "Collectives on few units", "units given to the collective",
+             "Slowdown of collectives by the compute units that they have, a column for each collective."),
+            (by_size, "sizes", "Collectives by size", "",
+             "Times of collectives alone by size, a line for each implementation."),
+        )
+        for picture in _panels(grid, f"isolated-{name}", f"{title}: {results.where}", axis, text, directory)
+    ]  # fmt: skip
 
 
-def _given(known: Isolated, where: str, directory: Path) -> Picture | None:
-    """Figure 6: a column for each collective, a row for each implementation on units, a line for each size."""
-    curves = [curve for curve in known.collectives if curve.slowdown()]
-    if not curves:
-        return None
-    kinds = list(dict.fromkeys(curve.collective for curve in curves))
-    movers = list(dict.fromkeys(curve.implementation for curve in curves))
-    sizes = sorted({curve.nbytes for curve in curves})
-    figure, panels = _figure(len(movers), len(kinds))
-    for row, mover in zip(panels, movers, strict=True):
-        for axes, kind in zip(row, kinds, strict=True):
-            mine = [c for c in curves if (c.implementation, c.collective) == (mover, kind)]
-            for curve in sorted(mine, key=lambda one: one.nbytes):
-                _line(axes, curve.slowdown(), format_bytes(curve.nbytes), sizes.index(curve.nbytes))
-            _slowdowns(axes, f"{mover} {kind}", "units given to the collective")
-        row[0].set_ylabel(SLOWDOWN)
-    text = "Slowdown of collectives by the compute units that they have, a column for each collective."
-    return _saved(figure, "isolated-units", f"Collectives on few units: {where}", text, directory)
+Grid = dict[tuple[str, str], list[tuple[str, Mapping[int, float]]]]
+"""Panels by row and column, each with the names and the points of its lines."""
 
 
-def _sizes(known: Isolated, where: str, directory: Path) -> Picture | None:
-    """Figure 7: a panel for each collective, a line for each implementation."""
-    kinds = list(dict.fromkeys(curve.collective for curve in known.collectives))
-    if not kinds:
-        return None
-    figure, (panels,) = _figure(1, len(kinds))
-    for axes, kind in zip(panels, kinds, strict=True):
-        mine = sorted((c for c in known.collectives if c.collective == kind), key=lambda one: one.nbytes)
-        for line, name in enumerate(dict.fromkeys(curve.implementation for curve in mine)):
-            points = {c.nbytes: c.times_us[0] for c in mine if c.implementation == name}
-            _line(axes, points, name, line, COLOURS.get(name))
-        size_axis(axes, sorted({curve.nbytes for curve in mine}))
-        axes.set_yscale("log")
-        axes.set_title(str(kind))
+def _panels(grid: Grid, name: str, title: str, axis: str, text: str, directory: Path) -> Iterator[Picture]:
+    """Draw slowdowns over units, which ``axis`` names; without it times over sizes. Nothing where there is no panel."""
+    if not grid:
+        return
+    rows, columns = (list(dict.fromkeys(place[at] for place in grid)) for at in (0, 1))
+    labels = list(dict.fromkeys(label for lines in grid.values() for label, _ in lines))
+    figure = Figure(figsize=(1.2 + 3.0 * len(columns), 0.6 + 2.6 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+    for (row, column), lines in grid.items():
+        axes = panels[rows.index(row)][columns.index(column)]
+        for label, points in lines:
+            number = labels.index(label)
+            colour = COLOURS.get(label, LINES[number % len(LINES)])
+            plot_line(axes, points, label, colour, number)
+        axes.set_title(f"{row} {column}".strip())
         axes.legend(fontsize=7, frameon=False)
-    panels[0].set_ylabel("time, us")
-    text = "Times of collectives alone by size, a line for each implementation."
-    return _saved(figure, "isolated-sizes", f"Collectives by size: {where}", text, directory)
-
-
-def _figure(rows: int, columns: int) -> tuple[Figure, Sequence[Sequence[Axes]]]:
-    figure = Figure(figsize=(1.2 + 3.0 * columns, 0.6 + 2.6 * rows), layout="constrained")
-    panels: Sequence[Sequence[Axes]] = figure.subplots(rows, columns, squeeze=False, sharey="row").tolist()
-    return figure, panels
-
-
-def _line(axes: Axes, points: Mapping[int, float], label: str, number: int, colour: str | None = None) -> None:
-    dash, mark = STYLES[number % len(STYLES)]
-    style: Any = {"color": colour or LINES[number % len(LINES)], "linestyle": dash, "marker": mark, "markersize": 4}
-    axes.plot(list(points), list(points.values()), label=label, **style)
-
-
-def _slowdowns(axes: Axes, title: str, units: str) -> None:
-    axes.axhline(1.0, color=BLACK, linewidth=0.7)
-    axes.set_ylim(bottom=0)
-    axes.set_title(title)
-    axes.set_xlabel(units)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=7, frameon=False)
-
-
-def _saved(figure: Figure, name: str, title: str, text: str, directory: Path) -> Picture:
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-    return save(figure, name, title, text, directory)
+        if axis:
+            axes.axhline(1.0, color=BLACK, linewidth=0.7)
+            axes.set_xlabel(axis)
+        else:
+            size_axis(axes, sorted({size for _, points in lines for size in points}))
+            axes.set_yscale("log")
+    for first in panels:
+        first[0].set_ylabel("time / time with all units" if axis else "time, us")
+        if axis:
+            first[0].set_ylim(bottom=0)  # of all in the row, behind all lines
+    yield save_titled(figure, name, title, text, directory)

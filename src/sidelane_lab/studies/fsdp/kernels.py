@@ -34,7 +34,7 @@ engine moves is a copy between peers to the profiler."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
+class TimedKernel:
     """A kernel or a copy on a device, in microseconds of one clock."""
 
     name: str
@@ -44,7 +44,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gemm:
+class StepGemm:
     """A GEMM of a step.
 
     Attributes:
@@ -74,11 +74,11 @@ class Profiled:
     last_scatter_ms: float
     on_stream: dict[str, float]
     waits_ms: float
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[StepGemm, ...]
 
     @property
     def whole_ms(self) -> float:
-        """Of the step, from the begin of its first kernel to the end of its last one."""
+        """Milliseconds of the step, from the begin of its first kernel to the end of its last one."""
         return self.first_gather_ms + sum(self.on_stream.values()) + self.waits_ms + self.last_scatter_ms
 
     def slower_gemms_ms(self, floor: Profiled) -> tuple[float, float] | None:
@@ -97,7 +97,7 @@ class Profiled:
 
 
 def group_of(name: str) -> str:
-    """What a kernel does.
+    """Say what a kernel does.
 
     >>> group_of("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"), group_of("Memcpy PtoP (Device -> Device)")
     ('collective', 'peer_copy')
@@ -105,7 +105,7 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in PATTERNS if re.search(pattern, name)), OTHER)
 
 
-def summed(kernels: Iterable[Kernel]) -> Profiled | None:
+def summed(kernels: Iterable[TimedKernel]) -> Profiled | None:
     """Sum up what ran on a device; None where no GEMM did."""
     every = list(kernels)
     by_group = dict.fromkeys(GROUPS, 0.0)
@@ -135,13 +135,13 @@ def summed(kernels: Iterable[Kernel]) -> Profiled | None:
         on_stream,
         waits_us / 1e3,
         tuple(
-            Gemm((one.end_us - one.begin_us) / 1e3, _covered_us(one, transfers) / 1e3)
+            StepGemm((one.end_us - one.begin_us) / 1e3, _covered_us(one, transfers) / 1e3)
             for one in sorted(gemms, key=lambda one: one.begin_us)
         ),
     )
 
 
-def _covered_us(kernel: Kernel, others: Iterable[Kernel]) -> float:
+def _covered_us(kernel: TimedKernel, others: Iterable[TimedKernel]) -> float:
     """For how long others run next to it."""
     covered, until = 0.0, kernel.begin_us
     for other in sorted(others, key=lambda one: one.begin_us):
@@ -168,7 +168,7 @@ def profiled(rank: Rank, step: Callable[[], None]) -> Profiled | None:
         step()
         torch.cuda.synchronize()
     return summed(
-        Kernel(event.name, event.time_range.start, event.time_range.end, event.device_resource_id or 0)
+        TimedKernel(event.name, event.time_range.start, event.time_range.end, event.device_resource_id or 0)
         for event in recorded.events() or ()
         if event.device_type == DeviceType.CUDA and not event.name.startswith(("nccl:", "c10d::", "FSDP::"))
     )

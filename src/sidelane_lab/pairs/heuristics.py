@@ -21,7 +21,7 @@ RIGHT_WITHIN = 0.005
 
 LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, CHOICE = "launch_order", "launch_order_3", "partition", "spared", "auto"
 HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, CHOICE)
-"""Who is first of two kernels and of more, units for the collective, units that a GEMM spares, and the strategy."""
+"""The first of two kernels and of more, units for the collective, units that a GEMM spares, and the strategy."""
 
 Way = tuple[str, int]
 """Name of a strategy, and units taken from the GEMM."""
@@ -51,8 +51,8 @@ class Sweep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a heuristic has chosen for a pair; without times where ``reason`` says why nothing could be judged.
+class HeuristicVerdict:
+    """The choice of a heuristic for a pair; without times where ``reason`` says why nothing could be judged.
 
     Attributes:
         heuristic: one of ``HEURISTICS``.
@@ -82,7 +82,7 @@ class Verdict:
         return None if lost is None else lost <= RIGHT_WITHIN
 
 
-def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iterator[Verdict]:
+def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iterator[HeuristicVerdict]:
     """Every heuristic on one pair.
 
     Args:
@@ -103,7 +103,7 @@ def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iter
         yield dataclasses.replace(verdict, seen=seen)
 
 
-def _launch_order(sweep: Sweep) -> Verdict:
+def _launch_order(sweep: Sweep) -> HeuristicVerdict:
     order = launch_order(sweep.kernels)
     first = Order.GEMM_FIRST if order.kernels[0] is sweep.kernels[0] else Order.COLLECTIVE_FIRST
     times = {
@@ -113,34 +113,34 @@ def _launch_order(sweep: Sweep) -> Verdict:
     }
     chosen = next((way for way in times if named(way[0]).order is first), None)
     if chosen is None or len(times) < 2:
-        return Verdict(LAUNCH_ORDER, False, reason="the two launch orders were not both run")
+        return HeuristicVerdict(LAUNCH_ORDER, False, reason="the two launch orders were not both run")
     return _verdict(LAUNCH_ORDER, chosen, times, order.reason)
 
 
-def _launch_orders(sweep: Sweep) -> Verdict:
+def _launch_orders(sweep: Sweep) -> HeuristicVerdict:
     if not sweep.orders_us:
-        return Verdict(LAUNCH_ORDERS, False, reason=sweep.why_not or "no third kernel was run")
+        return HeuristicVerdict(LAUNCH_ORDERS, False, reason=sweep.why_not or "no third kernel was run")
     order = launch_order(sweep.others)
     chosen = tuple(kernel.name for kernel in order.kernels)
     best = min(sweep.orders_us, key=sweep.orders_us.__getitem__)
     words = (" > ".join(chosen), " > ".join(best))
-    return Verdict(LAUNCH_ORDERS, False, *words, sweep.orders_us[chosen], sweep.orders_us[best], order.reason)
+    return HeuristicVerdict(LAUNCH_ORDERS, False, *words, sweep.orders_us[chosen], sweep.orders_us[best], order.reason)
 
 
-def _partition(sweep: Sweep, known: Isolated) -> Verdict:
+def _partition(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
     """Units of the first swept strategy of the library's kernels that ran."""
     names = [name for name, units in sweep.times_us if units and _is_swept(named(name))]
     times = {way: us for way, us in sweep.times_us.items() if names and way[0] == names[0]}
     if not times:
-        return Verdict(PARTITION, False, reason="no partition was run")
+        return HeuristicVerdict(PARTITION, False, reason="no partition was run")
     try:
         library = [c.implementation for c in known.collectives if c.implementation in Mover.LIBRARY.implementations]
         found = known.allocate(sweep.workload, library[0] if library else None)
     except ValueError as problem:
-        return Verdict(PARTITION, False, reason=str(problem))
+        return HeuristicVerdict(PARTITION, False, reason=str(problem))
     chosen = (names[0], found.units)
     if chosen not in times:
-        return Verdict(PARTITION, False, reason=f"{found.units} units were not run: {found.reason}")
+        return HeuristicVerdict(PARTITION, False, reason=f"{found.units} units were not run: {found.reason}")
     return _verdict(PARTITION, chosen, times, found.reason)
 
 
@@ -149,34 +149,36 @@ def _is_swept(strategy: Strategy) -> bool:
     return partition is not None and partition.units is None and strategy.mover is Mover.LIBRARY
 
 
-def _spared(sweep: Sweep, known: Isolated) -> Verdict:
+def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
     """Beside copy engines: with all units, or with what was spared."""
     times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover is Mover.DMA}
     if len(times) < 2:
-        return Verdict(SPARED, False, reason="copy engines were not run with and without units taken from the GEMM")
+        return HeuristicVerdict(
+            SPARED, False, reason="copy engines were not run with and without units taken from the GEMM"
+        )
     found = known.spare(sweep.workload.gemm)
     # A sweep that has other units than were spared is judged by those that come nearest.
     chosen = min(times, key=lambda way: (abs(way[1] - found.units), named(way[0]).preference))
     return _verdict(SPARED, chosen, times, found.reason)
 
 
-def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Verdict:
+def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> HeuristicVerdict:
     times = {way: us for way, us in sweep.times_us.items() if named(way[0]).mover.as_asked}
     able = [named(name) for name in dict.fromkeys(name for name, _ in times)]
     asked = PairRequest(sweep.gemm_us, sweep.workload.gemm, (sweep.workload,))
     try:
         found = decide(asked, able, known, constants, {})
     except ValueError as problem:
-        return Verdict(CHOICE, False, reason=str(problem))
+        return HeuristicVerdict(CHOICE, False, reason=str(problem))
     chosen = (found.strategy, found.units)
     if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
         chosen = next(way for way in times if way[0] == found.strategy)
     return _verdict(CHOICE, chosen, times, found.reason)
 
 
-def _verdict(heuristic: str, chosen: Way, times: Mapping[Way, float], reason: str) -> Verdict:
+def _verdict(heuristic: str, chosen: Way, times: Mapping[Way, float], reason: str) -> HeuristicVerdict:
     best = min(times, key=times.__getitem__)
-    return Verdict(heuristic, False, _words(chosen), _words(best), times[chosen], times[best], reason)
+    return HeuristicVerdict(heuristic, False, _words(chosen), _words(best), times[chosen], times[best], reason)
 
 
 def _words(way: Way) -> str:

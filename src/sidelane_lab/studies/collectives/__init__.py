@@ -1,1 +1,0 @@
-"""The study of collectives by size."""
