@@ -12,7 +12,7 @@ import rich.console
 
 from sidelane.cli.output import STDOUT
 from sidelane_lab.machines.load import named
-from sidelane_lab.machines.spec import Quantity, Source
+from sidelane_lab.machines.spec import NumberSource, Quantity
 from sidelane_lab.model import claims_c3, claims_dma, claims_fused, claims_overlap
 from sidelane_lab.model.claims import (
     POINTS,
@@ -146,7 +146,7 @@ def test_half_of_the_size_ranges_are_exact(verdicts):
 
 
 def test_a_held_out_claim_that_a_number_was_fitted_to_is_found():
-    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "DM-PL-01"))
+    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, NumberSource.FITTED, "DM-PL-01"))
     found = problems(claims_dma.checks(), dataclasses.replace(MACHINE, dma=dma), {})
     assert any(line.startswith("DM-PL-01: held out, but dma.trigger_us was taken") for line in found)
 
@@ -155,7 +155,7 @@ def test_a_missing_role_and_a_fit_to_nothing_are_found():
     checks = [check for check in claims_c3.checks() if check.claim_id != "CC-05"]
     found = problems(checks, MACHINE, {})
     assert any(line.startswith("CC-05: has neither a role") for line in found)
-    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "my eyes"))
+    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, NumberSource.FITTED, "my eyes"))
     found = problems(checks, dataclasses.replace(MACHINE, dma=dma), {})
     assert "dma.trigger_us: fitted, and names no claim that it was fitted to" in found
 
@@ -264,7 +264,7 @@ def test_ranges_of_claims_about_another_machine_vary_its_numbers():
 
 def test_numbers_of_another_machine_are_held_to_their_roles():
     other = named("mi210x4")
-    fused = dataclasses.replace(other.fused, put_us=Quantity(2.0, Source.FITTED, "FU-SKEW-01"))
+    fused = dataclasses.replace(other.fused, put_us=Quantity(2.0, NumberSource.FITTED, "FU-SKEW-01"))
     found = problems(claims_fused.checks(), MACHINE, {}, [dataclasses.replace(other, fused=fused)])
     assert "FU-SKEW-01: held out, but mi210x4 fused.put_us was taken from it" in found
     alone = problems(claims_fused.checks(), MACHINE, {})

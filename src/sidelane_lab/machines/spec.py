@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 
-class Source(StrEnum):
+class NumberSource(StrEnum):
     """Where a number comes from. ``of`` of the quantity says which datasheet, file, claims or argument."""
 
     DATASHEET = "datasheet"
@@ -34,16 +34,16 @@ class Quantity(float):
         high: greatest plausible value.
     """
 
-    source: Source
+    source: NumberSource
     of: str
     low: float | None
     high: float | None
 
     def __new__(
-        cls, value: float, source: Source, of: str = "", low: float | None = None, high: float | None = None
+        cls, value: float, source: NumberSource, of: str = "", low: float | None = None, high: float | None = None
     ) -> Self:
         self = super().__new__(cls, value)
-        self.source, self.of, self.low, self.high = Source(source), of, low, high
+        self.source, self.of, self.low, self.high = NumberSource(source), of, low, high
         if not math.isfinite(self) or self < 0:
             raise ValueError(f"must be a finite number, not negative (value={value})")
         if (low is None) != (high is None) or (low is not None and high is not None and not low <= self <= high):
@@ -72,9 +72,56 @@ class HostThreads(StrEnum):
     RANK = "rank"
 
 
+UNITS = {
+    "_us": "microseconds",
+    "_gbps": "10^9 bytes a second",
+    "_tflops": "10^12 operations a second",
+    "_kb": "kilobytes",
+    "_mb": "megabytes",
+    "_gb": "gigabytes",
+    "_w": "watts",
+}
+"""Units by the end of a number's name."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
-    """What one GPU computes and remembers with.
+class NumberLimit:
+    """Least and greatest value. ``zero``: or 0. ``whole``: without a fraction."""
+
+    low: float
+    high: float
+    zero: bool = False
+    whole: bool = False
+
+    def holds(self, value: float) -> bool:
+        """True if a number can be that."""
+        inside = self.low <= value <= self.high or (self.zero and value == 0)
+        return inside and not (self.whole and value != int(value))
+
+    def outside(self, name: str, value: float) -> str:
+        """Return why the number of that name cannot be that, in words; empty if it can."""
+        unit = next((f" {words}" for end, words in UNITS.items() if name.endswith(end)), "")
+        return "" if self.holds(value) else f"(value={value:g}, allowed={self}{unit})"
+
+    def __str__(self) -> str:
+        text = f"{self.low:g} to {self.high:g}"
+        return ("a whole number from " if self.whole else "") + ("0, or " if self.zero and self.low else "") + text
+
+
+Time = Annotated[Quantity, NumberLimit(1e-3, 1e4, zero=True)]
+Latency = Annotated[Quantity, NumberLimit(0.1, 1e4)]
+Speed = Annotated[Quantity, NumberLimit(0.1, 1e4)]
+MemorySpeed = Annotated[Quantity, NumberLimit(10, 1e5)]
+Share = Annotated[Quantity, NumberLimit(0.01, 1)]
+Part = Annotated[Quantity, NumberLimit(0, 1)]
+OnOff = Annotated[Quantity, NumberLimit(0, 1, whole=True)]
+Count = Annotated[Quantity, NumberLimit(1, 1024, whole=True)]
+Watts = Annotated[Quantity, NumberLimit(0, 3000)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """Units and memories of one GPU.
 
     Attributes:
         units: compute units (CUs, SMs).
@@ -87,14 +134,15 @@ class Gpu:
         blocks_per_unit: workgroups that a unit holds at most.
     """
 
-    units: Quantity
-    peak_tflops: Quantity
-    memory_gbps: Quantity
-    memory_gb: Quantity
-    l2_mb: Quantity
-    cache_mb: Quantity
-    shared_kb: Quantity
-    blocks_per_unit: Quantity
+    # Half of them are enough for the smallest share of a collective, 8.
+    units: Annotated[Quantity, NumberLimit(16, 1024, whole=True)]
+    peak_tflops: Annotated[Quantity, NumberLimit(1, 1e5)]
+    memory_gbps: MemorySpeed
+    memory_gb: Annotated[Quantity, NumberLimit(1, 4096)]
+    l2_mb: Annotated[Quantity, NumberLimit(0, 4096)]
+    cache_mb: Annotated[Quantity, NumberLimit(0, 4096)]
+    shared_kb: Annotated[Quantity, NumberLimit(8, 4096)]
+    blocks_per_unit: Annotated[Quantity, NumberLimit(1, 128, whole=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,14 +158,14 @@ class Links:
     """
 
     topology: Topology
-    peak_gbps: Quantity
-    usable_gbps: Quantity
-    network_gbps: Quantity
-    network_us: Quantity
+    peak_gbps: Speed
+    usable_gbps: Speed
+    network_gbps: Annotated[Quantity, NumberLimit(0.1, 1e4, zero=True)]
+    network_us: Time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dma:
+class DmaFigures:
     """DMA engines and the host that feeds them (phases of the DMA collectives paper, section 3.2).
 
     Attributes:
@@ -141,27 +189,27 @@ class Dma:
         reduce_gbps: bytes that the kernel of a reduction reads and writes.
     """
 
-    engines: Quantity
-    engine_gbps: Quantity
-    runtime_share: Quantity
-    shared_queues: Quantity
-    local_gbps: Quantity
+    engines: Annotated[Quantity, NumberLimit(1, 256, whole=True)]
+    engine_gbps: Speed
+    runtime_share: Share
+    shared_queues: Share
+    local_gbps: MemorySpeed
     host: HostThreads
-    control_us: Quantity
-    doorbell_us: Quantity
-    fetch_us: Quantity
-    copy_us: Quantity
-    next_copy_us: Quantity
-    signal_us: Quantity
-    wait_us: Quantity
-    trigger_us: Quantity
-    sync_us: Quantity
-    reduce_us: Quantity
-    reduce_gbps: Quantity
+    control_us: Time
+    doorbell_us: Time
+    fetch_us: Time
+    copy_us: Time
+    next_copy_us: Time
+    signal_us: Time
+    wait_us: Time
+    trigger_us: Time
+    sync_us: Time
+    reduce_us: Time
+    reduce_gbps: MemorySpeed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Library:
+class LibraryFigures:
     """The vendor's library of collectives, which moves bytes with kernels.
 
     Attributes:
@@ -177,22 +225,22 @@ class Library:
         all_to_all_traffic: the same for all_to_all.
     """
 
-    all_gather_us: Quantity
-    all_to_all_us: Quantity
-    all_reduce_us: Quantity
-    reduce_scatter_us: Quantity
-    all_gather_gbps: Quantity
-    all_to_all_gbps: Quantity
-    all_reduce_gbps: Quantity
-    reduce_scatter_gbps: Quantity
-    bulk_us: Quantity
-    low_latency_share: Quantity
-    default_units: Quantity
-    all_to_all_units: Quantity
-    all_gather_need: Quantity
-    all_to_all_need: Quantity
-    traffic: Quantity
-    all_to_all_traffic: Quantity
+    all_gather_us: Latency
+    all_to_all_us: Latency
+    all_reduce_us: Latency
+    reduce_scatter_us: Latency
+    all_gather_gbps: Speed
+    all_to_all_gbps: Speed
+    all_reduce_gbps: Speed
+    reduce_scatter_gbps: Speed
+    bulk_us: Time
+    low_latency_share: Share
+    default_units: Count
+    all_to_all_units: Count
+    all_gather_need: Count
+    all_to_all_need: Count
+    traffic: Annotated[Quantity, NumberLimit(1, 20)]
+    all_to_all_traffic: Annotated[Quantity, NumberLimit(1, 20)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,21 +268,21 @@ class Matmul:
             share of units to this power as a factor.
     """
 
-    launch_us: Quantity
-    efficiency: Quantity
-    ramp_k: Quantity
-    row_step: Quantity
-    blend: Quantity
-    split_us: Quantity
-    tile_m: Quantity
-    tile_n: Quantity
-    persistent: Quantity
-    memory_efficiency: Quantity
-    intensity: Quantity
-    bound_intensity: Quantity
-    cache_gain: Quantity
-    partition_loss: Quantity
-    partition_gain: Quantity
+    launch_us: Time
+    efficiency: Share
+    ramp_k: Annotated[Quantity, NumberLimit(0, 4096)]
+    row_step: Annotated[Quantity, NumberLimit(1, 4096, whole=True)]
+    blend: Part
+    split_us: Time
+    tile_m: Annotated[Quantity, NumberLimit(8, 4096, whole=True)]
+    tile_n: Annotated[Quantity, NumberLimit(8, 4096, whole=True)]
+    persistent: OnOff
+    memory_efficiency: Share
+    intensity: Annotated[Quantity, NumberLimit(1, 1e5)]
+    bound_intensity: Annotated[Quantity, NumberLimit(1, 1e5)]
+    cache_gain: Annotated[Quantity, NumberLimit(0, 0.5)]
+    partition_loss: Annotated[Quantity, NumberLimit(0, 1)]
+    partition_gain: Part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,12 +299,12 @@ class Interference:
             the order of their launches.
     """
 
-    memory: Quantity
-    late_share: Quantity
-    copies: Quantity
-    kernels: Quantity
-    local_waits: Quantity
-    either_first: Quantity
+    memory: Annotated[Quantity, NumberLimit(0, 100)]
+    late_share: Part
+    copies: Part
+    kernels: Part
+    local_waits: OnOff
+    either_first: OnOff
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -274,19 +322,19 @@ class Power:
         cap_w: that the GPU holds itself to.
     """
 
-    idle_w: Quantity
-    compute_idle_w: Quantity
-    compute_w: Quantity
-    memory_w: Quantity
-    links_on_w: Quantity
-    links_w: Quantity
-    engine_w: Quantity
-    cap_w: Quantity
+    idle_w: Watts
+    compute_idle_w: Watts
+    compute_w: Watts
+    memory_w: Watts
+    links_on_w: Watts
+    links_w: Watts
+    engine_w: Watts
+    cap_w: Watts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Occupancy:
-    """What blocks share on a compute unit, and what the library's collectives take of it.
+    """Limits of a compute unit that blocks share, and what the library's collectives take of it.
 
     Attributes:
         registers: of 4 bytes, of a unit.
@@ -301,15 +349,15 @@ class Occupancy:
         library_shared_kb: shared memory of such a block.
     """
 
-    registers: Quantity
-    threads: Quantity
-    unit_gbps: Quantity
-    cache: Quantity
-    drains: Quantity
-    step_us: Quantity
-    library_threads: Quantity
-    library_registers: Quantity
-    library_shared_kb: Quantity
+    registers: Annotated[Quantity, NumberLimit(1024, 1 << 20, whole=True)]
+    threads: Annotated[Quantity, NumberLimit(64, 16384, whole=True)]
+    unit_gbps: Annotated[Quantity, NumberLimit(1, 1e4)]
+    cache: Annotated[Quantity, NumberLimit(0, 100)]
+    drains: OnOff
+    step_us: Annotated[Quantity, NumberLimit(0.01, 100)]
+    library_threads: Annotated[Quantity, NumberLimit(32, 16384, whole=True)]
+    library_registers: Annotated[Quantity, NumberLimit(8, 1024, whole=True)]
+    library_shared_kb: Annotated[Quantity, NumberLimit(0, 4096)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -332,20 +380,20 @@ class Fused:
         bag_us: of the same, for a bag: where it begins and ends, and its result.
     """
 
-    half_share: Quantity
-    knee_share: Quantity
-    crowding: Quantity
-    kept_share: Quantity
-    generic_share: Quantity
-    store_share: Quantity
-    put_us: Quantity
-    flag_us: Quantity
-    bag_row_us: Quantity
-    bag_us: Quantity
+    half_share: Annotated[Quantity, NumberLimit(0.001, 10)]
+    knee_share: Share
+    crowding: Annotated[Quantity, NumberLimit(0, 100)]
+    kept_share: Share
+    generic_share: Share
+    store_share: Share
+    put_us: Time
+    flag_us: Time
+    bag_row_us: Time
+    bag_us: Time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelsFigures:
     """Sidelane's own kernels that move and add on compute units.
 
     Attributes:
@@ -357,13 +405,13 @@ class Kernels:
         traffic: bytes through memory for each that crosses a link.
     """
 
-    latency_us: Quantity
-    gather_gbps: Quantity
-    reduce_scatter_gbps: Quantity
-    all_reduce_gbps: Quantity
-    need: Quantity
-    all_reduce_need: Quantity
-    traffic: Quantity
+    latency_us: Time
+    gather_gbps: Speed
+    reduce_scatter_gbps: Speed
+    all_reduce_gbps: Speed
+    need: Annotated[Quantity, NumberLimit(1, 4096)]
+    all_reduce_need: Annotated[Quantity, NumberLimit(1, 4096)]
+    traffic: Annotated[Quantity, NumberLimit(1, 20)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -381,16 +429,16 @@ class Machine:
     title: str
     gpus: int
     nodes: int
-    gpu: Gpu
+    gpu: GpuFigures
     links: Links
-    dma: Dma
-    library: Library
+    dma: DmaFigures
+    library: LibraryFigures
     matmul: Matmul
     interference: Interference
     power: Power | None = None
     occupancy: Occupancy | None = None
     fused: Fused | None = None
-    kernels: Kernels | None = None
+    kernels: KernelsFigures | None = None
 
     @property
     def world_size(self) -> int:

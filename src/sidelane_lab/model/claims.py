@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from sidelane_lab.machines.spec import Machine, Source
+from sidelane_lab.machines.spec import Machine, NumberSource
 
 Context = TypeVar("Context")
 
@@ -208,7 +208,7 @@ def problems(
             for claim_id in sorted(targets)
             if roles.get(claim_id) is Role.HELD_OUT
         ]
-        if quantity.source is Source.FITTED:
+        if quantity.source is NumberSource.FITTED:
             cited |= targets
             if not targets:
                 found.append(f"{path}: fitted, and names no claim that it was fitted to")

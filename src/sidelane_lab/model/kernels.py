@@ -8,7 +8,7 @@ import functools
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
 from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
-from sidelane_lab.machines.spec import Dma, Gpu, HostThreads, Links, Machine, Topology
+from sidelane_lab.machines.spec import DmaFigures, GpuFigures, HostThreads, Links, Machine, Topology
 from sidelane_lab.model.device import Gang
 from sidelane_lab.model.executed import REDUCE_UNITS, executed_run
 from sidelane_lab.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
@@ -121,9 +121,9 @@ class _Engines:
 
     gpus: int
     nodes: int
-    gpu: Gpu
+    gpu: GpuFigures
     links: Links
-    dma: Dma
+    dma: DmaFigures
     machine: Machine = dataclasses.field(compare=False)
 
 

@@ -25,7 +25,7 @@ from sidelane.program.collective import (
 )
 from sidelane.program.ir import MOVES, EngineKind, Program
 from sidelane.program.transform import prelaunch
-from sidelane_lab.machines.spec import Library, Machine, Topology
+from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
 from sidelane_lab.sim import Run, simulate
 
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
@@ -118,13 +118,13 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
     return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
 
 
-def unit_speed(library: Library, kind: Kind, units: float) -> float:
+def unit_speed(library: LibraryFigures, kind: Kind, units: float) -> float:
     """Share of its full bandwidth that a collective reaches with some compute units (ConCCL paper, fig. 5 b, c)."""
     need = library.all_to_all_need if kind is Kind.ALL_TO_ALL else library.all_gather_need
     return min(1.0, units / need)
 
 
-def default_units(library: Library, kind: Kind) -> int:
+def default_units(library: LibraryFigures, kind: Kind) -> int:
     """Compute units that the library takes if nobody tells it otherwise; what reduces takes the more of the two."""
     gather, exchange = library.default_units, library.all_to_all_units
     if kind in REDUCING:
@@ -138,7 +138,7 @@ def geomean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
-def _figures(library: Library, kind: Kind) -> tuple[float, float]:
+def _figures(library: LibraryFigures, kind: Kind) -> tuple[float, float]:
     if kind is Kind.ALL_TO_ALL:
         return library.all_to_all_us, library.all_to_all_gbps
     if kind is Kind.ALL_REDUCE:

@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Sequence
 
 from sidelane.program.collective import Kind
-from sidelane_lab.machines.spec import Gpu, Interference, Machine, Matmul
+from sidelane_lab.machines.spec import GpuFigures, Interference, Machine, Matmul
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.kernels import dma_gangs, library_gang
 from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
@@ -182,7 +182,7 @@ class Node:
     """A machine, equal to others that differ in nothing that a step's kernels depend on once its gangs are known."""
 
     gpus: int
-    gpu: Gpu
+    gpu: GpuFigures
     matmul: Matmul
     interference: Interference
     machine: Machine = dataclasses.field(compare=False)

@@ -1,0 +1,79 @@
+"""Ranges of predictions: one number of a description at a time at each end of its plausible values, and squares add.
+
+Every range of the laboratory is made this way: of claims, of curves in pictures, of tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from sidelane_lab.machines.spec import Machine
+
+Name = TypeVar("Name")
+Curves = Mapping[Name, Sequence[float]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Variation:
+    """A machine with the number at ``path`` at one end of its range."""
+
+    path: str
+    value: float
+    machine: Machine
+
+
+def variations(machine: Machine, numbers: Iterable[str] | None = None) -> Iterator[Variation]:
+    """Yield the machine with one uncertain number at one end of its range, all in turn.
+
+    Args:
+        machine: described.
+        numbers: sections, or single numbers (``dma.copy_us``), that count; None: all.
+    """
+    wanted = None if numbers is None else frozenset(numbers)
+    for path, quantity in machine.quantities().items():
+        if wanted is None or path in wanted or path.partition(".")[0] in wanted:
+            for value in (quantity.low, quantity.high):
+                if value is not None:
+                    yield Variation(path, value, machine.with_value(path, value))
+
+
+def ends(centre: float, varied: Iterable[float]) -> tuple[float, float]:
+    """Return the ends of a range around a prediction, from its values with one number changed at a time.
+
+    >>> ends(10.0, [13.0, 14.0, 9.0])
+    (9.0, 15.0)
+    """
+    deviations = [value - centre for value in varied]
+    below, above = (math.sqrt(sum(by * by for by in deviations if by * side > 0)) for side in (-1, 1))
+    return centre - below, centre + above
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Band:
+    """A curve, and the ends of its plausible values, point by point."""
+
+    values: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+def bands(
+    machine: Machine, predict: Callable[[Machine], Curves[Name]], numbers: Iterable[str] = ()
+) -> dict[Name, Band]:
+    """Return the band of every curve.
+
+    Args:
+        machine: described.
+        predict: every curve of a description, by name.
+        numbers: that the curves depend on, as in :func:`variations`; none: bands without width.
+    """
+    varied = [predict(variation.machine) for variation in variations(machine, numbers)]
+    found = {}
+    for name, values in predict(machine).items():
+        points = zip(values, *(other[name] for other in varied), strict=True)
+        low, high = zip(*(ends(value, others) for value, *others in points), strict=True)
+        found[name] = Band(tuple(map(float, values)), low, high)
+    return found
