@@ -22,7 +22,7 @@ from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power.figures import Point, figures_of, with_energy
 from sidelane_lab.studies.power.meter import Draw, Reading, Recorder, draw_of
-from sidelane_lab.studies.power.predict import PredictOptions, predicted
+from sidelane_lab.studies.power.predict import PowerPredictionOptions, predicted
 from sidelane_lab.studies.power.rows import PowerRow
 
 MB = 1 << 20
@@ -322,7 +322,7 @@ def test_a_reduction_takes_the_units_that_the_executor_gives_it() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
-    options = PredictOptions(
+    options = PowerPredictionOptions(
         machine="mi300x8",
         collectives=(Kind.ALL_GATHER, Kind.ALL_TO_ALL),
         sizes=(MB, 64 * MB),

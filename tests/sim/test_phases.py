@@ -15,9 +15,9 @@ from sidelane.program.builders import alternation
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.claims_dma import DmaContext
+from sidelane_lab.papers.dma import DmaContext
 from sidelane_lab.studies.phases import predict as phases_predict
-from sidelane_lab.studies.phases.predict import PredictOptions, predicted_row
+from sidelane_lab.studies.phases.predict import PhasePredictionOptions, predicted_row
 from sidelane_lab.studies.phases.programs import OPERATIONS, TURNING, Operation, operations
 from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.phases.split import FIELDS, Sample, predict, slowest, split
@@ -196,7 +196,7 @@ def test_variants_go_to_the_operations_that_have_them() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
-    options = PredictOptions(
+    options = PhasePredictionOptions(
         machine="mi300x8",
         operations=("copy", "all_gather"),
         variants=("b2b", "pcpy"),

@@ -14,11 +14,11 @@ from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.gemm import gemm_us, is_memory_bound, roofline_us
 from sidelane_lab.model.kernels import dma_us
-from sidelane_lab.model.published import library_us
 from sidelane_lab.model.strategies import predict, predictable
-from sidelane_lab.papers.claims.gemms import gemm_times, predict_gemms
+from sidelane_lab.papers.results import gemm_times, predict_gemms
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = [named(name) for name in machine_names()]

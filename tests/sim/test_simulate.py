@@ -12,9 +12,9 @@ from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, a
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Wait
 from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.published import bare, dma_run, published_program
-from sidelane_lab.model.scale import ring_all_gather, two_level_all_gather
+from sidelane_lab.model.collectives import bare, dma_run, published_program
 from sidelane_lab.sim import DeadlockError, chrome_trace, simulate, write_chrome_trace
+from sidelane_lab.sim.scale import ring_all_gather, two_level_all_gather
 
 MACHINE = named("mi300x8")
 DMA = MACHINE.dma

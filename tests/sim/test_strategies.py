@@ -12,6 +12,7 @@ from sidelane.c3.strategy import Mover, Order, Partition
 from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
+from sidelane_lab.model.collectives import library_us, unit_speed
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.heuristic import allocate, judge, spare
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_gang
@@ -23,7 +24,6 @@ from sidelane_lab.model.pipeline import (
     sequential_us,
 )
 from sidelane_lab.model.power import dma_power, library_power
-from sidelane_lab.model.published import library_us, unit_speed
 from sidelane_lab.model.strategies import partitions, predict, predict_all, predictable
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
 

@@ -12,9 +12,9 @@ from sidelane.c3.workload import Gemm, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.blocks import Channels, Footprint, Grid, most_blocks, share_of_speed
-from sidelane_lab.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline, blocks_per_unit, grid_of, run_pipeline, sequential_us
 from sidelane_lab.model.units import run_units
+from sidelane_lab.papers.overlap import BLOCKS, PLATFORMS, OverlapContext
 
 H100, MI250X = named("h100x4"), named("mi250x8")
 SMALL, LARGE = Footprint(128, 9216, 16.0), Footprint(640, 61440, 80.0)

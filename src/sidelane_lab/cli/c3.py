@@ -273,10 +273,11 @@ def predict_c3(
         refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
     else:
         refuse_beside_machine("version", "json", "report")
-    from sidelane_lab.papers.simulated import study as sim_study
+    from sidelane_lab.papers import predictions
 
     workloads = [parse_workload(pair, kind) for kind in kinds for pair in pairs]
-    sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version, json, strategies), workloads))
+    asked = predictions.PredictionOptions(machine, report, version, json, strategies)
+    sys.exit(predictions.c3_main(asked, workloads))
 
 
 def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:

@@ -115,9 +115,10 @@ def collective(
     with plain_errors():
         if machine is not None:
             refuse_beside_machine("json", "report")
-            from sidelane_lab.papers.simulated import study as sim_study
+            from sidelane_lab.papers import predictions
 
-            sys.exit(sim_study.collective_main(sim_study.Options(machine, others["report"], json=json)))
+            asked = predictions.PredictionOptions(machine, others["report"], json=json)
+            sys.exit(predictions.collective_main(asked))
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.collectives import study as collective_study
@@ -208,7 +209,7 @@ def phases(
             sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 1 << 30), factor))
             sys.exit(
                 phases_predict.main(
-                    phases_predict.PredictOptions(
+                    phases_predict.PhasePredictionOptions(
                         machine=machine,
                         operations=chosen,
                         variants=variants,
@@ -299,17 +300,10 @@ def power(
         sizes = tuple(sizes_between(min_bytes, max_bytes, factor))
         if machine is not None:
             refuse_beside_machine("gemms", "collectives", "min_bytes", "max_bytes", "factor", "json", "report")
-            if gemms:
-                from sidelane_lab.studies.power import pairs as power_pairs
-
-                pairs = power_pairs.PairsOptions(
-                    machine=machine, gemms=gemms, collectives=kinds, sizes=sizes, json=json, report=others["report"]
-                )
-                sys.exit(power_pairs.main(pairs))
             from sidelane_lab.studies.power import predict as power_predict
 
-            asked = power_predict.PredictOptions(
-                machine=machine, collectives=kinds, sizes=sizes, json=json, report=others["report"]
+            asked = power_predict.PowerPredictionOptions(
+                machine=machine, gemms=gemms, collectives=kinds, sizes=sizes, json=json, report=others["report"]
             )
             sys.exit(power_predict.main(asked))
         if gemms:
@@ -469,11 +463,13 @@ def fused(
     with plain_errors():
         if machine is not None:
             refuse_beside_machine("ops", "shapes", "occupancy", "late_us", "measured", "json", "report")
-            from sidelane_lab.papers.simulated import fused as sim_fused
+            from sidelane_lab.papers import operator_results, operators
 
             report = others["report"]
-            asked = sim_fused.Options(machine, others["ops"], shapes, occupancy, late_us, report, json, measured)
-            sys.exit(sim_fused.main(asked))
+            asked = operators.FusedPredictionOptions(
+                machine, others["ops"], shapes, occupancy, late_us, report, json, measured
+            )
+            sys.exit((operators if measured is None else operator_results).main(asked))
         predicted = (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late"))
         for name, option in predicted:
             if given(name):

@@ -18,10 +18,11 @@ Curves = Mapping[Name, Sequence[float]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variation:
-    """A machine with the number at ``path`` at one end of its range."""
+    """A machine with the number at ``path`` at one end of its range: the greatest plausible value, or the least."""
 
     path: str
     value: float
+    high: bool
     machine: Machine
 
 
@@ -37,7 +38,7 @@ def variations(machine: Machine, numbers: Iterable[str] | None = None) -> Iterat
         if wanted is None or path in wanted or path.partition(".")[0] in wanted:
             for value in (quantity.low, quantity.high):
                 if value is not None:
-                    yield Variation(path, value, machine.with_value(path, value))
+                    yield Variation(path, value, value == quantity.high, machine.with_value(path, value))
 
 
 def ends(centre: float, varied: Iterable[float]) -> tuple[float, float]:
@@ -61,7 +62,7 @@ class Band:
 
 
 def bands(
-    machine: Machine, predict: Callable[[Machine], Curves[Name]], numbers: Iterable[str] = ()
+    machine: Machine, predict: Callable[[Machine], Curves[Name]], numbers: Iterable[str] | None = ()
 ) -> dict[Name, Band]:
     """Return the band of every curve.
 

@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Workgroups that are alike.
 
     Attributes:
@@ -66,7 +66,7 @@ class FusedKernel:
         senders: workgroups that send those, one part each, and hold a place until they have gone.
     """
 
-    works: tuple[Work, ...]
+    works: tuple[KernelWork, ...]
     resident: int
     round_us: Callable[[int], float]
     slice_workgroups: int = 1

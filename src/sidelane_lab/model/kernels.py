@@ -9,10 +9,17 @@ from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
 from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
 from sidelane_lab.machines.spec import DmaFigures, GpuFigures, HostThreads, Links, Machine, Topology
+from sidelane_lab.model.collectives import (
+    PUBLISHED_VARIANTS,
+    REDUCE_UNITS,
+    default_units,
+    dma_run,
+    executed_run,
+    library_us,
+    unit_speed,
+)
 from sidelane_lab.model.device import Gang
-from sidelane_lab.model.executed import REDUCE_UNITS, executed_run
-from sidelane_lab.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
-from sidelane_lab.sim import Run
+from sidelane_lab.sim import SimulatedRun
 
 DMA_TRAFFIC = 2.0
 """Bytes through memory for each byte that crosses a link: read once here, written once there."""
@@ -116,7 +123,7 @@ def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Engines:
+class EngineKey:
     """A machine, equal to others that differ in nothing that copies between its GPUs depend on."""
 
     gpus: int
@@ -126,21 +133,27 @@ class _Engines:
     dma: DmaFigures
     machine: Machine = dataclasses.field(compare=False)
 
+    @classmethod
+    def of(cls, machine: Machine) -> EngineKey:
+        """Return the key of a machine."""
+        return cls(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
+
 
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
-) -> Run:
+) -> SimulatedRun:
     """Simulate the collective that C3 runs on DMA engines, through the vendor's runtime.
 
     Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
     else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
-    engines = _Engines(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
-    return _dma_collective_once(engines, kind, nbytes, variant, record)
+    return _dma_collective_once(EngineKey.of(machine), kind, nbytes, variant, record)
 
 
 @functools.lru_cache(maxsize=256)
-def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: str | None, record: bool) -> Run:
+def _dma_collective_once(
+    engines: EngineKey, kind: Kind, nbytes: int, variant: str | None, record: bool
+) -> SimulatedRun:
     machine = engines.machine
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)
@@ -149,7 +162,7 @@ def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: st
     return min((executed_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
 
 
-def _reductions(run: Run) -> list[tuple[float, float]]:
+def _reductions(run: SimulatedRun) -> list[tuple[float, float]]:
     """When the first rank's kernels add: start and end of each, one after another."""
     lane = str(Engine(EngineKind.COMPUTE))
     return sorted(

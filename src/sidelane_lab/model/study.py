@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,8 @@ from sidelane.c3.strategies import named
 from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.published import PUBLISHED_VARIANTS, dma_run, library_us
+from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, library_us
+from sidelane_lab.model.kernels import EngineKey
 from sidelane_lab.model.strategies import Prediction, partitions, predict, predictable
 
 # Table II of the ConCCL paper, with the class that the paper measured.
@@ -63,7 +65,7 @@ def percent_of_means(speedups: Iterable[float]) -> float:
 
 
 def pair_name(row: Prediction) -> str:
-    """As Table II writes it."""
+    """Return the name of a row's pair in Table II."""
     return next(name for name in TABLE_II if table_ii_workload(name, row.workload.collective) == row.workload)
 
 
@@ -145,11 +147,16 @@ class DmaStudy:
 
 def dma_study(machine: Machine, sizes: Sequence[int] = SIZES) -> DmaStudy:
     """Predict the study of the DMA collectives paper: every variant, with and without prelaunch, by size."""
-    dma = {
-        (kind, variant, prelaunched, nbytes): dma_run(machine, kind, nbytes, variant, prelaunched).time_us
+    times = {(kind, n): library_us(machine, kind, n) for kind in COLLECTIVES for n in sizes}
+    return DmaStudy(_dma_times(EngineKey.of(machine), tuple(sizes)), times)
+
+
+@functools.lru_cache(maxsize=128)
+def _dma_times(engines: EngineKey, sizes: tuple[int, ...]) -> dict[tuple[Kind, str, bool, int], float]:
+    return {
+        (kind, variant, prelaunched, nbytes): dma_run(engines.machine, kind, nbytes, variant, prelaunched).time_us
         for kind in COLLECTIVES
         for variant in PUBLISHED_VARIANTS[kind]
         for prelaunched in (False, True)
         for nbytes in sizes
     }
-    return DmaStudy(dma, {(kind, n): library_us(machine, kind, n) for kind in COLLECTIVES for n in sizes})

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import GpuFigures, Interference, Machine, Matmul
+from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.kernels import dma_gangs, library_gang
 from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
-from sidelane_lab.model.published import default_units
 from sidelane_lab.model.strategies import partitions
 
 SUSTAINED = 0.11

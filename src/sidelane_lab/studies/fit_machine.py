@@ -17,8 +17,8 @@ import numpy.typing as npt
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines.spec import Machine, NumberSource, Quantity, Topology
-from sidelane_lab.papers.claims.gemms import GemmTime, gemm_times, predict_gemms
-from sidelane_lab.papers.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
+from sidelane_lab.papers.results import LARGE, SMALL, GemmTime, fitted_to, gemm_times, layers_file, predict_gemms
+from sidelane_lab.papers.row_predictions import predict_alone
 from sidelane_lab.studies.collectives.rows import CollectiveRow
 from sidelane_lab.studies.gemms import FITTED, GemmRow
 

@@ -13,7 +13,7 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.study import Picture
 from sidelane_lab.pairs.spans import Trace
-from sidelane_lab.papers.simulated.figures import draw_timeline
+from sidelane_lab.papers.figures import draw_timeline
 from sidelane_lab.sim import Interval, write_chrome_trace
 from sidelane_lab.studies.c3.rows import C3Row
 

@@ -1,7 +1,9 @@
-"""Programs as the DMA collectives paper ran them: one process starts all engines and waits; nothing else orders them.
+"""Collectives of one node alone: programs on copy engines, simulated, and the vendor library's kernels by formula.
 
-Our own programs also hold handshakes between ranks, since no single process owns all GPUs, and copies of the caller's
-own chunk. Both are taken out here; the moves, their engines and their order are the builders'.
+Programs of the DMA collectives paper were started and watched by one host process, and nothing else orders them: the
+handshakes between ranks that ours hold, and copies of the caller's own chunk, are taken out of the builders' programs.
+Sidelane's communicator runs all: entries, exits, flags, own chunks and reductions. The comparison with our measurements
+takes those, and so do the C3 strategies wherever a paper did not run another one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from sidelane.program.builders import build
+from sidelane.program.builders import Transport, build
 from sidelane.program.collective import (
     REDUCING,
     Collective,
@@ -23,12 +25,17 @@ from sidelane.program.collective import (
     all_to_all,
     reduce_scatter,
 )
-from sidelane.program.ir import MOVES, EngineKind, Program
-from sidelane.program.transform import prelaunch
+from sidelane.program.ir import MOVES, Copy, EngineKind, Flag, Program, Signal, Wait
+from sidelane.program.own_flags import flags_between_own_queues
+from sidelane.program.transform import freeze, lower, prelaunch
 from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
-from sidelane_lab.sim import Run, simulate
+from sidelane_lab.sim import SimulatedRun, simulate
 
 PUBLISHED_VARIANTS = {Kind.ALL_GATHER: ("pcpy", "bcst", "b2b"), Kind.ALL_TO_ALL: ("pcpy", "swap", "b2b")}
+REDUCE_UNITS = 32
+"""Compute units that a reduction of a hybrid takes: the thread blocks that the CUDA executor gives it."""
+IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
+"""Collectives that C3 runs in place; the others have an output of their own."""
 
 
 def bare(program: Program) -> Program:
@@ -57,7 +64,7 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
         return all_reduce([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
     if kind is Kind.REDUCE_SCATTER:
         return reduce_scatter([whole] * ranks, Reduction(ReduceOp.SUM, "float32"))
-    raise ValueError(f"collective_of: kind (value={kind}, allowed=all_gather, all_to_all, reduce_scatter, all_reduce)")
+    raise _unknown("collective_of", kind)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,7 +76,7 @@ def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaun
     """
     if kind not in PUBLISHED_VARIANTS:
         allowed = ", ".join(PUBLISHED_VARIANTS)
-        raise ValueError(f"published_program: kind (value={kind}, allowed={allowed}; others: model.executed)")
+        raise ValueError(f"published_program: kind (value={kind}, allowed={allowed}; others: executed_program)")
     collective = collective_of(kind, nbytes, ranks)
     if variant == "swap":
         collective = dataclasses.replace(collective, in_place=True)
@@ -79,7 +86,7 @@ def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaun
 
 def dma_run(
     machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False, *, record: bool = False
-) -> Run:
+) -> SimulatedRun:
     """Simulate a variant of the DMA collectives paper on all GPUs of one node.
 
     Raises:
@@ -87,6 +94,61 @@ def dma_run(
     """
     machine.refuse_nodes("dma_run")
     return simulate(published_program(kind, nbytes, machine.gpus, variant, prelaunched), machine, record=record)
+
+
+@functools.lru_cache(maxsize=512)
+def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool) -> Program:
+    """The program that runs on the GPUs: copies only, and flags that a graph can replay.
+
+    Args:
+        kind: all_gather, all_to_all, reduce_scatter or all_reduce.
+        nbytes: gathered bytes of an all_gather, of the local buffer otherwise.
+        ranks: of the node.
+        variant: of the collective's builders.
+        in_place: input and output are one buffer.
+
+    Raises:
+        ValueError: another kind, or no such variant of it.
+    """
+    return program_of(dataclasses.replace(collective_of(kind, nbytes, ranks), in_place=in_place), variant)
+
+
+def program_of(collective: Collective, variant: str) -> Program:
+    """The same of any collective. Raises ValueError: no such variant of it."""
+    staged = collective.in_place and collective.kind is Kind.ALL_TO_ALL and variant != "swap"
+    program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
+    return freeze(lower(program, {Copy}))
+
+
+@functools.lru_cache(maxsize=512)
+def dependencies(program: Program) -> frozenset[Flag]:
+    """Flags between copy engines of one rank, which a graph has as dependencies of its nodes.
+
+    Those of copies inside a GPU are dependencies as well; but such a branch begins and ends late, about as late as with
+    a handover and flags of its own, and is left with them.
+    """
+    between: set[Flag] = set()
+    for rank in range(program.world_size):
+        own = set(flags_between_own_queues(program, rank, split=False))
+        for queue in program.queues_of(rank):
+            if queue.engine.kind is not EngineKind.DMA:
+                own -= {command.flag for command in queue.commands if isinstance(command, Signal | Wait)}
+        between |= own
+    return frozenset(between)
+
+
+def executed_run(
+    machine: Machine, kind: Kind, nbytes: int, variant: str, in_place: bool | None = None, *, record: bool = False
+) -> SimulatedRun:
+    """Simulate such a program on all GPUs of one node. ``in_place``: None takes what C3 has for that collective.
+
+    Raises:
+        ValueError: the machine has several nodes, or there is no such program.
+    """
+    machine.refuse_nodes("executed_run")
+    place = kind in IN_PLACE if in_place is None else in_place
+    program = executed_program(kind, nbytes, machine.gpus, variant, place)
+    return simulate(program, machine, edges=dependencies(program), record=record)
 
 
 def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = None) -> float:
@@ -102,11 +164,13 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
         units: compute units that it may use; None: what it takes by default.
 
     Raises:
-        ValueError: the machine has several nodes.
+        ValueError: the machine has several nodes, or another kind.
     """
     machine.refuse_nodes("library_us")
     library, ranks = machine.library, machine.gpus
-    latency, gbps = _figures(library, kind)
+    if not hasattr(library, f"{kind}_us"):
+        raise _unknown("library_us", kind)
+    latency, gbps = (float(getattr(library, f"{kind}_{unit}")) for unit in ("us", "gbps"))
     # What crosses one link (mesh) or port (switch), one direction; an all_reduce moves everything twice.
     share = (1 if machine.links.topology is Topology.MESH else ranks - 1) / ranks
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
@@ -116,6 +180,11 @@ def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = No
     moved = 2 * rounds * (ranks - 1) / ranks * nbytes
     bytes_us = max(bytes_us, moved / (machine.gpu.memory_gbps * 1e3))
     return latency + min(bytes_us / library.low_latency_share, library.bulk_us + bytes_us)
+
+
+def _unknown(where: str, kind: Kind) -> ValueError:
+    allowed = "all_gather, all_to_all, reduce_scatter, all_reduce"
+    return ValueError(f"{where}: kind (value={kind}, allowed={allowed})")
 
 
 def unit_speed(library: LibraryFigures, kind: Kind, units: float) -> float:
@@ -136,13 +205,3 @@ def geomean(values: Iterable[float]) -> float:
     """Geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
-
-
-def _figures(library: LibraryFigures, kind: Kind) -> tuple[float, float]:
-    if kind is Kind.ALL_TO_ALL:
-        return library.all_to_all_us, library.all_to_all_gbps
-    if kind is Kind.ALL_REDUCE:
-        return library.all_reduce_us, library.all_reduce_gbps
-    if kind is Kind.REDUCE_SCATTER:
-        return library.reduce_scatter_us, library.reduce_scatter_gbps
-    return library.all_gather_us, library.all_gather_gbps
