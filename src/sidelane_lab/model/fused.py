@@ -51,7 +51,7 @@ class KernelWork:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """What one rank runs.
+    """The kernel of one rank.
 
     Attributes:
         works: in order.
@@ -306,7 +306,7 @@ def _owed(kernels: Sequence[FusedKernel], rank: int) -> tuple[dict[int, float], 
 
 
 class _Fabric:
-    """What bytes pass between each two ranks."""
+    """Resources that bytes pass between each two ranks."""
 
     def __init__(self, machine: Machine) -> None:
         fused, links, ranks = fused_figures(machine), machine.links, range(machine.world_size)

@@ -29,14 +29,14 @@ PROFILED_GEMMS = {True: "mb1", False: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)
-"""Of collectives that are profiled with all their units only."""
+"""Bytes of collectives that are profiled with all their units only."""
 PAIR_BYTES = 896 << 20
-"""Of a collective, before it is made about as long as the GEMM beside it."""
+"""Bytes of a collective, before it is made about as long as the GEMM beside it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitAllocation:
-    """What the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%).
+    """Units that the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%).
 
     ``alone``: so good are all allocations that the heuristic holds for equally good, so that no order of ties decides.
     """
@@ -85,13 +85,13 @@ def judge(machine: Machine, workload: Workload) -> UnitAllocation:
 
 @functools.lru_cache(maxsize=256)
 def gemm_slowdown(machine: Machine, memory_bound: bool, units_lost: int) -> float:
-    """Of the profiled GEMM that has lost some units."""
+    """Return the slowdown of the profiled GEMM that has lost some units."""
     gemm = parse_gemm(PROFILED_GEMMS[memory_bound])
     return gemm_us(machine, gemm, int(machine.gpu.units) - units_lost) / gemm_us(machine, gemm)
 
 
 def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> float:
-    """Of the profiled collective of the nearer size with some units."""
+    """Return the slowdown of the profiled collective of the nearer size with some units."""
     size = min(PROFILED_SIZES, key=lambda known: abs(known.bit_length() - nbytes.bit_length()))
     alone = library_gang(machine, kind, size).alone_us
     return library_gang(machine, kind, size, units=units).alone_us / alone
@@ -121,7 +121,7 @@ def sweep_of(machine: Machine, workload: Workload) -> Sweep:
 
 @functools.lru_cache(maxsize=8)
 def isolated_of_machine(machine: Machine) -> Isolated:
-    """What ``sidelane tune --study c3`` would find: a compute-bound and a memory-bound GEMM, few sizes, their pairs."""
+    """Predict what ``sidelane tune --study c3`` would find: two GEMMs, each with its bound, few sizes, their pairs."""
     units = partitions(machine)
     gemms = tuple(
         GemmTimes(gemm, "split", int(machine.gpu.units), {

@@ -18,7 +18,7 @@ import dataclasses
 from sidelane.c3.workload import Gemm
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.blocks import Channels, Footprint, Grid, most_blocks, occupancy
+from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, occupancy
 from sidelane_lab.model.device import DeviceRun
 from sidelane_lab.model.gemm import traffic_bytes
 from sidelane_lab.model.kernels import library_gang
@@ -28,7 +28,7 @@ from sidelane_lab.pairs.spans import shared_share
 STAGES = 2
 """Tiles of each input that a block keeps in shared memory: one in use, one on its way."""
 THREADS = 128
-"""Of a GEMM's block."""
+"""Threads of a GEMM's block."""
 HOST_GAP_US = 20.0
 """Between two operations one after another, while the host sees the end of one and launches the next. Assumed; it is
 nothing beside operations of milliseconds."""
@@ -47,9 +47,9 @@ class Tile:
         """Shared memory that a block of it needs."""
         return STAGES * (self.m + self.n) * self.k * ELEMENT_BYTES[dtype] / 1024
 
-    def footprint(self, dtype: str) -> Footprint:
-        """What a block of it takes of a compute unit."""
-        return Footprint(THREADS, THREADS * self.registers, self.shared_kb(dtype))
+    def footprint(self, dtype: str) -> BlockFootprint:
+        """Return the room of a block of it on a compute unit."""
+        return BlockFootprint(THREADS, THREADS * self.registers, self.shared_kb(dtype))
 
 
 OPT1 = Tile(64, 64, 32, registers=72)
@@ -104,7 +104,7 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
     gang = library_gang(machine, pipeline.collective, pipeline.nbytes)
     limits = occupancy(machine)
     threads = int(limits.library_threads)
-    footprint = Footprint(threads, threads * int(limits.library_registers), float(limits.library_shared_kb))
+    footprint = BlockFootprint(threads, threads * int(limits.library_registers), float(limits.library_shared_kb))
     for i in range(pipeline.iterations):
         after = (f"G{i}", f"C{i - 1}") if i else (f"G{i}",)
         name, first = f"C{i}", int(priority)

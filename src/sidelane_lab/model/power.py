@@ -44,9 +44,9 @@ from sidelane_lab.model.strategies import objection, predict, predictable
 from sidelane_lab.sim import Interval, simulate
 
 MOVERS = (Mover.LIBRARY, Mover.DMA)
-"""Whose watts are described: the library's kernels and copy engines."""
+"""Movers whose watts are described: the library's kernels and copy engines."""
 VARIANTS = ("pcpy", "b2b")
-"""Of copy engines: the faster is what runs beside a GEMM."""
+"""Variants on copy engines: the faster is what runs beside a GEMM."""
 STEEPEST = 3
 """Power of the clock that watts of operations follow at most: voltage in proportion to it."""
 
@@ -73,7 +73,7 @@ class PowerDraw:
 
     @property
     def energy_mj(self) -> float:
-        """Of one GPU for one call."""
+        """Energy of one GPU for one call."""
         return self.total_w * self.time_us / 1e3
 
 
@@ -192,12 +192,12 @@ class PairDraw:
 
     @property
     def wanted_w(self) -> float:
-        """What both would draw at once without a cap; 0 where they never are."""
+        """Watts that both would draw at once without a cap; 0 where they never are."""
         return self.gemm_w + self.collective_w if self.both_us else 0.0
 
     @property
     def energy_mj(self) -> float:
-        """Of one GPU for the pair."""
+        """Energy of one GPU for the pair."""
         phases = (
             (self.both_us, self.wanted_w),
             (self.gemm_us - self.both_us, self.gemm_w),
@@ -227,7 +227,7 @@ class PairDraw:
 
 
 def pair_power(machine: Machine, workload: Workload, strategy: Strategy | str, *, ranges: bool = False) -> PairDraw:
-    """What a GPU draws while a GEMM and a collective run under a strategy.
+    """Predict what a GPU draws while a GEMM and a collective run under a strategy.
 
     Args:
         machine: one node, with a section ``power``.

@@ -88,7 +88,7 @@ def ours_us(machine: Machine, kind: Kind, nbytes: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _engines_us(machine: Machine, kind: Kind, nbytes: int) -> float:
-    """Of a collective on copy engines, by the fastest of its programs; one that reduces adds on compute units."""
+    """Return the time of a collective on copy engines, by its fastest program; one that reduces adds on units."""
     known = [variant for variant in OWN if variant in variants(kind)]
     assert known, kind
     place = kind in IN_PLACE or kind in REDUCING

@@ -53,7 +53,7 @@ class Prediction:
 
     @property
     def percent(self) -> float | None:
-        """Of the ideal gain with the faster collective. None: undefined.
+        """Percent of the ideal gain with the faster collective. None: undefined.
 
         That is where there is next to nothing to gain (``percent_of_ideal``); where a strategy loses more than can be
         gained: then its collective is another one; and where a memory-bound GEMM gains more by fewer units than there
@@ -82,7 +82,7 @@ def predict(
     write_back: bool = False,
     record: bool = False,
 ) -> Prediction:
-    """What a pair takes under a strategy.
+    """Predict what a pair takes under a strategy.
 
     Args:
         machine: where.

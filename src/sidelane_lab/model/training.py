@@ -47,8 +47,8 @@ SIMULATED = (3, 5)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
-    """Who communicates.
+class StepWay:
+    """Ways of a training step to communicate.
 
     Attributes:
         gathers, scatters: all-gathers and reduce-scatters run on copy engines.
@@ -63,19 +63,19 @@ class Way:
 
 
 WAYS = {
-    "library": Way(),
-    "library, own units": Way(apart=True),
-    "dma all-gather": Way(gathers=True),
-    "dma both": Way(gathers=True, scatters=True),
-    "straight all-gather": Way(gathers=True, straight=True),
-    "straight both": Way(gathers=True, scatters=True, straight=True),
+    "library": StepWay(),
+    "library, own units": StepWay(apart=True),
+    "dma all-gather": StepWay(gathers=True),
+    "dma both": StepWay(gathers=True, scatters=True),
+    "straight all-gather": StepWay(gathers=True, straight=True),
+    "straight both": StepWay(gathers=True, scatters=True, straight=True),
 }
 STRATEGIES = tuple(WAYS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step takes, microseconds: with communication, without, and the collectives alone, one after another.
+    """Microseconds of a step: with communication, without, and the collectives alone, one after another.
 
     The step without has copies out of buffers, so that a way that needs none can expose less than nothing. ``units``:
     of the library's kernels, where they have some of their own; else 0.
@@ -88,7 +88,7 @@ class StepTimes:
 
     @property
     def exposed_us(self) -> float:
-        """What communication adds to the step."""
+        """Microseconds that communication adds to the step."""
         return self.time_us - self.compute_us
 
 
@@ -126,7 +126,7 @@ def step_times(
     return min(found, key=lambda times: times.time_us)
 
 
-def _with_units(machine: Machine, step: Step, way: Way, alone_us: float, units: int) -> StepTimes:
+def _with_units(machine: Machine, step: Step, way: StepWay, alone_us: float, units: int) -> StepTimes:
     nbytes = step.model.parameters * ELEMENT
     on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
 
@@ -211,7 +211,7 @@ def _scaled_once(
     straight: bool,
     limit: int | None,
 ) -> float:
-    """Of most numbers of a description that are changed one at a time a step does not take notice."""
+    """Remember steps: of most numbers of a description that are changed one at a time they take no notice."""
     machine, by_kind = node.machine, None if gangs is None else dict(gangs)
     few, more = (run_device(machine, step_kernels(node, step, n, by_kind, straight, limit)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.blocks import Channels, Footprint, Grid, has_room, most_blocks, occupancy, share_of_speed
+from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, has_room, most_blocks, occupancy, share_of_speed
 from sidelane_lab.model.device import DeviceRun
 from sidelane_lab.sim import Interval
 
@@ -127,7 +127,7 @@ class _Units:
             most -= number
             self.began.setdefault(state.kernel.name, self.now)
 
-    def _fits(self, units: _Class, new: Footprint) -> bool:
+    def _fits(self, units: _Class, new: BlockFootprint) -> bool:
         held = [(self.active[name].kernel.footprint, number) for (name, _), number in units.held.items()]
         return has_room(self.machine, held, new)
 

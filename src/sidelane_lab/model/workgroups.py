@@ -14,7 +14,7 @@ from sidelane_lab.machines.spec import Fused, Machine
 from sidelane_lab.model.blocks import occupancy as unit_limits
 
 THREADS = 256
-"""Of a workgroup: four rows of 64 lanes, as PyTorch's embedding bags have them."""
+"""Threads of a workgroup: four rows of 64 lanes, as PyTorch's embedding bags have them."""
 
 
 def fused_figures(machine: Machine) -> Fused:

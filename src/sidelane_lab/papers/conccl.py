@@ -25,7 +25,7 @@ from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import BANDS, Mark, Panel, PaperFigure, over_sizes
+from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, over_sizes
 
 MI300X = "mi300x8"
 
@@ -290,7 +290,7 @@ def _units_panels(machine: Machine, ranges: bool) -> list[Panel]:
     found = bands(machine, slower, ("matmul", "library") if ranges else ())
     titles = {"gemm": "GEMM, compute units lost", **{str(k): f"{k}, compute units given" for k in COLLECTIVES}}
     slow = tuple(1 + percent / 100 for percent in published()["C3-CU-07"]["value"])
-    mark = Mark("published, compute-bound, up to", slow, (32, 64), line="")
+    mark = PublishedValue("published, compute-bound, up to", slow, (32, 64), line="")
     return [
         Panel(
             curves={name[1]: band for name, band in found.items() if name[0] == panel},
@@ -318,7 +318,9 @@ def _bandwidth_panels(machine: Machine, ranges: bool) -> list[Panel]:
     curves = bands(machine, percents, ("matmul", "library", "dma", "links") if ranges else ())
     gather, exchange = (names.index(f"{kind}\nkernel") for kind in COLLECTIVES)
     less = (1 - published()["C3-BW-01"]["value"] / 100) * curves["peak"].values[exchange]
-    marks = [Mark("published: below all-to-all", (less,), (gather,), line="")] if machine.name == MI300X else []
+    marks = (
+        [PublishedValue("published: below all-to-all", (less,), (gather,), line="")] if machine.name == MI300X else []
+    )
     words = "GEMM, or collective of 1 GB and who runs it"
     return [Panel(curves=curves, x=names, marks=marks, xlabel=words, ylabel="percent of the peak")]
 
@@ -333,8 +335,8 @@ def _ideal_panels(machine: Machine, ranges: bool, version: str) -> list[Panel]:
 
     values = {claim: published()[claim]["value"] for claim in ("C3-ID-01", "C3-ID-02")}
     marks = [
-        Mark("published: least and most", tuple(values["C3-ID-02"])),
-        Mark("published: mean", (values["C3-ID-01"],), line="--"),
+        PublishedValue("published: least and most", tuple(values["C3-ID-02"])),
+        PublishedValue("published: mean", (values["C3-ID-01"],), line="--"),
     ]
     return [
         Panel(
@@ -361,7 +363,7 @@ def _isolated_panels(machine: Machine, ranges: bool) -> list[Panel]:
         }
 
     large = (float(64 << 20), float(sizes[-1]))
-    marks = [Mark("published: all-gather, large sizes", (published()["CC-02"]["value"],), large)]
+    marks = [PublishedValue("published: all-gather, large sizes", (published()["CC-02"]["value"],), large)]
     curves = bands(machine, gains, ("dma", "library", "links") if ranges else ())
     here = marks if machine.name == MI300X else []
     return [Panel(curves=curves, marks=here, level=1, low=0, ylabel="speedup over the library", **over_sizes(sizes))]
@@ -382,13 +384,13 @@ def _means(machine: Machine, version: str) -> Mapping[str, Sequence[float]]:
 def _groups_panels(machine: Machine, ranges: bool, version: str, strategies: Sequence[str]) -> list[Panel]:
     found = bands(machine, lambda changed: _means(changed, version), None if ranges else ())
     ideal, last = found["ideal"].values, len(GROUPS) - 1
-    marks = [Mark("ideal", ideal, tuple(range(len(GROUPS))), line="", point="_")]
+    marks = [PublishedValue("ideal", ideal, tuple(range(len(GROUPS))), line="", point="_")]
     if machine.name == MI300X:
         width, known = 0.8 / len(strategies), [name for name in strategies if name in PERCENTS]
         places = [last + (strategies.index(name) - (len(strategies) - 1) / 2) * width for name in known]
         shares = [published()[PERCENTS[name]]["value"] / 100 for name in known]
         heights = tuple(1 + share * (ideal[last] - 1) for share in shares)
-        marks.append(Mark("published (% of ideal)", heights, tuple(places), line=""))
+        marks.append(PublishedValue("published (% of ideal)", heights, tuple(places), line=""))
     return [
         Panel(
             curves={strategy: found[strategy] for strategy in strategies},

@@ -20,7 +20,7 @@ from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import COLOURS, Mark, Panel, PaperFigure, over_sizes
+from sidelane_lab.papers.figures import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.sim import simulate
 
 MI300X = "mi300x8"
@@ -414,8 +414,8 @@ def _phase_panels(machine: Machine, ranges: bool) -> list[Panel]:
     found = bands(machine, shares, NUMBERS if ranges else ())
     values = [published()[f"DM-PH-0{number}"]["value"] for number in (1, 2)]
     marks = [
-        Mark("published: no copy", (values[0],), (0.12,), line=""),
-        Mark("published: at most, above 1 MB", (values[1],), (len(PHASED) - 1 + 0.12,), line="", point="v"),
+        PublishedValue("published: no copy", (values[0],), (0.12,), line=""),
+        PublishedValue("published: at most, above 1 MB", (values[1],), (len(PHASED) - 1 + 0.12,), line="", point="v"),
     ]
     return [
         Panel(
@@ -451,9 +451,9 @@ def _speedup_panels(kind: Kind) -> Callable[[Machine, bool], list[Panel]]:
         gap, slow, faster = (published()[claim]["value"][word] for claim in ("DM-BB-05", "DM-PC-02", "DM-PC-01"))
         small, large = (float(SIZES[0]), float(UP_TO)), (float(FROM), float(SIZES[-1]))
         marks = [
-            Mark("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
-            Mark("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
-            Mark("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
+            PublishedValue("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
+            PublishedValue("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
+            PublishedValue("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
         ]
         return [
             Panel(
@@ -480,7 +480,7 @@ def _producer_panels(machine: Machine, ranges: bool) -> list[Panel]:
         return found
 
     start = float(published()["DM-SY-01"]["value"] * MB)
-    marks = [Mark("published: as good or better above 4 MB", (1,), (start, float(SIZES[-1])))]
+    marks = [PublishedValue("published: as good or better above 4 MB", (1,), (start, float(SIZES[-1])))]
     curves = bands(machine, ratios, NUMBERS if ranges else ())
     here = marks if machine.name == MI300X else []
     return [Panel(curves=curves, marks=here, level=1, ylabel="library / DMA", **over_sizes(SIZES))]
@@ -501,7 +501,7 @@ def _power_panels(machine: Machine, ranges: bool) -> list[Panel]:
     large = [(n, watt) for n, watt in zip(SIZES, found["library"].values, strict=True) if n >= FROM]
     mean = statistics.fmean(watt for _, watt in large) * (1 - published()["DM-PW-01"]["value"] / 100)
     ends = (float(large[0][0]), float(large[-1][0]))
-    marks = [Mark("published: best DMA below the library from 64 MB", (mean,), ends)]
+    marks = [PublishedValue("published: best DMA below the library from 64 MB", (mean,), ends)]
     return [
         Panel(
             curves=found,

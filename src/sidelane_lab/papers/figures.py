@@ -28,7 +28,7 @@ UNITS = "on compute units (number of workgroups)"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
+class PublishedValue:
     """A published value.
 
     Attributes:
@@ -70,7 +70,7 @@ class Panel:
     xlabel: str
     ylabel: str = ""
     title: str = ""
-    marks: Sequence[Mark] = ()
+    marks: Sequence[PublishedValue] = ()
     styles: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
     total: Band | None = None
     ticks: Mapping[float, str] | None = None

@@ -36,7 +36,7 @@ from sidelane_lab.model.operators import (
 )
 from sidelane_lab.model.workgroups import fused_figures
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import Mark, Panel, PaperFigure
+from sidelane_lab.papers.figures import Panel, PaperFigure, PublishedValue
 
 BATCHES, TABLES, POOLING = (256, 512, 1024, 2048), (64, 128, 256), 70
 EMBEDDINGS = tuple(Embedding(batch, tables, POOLING) for batch in BATCHES for tables in TABLES)
@@ -205,9 +205,9 @@ GAINS: tuple[tuple[str, str, Callable[[FusedStudy], float]], ...] = (
 OCCUPANCIES = tuple(eighths / 8 for eighths in range(1, 9))
 
 
-def _published(*claim_ids: str) -> Mark:
+def _published(*claim_ids: str) -> PublishedValue:
     heights = tuple(published()[claim_id]["value"] for claim_id in claim_ids)
-    return Mark("published", heights, tuple(range(len(heights))), line="")
+    return PublishedValue("published", heights, tuple(range(len(heights))), line="")
 
 
 def _gain_panels(machine: Machine, ranges: bool) -> list[Panel]:
@@ -238,7 +238,7 @@ def _occupancy_panels(machine: Machine, ranges: bool) -> list[Panel]:
         Panel(
             curves=bands(machine, times, SECTIONS if ranges else ()),
             x=OCCUPANCIES,
-            marks=[Mark("published", heights, (0.25, 0.75, 0.875), line="")],
+            marks=[PublishedValue("published", heights, (0.25, 0.75, 0.875), line="")],
             log=False,
             low=0,
             xlabel="occupancy",

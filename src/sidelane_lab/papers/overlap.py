@@ -31,7 +31,7 @@ from sidelane_lab.model.pipeline import (
     sequential_us,
 )
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper
-from sidelane_lab.papers.figures import BANDS, Mark, Panel, PaperFigure, draw_all, draw_timeline
+from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
 from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.sim import write_chrome_trace
 
@@ -66,7 +66,7 @@ class OverlapContext:
         return [r[key] for (p, q, b), r in self.rows.items() if p in platforms and b in blocks and pair in ("", q)]
 
     def gain(self, platform: str, blocks: tuple[int, ...]) -> float:
-        """What priority saves on a platform, percent of the time without it: the mean over pairs and blocks."""
+        """Return what priority saves on a platform, percent of the time without it: the mean over pairs and blocks."""
         return statistics.fmean(self.of("reduction", (platform,), blocks))
 
     def lowest(self, key: str) -> str:
@@ -175,10 +175,10 @@ def _platform(machine: Machine) -> list[Any]:
 OF_LIBRARY = ("all_reduce_gbps", "all_to_all_gbps", "default_units", "all_to_all_units", "traffic")
 NUMBERS = ("occupancy", "interference.memory", *(f"library.{name}" for name in OF_LIBRARY))
 """Numbers of a description that a pipeline depends on most; GEMMs by themselves stand on both sides of each ratio."""
-MARKS: dict[tuple[str, str], list[Mark]] = {
-    ("base", ""): [Mark("published: 0.3 and 1", (0.3, 1.0))],
-    ("reduction", "A40"): [Mark("published, cb-ar at most", (25.5,))],
-    ("overlap", ""): [Mark("published, at most", (90.0,))],
+MARKS: dict[tuple[str, str], list[PublishedValue]] = {
+    ("base", ""): [PublishedValue("published: 0.3 and 1", (0.3, 1.0))],
+    ("reduction", "A40"): [PublishedValue("published, cb-ar at most", (25.5,))],
+    ("overlap", ""): [PublishedValue("published, at most", (90.0,))],
     ("overlap", "MI250X"): [],
 }
 """Values in the text, by figure and platform; "" stands for the others."""

@@ -60,7 +60,7 @@ PREDICTED_VARIANTS = {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in 
 
 
 def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
-    """What a strategy takes, from the isolated times of its row; nothing if the model does not speak to it.
+    """Predict a strategy from the isolated times of its row; nothing if the model does not speak to it.
 
     Returns:
         Microseconds; twice where either of the two may come first, see ``model.strategies.orders``.
@@ -113,7 +113,7 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
 
 
 def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:
-    """Of the library's kernels in a row: its note may name their CTAs; without windows gathers are exchanges, too."""
+    """Count the library's units in a row: its note may name their CTAs; without windows gathers are exchanges, too."""
     if named_ctas := re.search(r"\bctas(\d+)\b", row.note):
         return int(named_ctas[1])
     return default_units(machine.library, kind if "window" in row.note else Kind.ALL_TO_ALL)
@@ -125,7 +125,7 @@ def strategy_of(row: C3Row) -> Strategy | None:
 
 
 def predict_alone(machine: Machine, row: CollectiveRow) -> float | None:
-    """What a collective takes alone; None if the model does not speak to it."""
+    """Predict a collective alone; None if the model does not speak to it."""
     if row.collective not in tuple(KINDS) or row.launch != "graph" or row.tensors > 1:
         return None
     kind = Kind(row.collective)
@@ -184,7 +184,7 @@ def predict_watts(machine: Machine, row: PowerRow) -> float | None:
 
 
 def pipeline_of(row: OccupancyRow) -> Pipeline | None:
-    """What a row ran; None for shapes of GEMMs that are not described, and where NCCL did not move the bytes."""
+    """Return what a row ran; None for shapes of GEMMs that are not described, and where NCCL did not move the bytes."""
     if row.shape not in TILES or row.implementation != "nccl":
         return None
     return Pipeline(

@@ -22,7 +22,7 @@ from sidelane_lab.model.kernels import library_gang
 from sidelane_lab.model.layer import ELEMENT, Step, Transformer
 from sidelane_lab.model.training import Node, orders, step_kernels, sustained
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
-from sidelane_lab.papers.figures import Mark, Panel, PaperFigure
+from sidelane_lab.papers.figures import Panel, PaperFigure, PublishedValue
 
 MODELS = (
     Transformer("GPT-3 XL", 24, 2048, 5461, 16, 16),
@@ -136,7 +136,7 @@ def _most(predicted: Brackets) -> float:
 def _panels(machine: Machine, ranges: bool) -> list[Panel]:
     """A panel for each GPU of the paper: percent by which kernels take longer, by tokens."""
     marks = [
-        Mark(words, (published()[claim]["value"],), line=line)
+        PublishedValue(words, (published()[claim]["value"],), line=line)
         for claim, line, words in (("CO-01", ":", "published: mean of all"), ("CO-02", "--", "published: most of all"))
     ]
 
