@@ -122,8 +122,3 @@ def panel_bytes(machine: Machine, gemm: Gemm) -> float:
 def is_memory_bound(machine: Machine, gemm: Gemm) -> bool:
     """True if its bytes take longer than its operations."""
     return bytes_us(machine, gemm) > compute_us(machine, gemm)
-
-
-def roofline_us(machine: Machine, gemm: Gemm) -> float:
-    """The least time that the GPU's peaks allow."""
-    return max(gemm.flops / (machine.gpu.peak_tflops * 1e6), gemm.nbytes / (machine.gpu.memory_gbps * 1e3))

@@ -124,15 +124,18 @@ class Panel:
             axes.set_xscale("log", base=2)
         if self.ticks is not None:
             axes.set_xticks(list(self.ticks), list(self.ticks.values()))
-        axes.set_ylim(self.low, self.high)
-        if self.roomy:
-            axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
         axes.set_xlabel(self.xlabel)
         axes.set_ylabel(self.ylabel)
         axes.set_title(self.title)
-        mark_cut(axes)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend(**{"fontsize": 7, **self.legend})
+
+    def limit(self, axes: Axes) -> None:
+        """Set the ends of the axis of values, once all panels that share it are drawn."""
+        axes.set_ylim(self.low, self.high)
+        if self.roomy:
+            axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
+        mark_cut(axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +169,8 @@ class PaperFigure:
             many = figure.subplots(1, len(panels), sharey=self.shared, squeeze=False)[0]
             for axes, panel in zip(many, panels, strict=True):
                 panel.draw(axes)
+            for axes, panel in zip(many, panels, strict=True):
+                panel.limit(axes)
             title = self.title.format(machine=machine.title)
             if several:
                 figure.suptitle(title, x=0.01, ha="left", fontweight="bold")

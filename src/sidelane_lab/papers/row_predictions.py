@@ -11,19 +11,17 @@ import dataclasses
 import re
 
 from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Means, Mover, Strategy
-from sidelane.c3.workload import Gemm
+from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.workload import Gemm, Workload
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE, PUBLISHED_VARIANTS, default_units, executed_run, library_us
 from sidelane_lab.model.device import run_device
-from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound
-from sidelane_lab.model.kernels import dma_gangs, library_gang, own_chunk_gang, own_gang
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline
 from sidelane_lab.model.power import dma_power, hybrid_power, library_power
-from sidelane_lab.model.strategies import arrange, objection, orders
+from sidelane_lab.model.strategies import PairAlone, objection, pair_kernels
 from sidelane_lab.model.training import compute_us, step_times
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow
 from sidelane_lab.studies.c3.rows import C3Row
@@ -77,39 +75,10 @@ def predict_together(machine: Machine, row: C3Row) -> tuple[float, ...]:
     shape, split = Gemm(row.m, row.n, row.k, row.dtype), strategy.partition
     if split is not None and (objection(strategy, machine) or (split.units is None and not row.units)):
         return ()  # files of another version do not say how many units were taken
-    taken = 0 if split is None else split.taken(row.units, is_memory_bound(machine, shape))
-    gemm = gemm_kernel(machine, shape, limit=int(machine.gpu.units) - taken if taken else None)
-    scale = row.gemm_us / gemm_us(machine, shape)
-    computation = dataclasses.replace(
-        gemm,
-        compute_us=gemm.compute_us * scale,
-        traffic_bytes=gemm.traffic_bytes * scale,
-        fixed_us=gemm.fixed_us * scale,
-    )
-    on_units = strategy.mover.takes_units
-    made = own_gang if strategy.mover is Mover.SM else library_gang
-    gangs = (made(machine, kind, row.bytes),) if on_units else dma_gangs(machine, kind, row.bytes)
-    units = gangs[0].units if made is own_gang else _library_units(machine, kind, row)
-    longer = row.comm_us / run_device(machine, gangs).time_us
-    if on_units:
-        on_own = taken > 0 and split is not None and split.means is Means.SPLIT
-        gang = made(machine, kind, row.bytes, units=taken, reserved=True) if on_own else gangs[0]
-        gangs = (gang if on_own else dataclasses.replace(gang, units=units, need=min(gang.need, units)),)
-    gangs = tuple(
-        dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
-        for gang in gangs
-    )
-    copies_own = not on_units and strategy.mover.as_asked and OUT_OF_PLACE in row.note
-    own = own_chunk_gang(machine, kind, row.bytes) if copies_own else None
-    if own is not None and strategy.mover is Mover.LIBRARY_DMA:
-        # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
-        gangs, own = (dataclasses.replace(gangs[0], after=(computation.name,)), *gangs[1:]), None
-    if on_units:
-        return tuple(
-            run_device(machine, launched).time_us for launched in orders(machine, strategy, computation, gangs)
-        )
-    kernels = arrange(strategy, computation, gangs)
-    return (run_device(machine, kernels if own is None else [*kernels, own]).time_us,)
+    pair = Workload(shape, kind, row.bytes)
+    alone = PairAlone(row.gemm_us, row.comm_us, _library_units(machine, kind, row), OUT_OF_PLACE in row.note)
+    launches = pair_kernels(machine, pair, strategy, row.units, alone=alone)
+    return tuple(run_device(machine, kernels).time_us for kernels in launches)
 
 
 def _library_units(machine: Machine, kind: Kind, row: C3Row) -> int:

@@ -1,11 +1,7 @@
-"""Programs of many ranks, and how the simulator's own time and memory grow with the number of commands.
+"""How the simulator's own time and memory grow with the number of commands: an all-gather in two levels, in place.
 
-    ring          every rank passes on to its right neighbour what came from the left: n-1 steps
-    two levels    the ranks of a node exchange their shards directly; then every rank takes part in a ring over the
-                  nodes with its namesakes, which passes on whole nodes' shards
-
-Both are all-gathers in place: shard r lies at ``r * part`` of every output. One engine a rank in the ring; in two
-levels one more queue serves the peers inside the node. ``python -m sidelane_lab.sim.scale FILE`` records the growth.
+The ranks of a node exchange their shards directly; then every rank takes part in a ring over the nodes with its
+namesakes, which passes on whole nodes' shards. ``python -m sidelane_lab.sim.scale FILE`` records the growth.
 """
 
 from __future__ import annotations
@@ -30,18 +26,8 @@ RANKS = (64, 128, 256, 512, 1024)
 PART = 1 << 20
 
 
-def ring_all_gather(ranks: int, part: int) -> Program:
-    """Ring over all ranks. ``part``: bytes of a shard."""
-    queues = []
-    for rank in range(ranks):
-        right = (rank + 1) % ranks
-        commands = _ring_steps(rank, right, ranks, [((rank - step) % ranks) * part for step in range(ranks - 1)], part)
-        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(commands)))
-    return Program(_collective(ranks, part), "ring", tuple(queues), (0,) * ranks, ranks)
-
-
 def two_level_all_gather(nodes: int, gpus: int, part: int) -> Program:
-    """Direct inside nodes of ``gpus`` ranks, then a ring over ``nodes``. ``part``: bytes of a shard."""
+    """Build it: direct inside nodes of ``gpus`` ranks (1: a ring alone), then a ring. ``part``: bytes of a shard."""
     ranks, block = nodes * gpus, gpus * part
     arrived = nodes  # flags behind those of the ring: one for each peer inside the node
     queues = []
