@@ -154,7 +154,7 @@ def test_c3_options(asked: SimpleNamespace):
 
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Stands in for the predictions; holds what they were called with. They return 3."""
+    """Stands in for the predictions; holds what they were called with. They return 3, which only claims pass on."""
     seen: list[tuple[Any, ...]] = []
 
     def stand_in(name: str) -> Any:
@@ -229,7 +229,7 @@ OUT = Path("out")
 )
 def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], arguments: str, call: tuple[Any, ...]):
     result = run(*arguments.split())
-    assert result.exit_code == 3, result.output
+    assert result.exit_code == (3 if arguments.startswith("claims") else 0), result.output
     assert predicted == [call]
     assert (asked.collective, asked.c3) == (None, None)
 

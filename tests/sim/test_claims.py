@@ -246,8 +246,10 @@ def test_ranges_vary_uncertain_numbers_of_the_machine_that_claims_are_about(name
     machines = [MACHINE] if name == MACHINE.name else [MACHINE, about]
     quantity = about.quantities()[path]
     found = [predicted[0] for _, predicted in command.vary([paper], machines, "", [float(quantity)])]
-    uncertain = [key for key, number in MACHINE.quantities().items() if number.uncertain]
-    mine = [key for key, number in about.quantities().items() if number.uncertain and key.startswith(f"{section}.")]
+    uncertain = [key for key, number in MACHINE.quantities().items() if number.low is not None]
+    mine = [
+        key for key, number in about.quantities().items() if number.low is not None and key.startswith(f"{section}.")
+    ]
     assert len(found) == 2 * len(uncertain) + (0 if about is MACHINE else 2 * len(mine))
     assert len(seen) == 2 * len(mine) and {machine.name for machine in seen} == {name}
     assert {min(found), max(found)} == {quantity.low, quantity.high}

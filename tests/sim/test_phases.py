@@ -204,7 +204,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
         json=tmp_path / "phases.json",
         report=tmp_path / "report",
     )
-    assert phases_predict.main(options) == 0
+    phases_predict.main(options)
     shown = capsys.readouterr().out
     assert "MI300X" in shown and "all_gather pcpy" in shown and "no stamps" not in shown
     content = json.loads((tmp_path / "phases.json").read_text())

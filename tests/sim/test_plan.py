@@ -158,7 +158,7 @@ def test_advice_says_what_to_change_and_when_to_measure_first():
 
 def test_the_command_prints_ranges_and_writes(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert sim_plan.main(PlanOptions("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path)) == 0
+    sim_plan.main(PlanOptions("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path))
     shown = capsys.readouterr().out
     assert "FSDP on 2 x NVIDIA H200" in shown and "dma all-gather" in shown and " .. " in shown
     written = json.loads(path.read_text())

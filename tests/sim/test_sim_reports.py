@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     workloads = [parse_workload("cb1_896M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
-    assert sim_study.c3_main(sim_study.PredictionOptions("h200x4", tmp_path), workloads) == 0
+    sim_study.c3_main(sim_study.PredictionOptions("h200x4", tmp_path), workloads)
     shown = capsys.readouterr().out
     assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
     rows = json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]
@@ -48,7 +48,7 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     for path, quantity in MACHINE.quantities().items():
         certain = certain.with_value(path, float(quantity))
     monkeypatch.setattr(sim_study, "find", lambda name: certain)
-    assert sim_study.c3_main(sim_study.PredictionOptions("mi300x8", tmp_path)) == 0
+    sim_study.c3_main(sim_study.PredictionOptions("mi300x8", tmp_path))
     assert "Percent of ideal by group" in capsys.readouterr().out
     content = json.loads((tmp_path / "c3_predicted.json").read_text())
     assert content["predicted"] is True and content["machine"] == "mi300x8"
@@ -100,7 +100,7 @@ def check_axes(figures):
 
 
 def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
-    assert sim_study.collective_main(sim_study.PredictionOptions("mi300x8", tmp_path)) == 0
+    sim_study.collective_main(sim_study.PredictionOptions("mi300x8", tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
     rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
     assert {row["variant"] for row in rows} == {"pcpy", "bcst", "swap", "b2b", "library"}
@@ -206,7 +206,7 @@ PANELS = ("base", "reduction", "overlap")
 
 
 def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
-    assert overlap.main("a40x4", tmp_path) == 0
+    overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out
     assert "6 blocks a unit" in shown and "3 blocks a unit" in shown and "mb-a2a" in shown
     assert {path.stem for path in tmp_path.glob("overlap-*.png")} == {f"overlap-{key}" for key in PANELS}
@@ -217,7 +217,7 @@ def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
 def test_fused_operators_are_reported(tmp_path, capsys):
     shape, report = (2048, 4, 2), tmp_path / "out"
     options = sim_fused.FusedPredictionOptions("h200x4", ("embedding_all_to_all",), (shape,), report=report)
-    assert sim_fused.main(options) == 0
+    sim_fused.main(options)
     assert "batch 2048, 4 tables a rank, pooling 2" in capsys.readouterr().out
     content = json.loads((report / "fused_predicted.json").read_text())
     first, *others = content["rows"]

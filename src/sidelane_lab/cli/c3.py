@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -231,6 +230,7 @@ def c3(
         _refuse(OCCUPANCY, "shapes", "blocks", "iterations", "in_order")
         if machine is not None:
             predict_c3(machine, workloads, kinds, strategies, version, others["report"], json)
+            return
         if given("version"):
             raise ValueError("--version chooses between versions of the paper; it needs --machine")
 
@@ -263,7 +263,7 @@ def predict_c3(
     version: str,
     report: Path | None,
     json: Path | None,
-) -> NoReturn:
+) -> None:
     """What ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
 
     Raises:
@@ -277,7 +277,7 @@ def predict_c3(
 
     workloads = [parse_workload(pair, kind) for kind in kinds for pair in pairs]
     asked = predictions.PredictionOptions(machine, report, version, json, strategies)
-    sys.exit(predictions.c3_main(asked, workloads))
+    predictions.c3_main(asked, workloads)
 
 
 def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,8 @@ def collective(
             from sidelane_lab.papers import predictions
 
             asked = predictions.PredictionOptions(machine, others["report"], json=json)
-            sys.exit(predictions.collective_main(asked))
+            predictions.collective_main(asked)
+            return
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.collectives import study as collective_study
@@ -207,18 +207,11 @@ def phases(
             from sidelane_lab.studies.phases import predict as phases_predict
 
             sizes = tuple(sizes_between(min_bytes, _or(max_bytes, 1 << 30), factor))
-            sys.exit(
-                phases_predict.main(
-                    phases_predict.PhasePredictionOptions(
-                        machine=machine,
-                        operations=chosen,
-                        variants=variants,
-                        sizes=sizes,
-                        json=json,
-                        report=others["report"],
-                    )
-                )
+            asked = phases_predict.PhasePredictionOptions(
+                machine=machine, operations=chosen, variants=variants, sizes=sizes, json=json, report=others["report"]
             )
+            phases_predict.main(asked)
+            return
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.phases import study as phases_study
@@ -305,7 +298,8 @@ def power(
             asked = power_predict.PowerPredictionOptions(
                 machine=machine, gemms=gemms, collectives=kinds, sizes=sizes, json=json, report=others["report"]
             )
-            sys.exit(power_predict.main(asked))
+            power_predict.main(asked)
+            return
         if gemms:
             raise ValueError("power: --gemm is predicted, not measured; it needs --machine")
 
@@ -469,7 +463,8 @@ def fused(
             asked = operators.FusedPredictionOptions(
                 machine, others["ops"], shapes, occupancy, late_us, report, json, measured
             )
-            sys.exit((operators if measured is None else operator_results).main(asked))
+            (operators if measured is None else operator_results).main(asked)
+            return
         predicted = (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late"))
         for name, option in predicted:
             if given(name):

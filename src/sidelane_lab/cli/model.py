@@ -93,7 +93,7 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     with plain_errors():
         from sidelane_lab.papers import overlap
 
-        sys.exit(overlap.main(machine, report, json))
+        overlap.main(machine, report, json)
 
 
 @click.command(
@@ -122,4 +122,4 @@ def plan(
     with plain_errors():
         from sidelane_lab.papers import plan as planning
 
-        sys.exit(planning.main(planning.PlanOptions(machine, model, tokens, sequence, layers, fsdp, json)))
+        planning.main(planning.PlanOptions(machine, model, tokens, sequence, layers, fsdp, json))

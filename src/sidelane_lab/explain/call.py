@@ -370,7 +370,7 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
 
 
 def _simulated(name: str, agreement: AnyAgreement) -> InForce:
-    """A profile of one size, predicted: for machines of the catalogue that nobody has measured."""
+    """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
     machine, call = find(name), agreement.call
     curves = []
     for candidate in candidates(call, Abilities()):

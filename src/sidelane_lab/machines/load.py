@@ -62,14 +62,14 @@ class _Mistake(Exception):
 
 
 def machine_names() -> tuple[str, ...]:
-    """Names in the catalogue."""
+    """Return names in the catalogue."""
     folder = importlib.resources.files("sidelane_lab.machines") / "catalog"
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 @functools.cache
 def named(name: str) -> Machine:
-    """The machine of the catalogue with that name.
+    """Return the machine of the catalogue with that name.
 
     Raises:
         ValueError: there is none.
@@ -81,7 +81,7 @@ def named(name: str) -> Machine:
 
 
 def find(name_or_path: str) -> Machine:
-    """A machine by its name in the catalogue, or from a TOML or JSON file.
+    """Return a machine by its name in the catalogue, or from a TOML or JSON file.
 
     Raises:
         ValueError: no such name, or the file is wrong; the text names the line and what is allowed there.
@@ -187,7 +187,7 @@ def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, A
 
 
 def _scaled(section: Any, names: Sequence[str], factor: float, why: str) -> Any:
-    """Numbers of a section in proportion to another number that has changed by a factor."""
+    """Return the numbers of a section in proportion to another number that has changed by a factor."""
     if factor == 1.0:
         return section
     changes = {}

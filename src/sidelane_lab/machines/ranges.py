@@ -1,18 +1,23 @@
 """Ranges of predictions: one number of a description at a time at each end of its plausible values, and squares add.
 
-Every range of the laboratory is made this way: of claims, of curves in pictures, of tables.
+Every range of the laboratory is made this way: of claims, of curves in pictures, of tables. Of most numbers that are
+changed a prediction does not take notice: it is :func:`remembered` by the sections that it depends on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sidelane_lab.machines.spec import Machine
 
 Name = TypeVar("Name")
+P = ParamSpec("P")
+T = TypeVar("T")
 Curves = Mapping[Name, Sequence[float]]
 
 
@@ -78,3 +83,41 @@ def bands(
         low, high = zip(*(ends(value, others) for value, *others in points), strict=True)
         found[name] = Band(tuple(map(float, values)), low, high)
     return found
+
+
+class _Part:
+    """A machine, equal to others that do not differ in some sections."""
+
+    def __init__(self, machine: Machine, sections: tuple[str, ...]) -> None:
+        self.machine = machine
+        self.key = (machine.gpus, machine.nodes, *(getattr(machine, name) for name in sections))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Part) and self.key == other.key
+
+
+def remembered(
+    *sections: str, maxsize: int = 256
+) -> Callable[[Callable[Concatenate[Machine, P], T]], Callable[Concatenate[Machine, P], T]]:
+    """Remember what a function of a machine has returned, for all machines that are alike in what it depends on.
+
+    Args:
+        sections: of a description; the numbers of GPUs and nodes count besides.
+        maxsize: results that are kept.
+    """
+
+    def decorate(function: Callable[Concatenate[Machine, P], T]) -> Callable[Concatenate[Machine, P], T]:
+        @functools.lru_cache(maxsize=maxsize)
+        def once(part: _Part, args: Any, named: Any) -> T:
+            return function(part.machine, *args, **dict(named))
+
+        @functools.wraps(function)
+        def call(machine: Machine, *args: P.args, **named: P.kwargs) -> T:
+            return once(_Part(machine, sections), args, tuple(named.items()))
+
+        return typing.cast("Callable[Concatenate[Machine, P], T]", call)
+
+    return decorate

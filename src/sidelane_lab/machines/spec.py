@@ -53,10 +53,6 @@ class Quantity(float):
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (float(self), self.source, self.of, self.low, self.high))
 
-    @property
-    def uncertain(self) -> bool:
-        return self.low is not None
-
 
 class Topology(StrEnum):
     """``mesh``: a link between every two GPUs. ``switch``: one port a GPU that reaches every peer."""
@@ -381,7 +377,7 @@ class Machine:
         return found
 
     def with_value(self, path: str, value: float) -> Machine:
-        """The machine with one number changed (``dma.copy_us``), its source kept.
+        """Return the machine with one number changed (``dma.copy_us``), its source kept.
 
         Raises:
             ValueError: no such number.

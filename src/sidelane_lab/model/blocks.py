@@ -74,7 +74,7 @@ class Channels:
 
 
 def occupancy(machine: Machine) -> Occupancy:
-    """The machine's figures of what fits on a compute unit.
+    """Return the machine's figures of what fits on a compute unit.
 
     Raises:
         ValueError: it has none.
@@ -85,7 +85,7 @@ def occupancy(machine: Machine) -> Occupancy:
 
 
 def most_blocks(machine: Machine, footprint: BlockFootprint) -> int:
-    """Blocks of a kind that a compute unit holds at once."""
+    """Return blocks of a kind that a compute unit holds at once."""
     limits = occupancy(machine)
     most = min(
         limits.threads // footprint.threads,

@@ -39,7 +39,7 @@ IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
 
 
 def bare(program: Program) -> Program:
-    """The program's moves between ranks, without flags and without copies inside a rank."""
+    """Return the program's moves between ranks, without flags and without copies inside a rank."""
     queues = []
     for queue in program.queues:
         moves = tuple(command for command in queue.commands if isinstance(command, MOVES))
@@ -49,7 +49,7 @@ def bare(program: Program) -> Program:
 
 
 def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
-    """The collective of a size as studies count it: gathered bytes of an all_gather, the local buffer otherwise.
+    """Return the collective of a size as studies count it: gathered bytes of an all_gather, the local buffer otherwise.
 
     Raises:
         ValueError: another kind than all_gather, all_to_all, reduce_scatter, all_reduce.
@@ -69,7 +69,7 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
 
 @functools.lru_cache(maxsize=1024)
 def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
-    """A variant of the DMA collectives paper, section 4.2, as that paper ran it.
+    """Return a variant of the DMA collectives paper, section 4.2, as that paper ran it.
 
     Raises:
         ValueError: a collective that reduces. The DMA collectives paper has none, and its moves alone would not be one.
@@ -98,7 +98,7 @@ def dma_run(
 
 @functools.lru_cache(maxsize=512)
 def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place: bool) -> Program:
-    """The program that runs on the GPUs: copies only, and flags that a graph can replay.
+    """Return the program that runs on the GPUs: copies only, and flags that a graph can replay.
 
     Args:
         kind: all_gather, all_to_all, reduce_scatter or all_reduce.
@@ -114,7 +114,7 @@ def executed_program(kind: Kind, nbytes: int, ranks: int, variant: str, in_place
 
 
 def program_of(collective: Collective, variant: str) -> Program:
-    """The same of any collective. Raises ValueError: no such variant of it."""
+    """Return the same of any collective. Raises ValueError: no such variant of it."""
     staged = collective.in_place and collective.kind is Kind.ALL_TO_ALL and variant != "swap"
     program = build(collective, variant, Transport.STAGED if staged else Transport.PUSH)
     return freeze(lower(program, {Copy}))
@@ -202,6 +202,6 @@ def default_units(library: LibraryFigures, kind: Kind) -> int:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Geometric mean."""
+    """Return the geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))

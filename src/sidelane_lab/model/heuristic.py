@@ -16,7 +16,7 @@ from sidelane.c3.heuristic import TIE, Kernel
 from sidelane.c3.isolated import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
-from sidelane.c3.workload import Gemm, Workload, parse_gemm
+from sidelane.c3.workload import Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
@@ -52,7 +52,7 @@ class UnitAllocation:
 
 
 def allocate(machine: Machine, workload: Workload) -> heuristic.Allocation:
-    """Units for the collective by the look-up heuristic."""
+    """Return the units for the collective by the look-up heuristic."""
     gemm, gpu = workload.gemm, machine.gpu
     gemm_alone = heuristic.expected_gemm_us(
         gemm.flops, traffic_bytes(machine, gemm), float(gpu.peak_tflops), float(gpu.memory_gbps)
@@ -66,12 +66,6 @@ def allocate(machine: Machine, workload: Workload) -> heuristic.Allocation:
         {units: gemm_slowdown(machine, bound, units) for units in partitions(machine)},
         {units: comm_slowdown(machine, workload.collective, workload.nbytes, units) for units in partitions(machine)},
     )
-
-
-def spare(machine: Machine, gemm: Gemm) -> heuristic.Spared:
-    """Units to take from a GEMM next to copy engines."""
-    table = {units: gemm_slowdown(machine, True, units) for units in partitions(machine)}
-    return heuristic.spare(is_memory_bound(machine, gemm), table)
 
 
 def judge(machine: Machine, workload: Workload) -> UnitAllocation:
@@ -98,7 +92,7 @@ def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> floa
 
 
 def sweep_of(machine: Machine, workload: Workload) -> Sweep:
-    """A pair under every strategy that the model speaks to, and three kernels in every launch order.
+    """Predict a pair under every strategy that the model speaks to, and three kernels in every launch order.
 
     The third kernel is the other of all-gather and all-to-all, of as many bytes.
     """

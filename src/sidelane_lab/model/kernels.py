@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
 from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
-from sidelane_lab.machines.spec import DmaFigures, GpuFigures, HostThreads, Links, Machine, Topology
+from sidelane_lab.machines.ranges import remembered
+from sidelane_lab.machines.spec import HostThreads, Machine, Topology
 from sidelane_lab.model.collectives import (
     PUBLISHED_VARIANTS,
     REDUCE_UNITS,
@@ -28,7 +28,7 @@ DMA_TRAFFIC = 2.0
 def library_gang(
     machine: Machine, kind: Kind, nbytes: int, *, units: int | None = None, reserved: bool = False, priority: int = 0
 ) -> Gang:
-    """The vendor library's collective as a kernel.
+    """Return the vendor library's collective as a kernel.
 
     Args:
         machine: its ``library`` figures.
@@ -118,27 +118,11 @@ def dma_gangs(
 
 
 def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None) -> float:
-    """Time of the collective on DMA engines alone."""
+    """Return the time of the collective on DMA engines alone."""
     return dma_collective(machine, kind, nbytes, variant).time_us
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class EngineKey:
-    """A machine, equal to others that differ in nothing that copies between its GPUs depend on."""
-
-    gpus: int
-    nodes: int
-    gpu: GpuFigures
-    links: Links
-    dma: DmaFigures
-    machine: Machine = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, machine: Machine) -> EngineKey:
-        """Return the key of a machine."""
-        return cls(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
-
-
+@remembered("gpu", "links", "dma")
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
 ) -> SimulatedRun:
@@ -147,14 +131,6 @@ def dma_collective(
     Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
     else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
-    return _dma_collective_once(EngineKey.of(machine), kind, nbytes, variant, record)
-
-
-@functools.lru_cache(maxsize=256)
-def _dma_collective_once(
-    engines: EngineKey, kind: Kind, nbytes: int, variant: str | None, record: bool
-) -> SimulatedRun:
-    machine = engines.machine
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)
     if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:
@@ -191,13 +167,13 @@ def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "g
 
 
 def wire_gbps(machine: Machine, kind: Kind, nbytes: int, time_us: float) -> float:
-    """Bytes that a GPU sends to its peers, by time."""
+    """Return the bytes that a GPU sends to its peers, by time."""
     ranks = machine.gpus
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     return rounds * nbytes * (ranks - 1) / ranks / time_us / 1e3
 
 
 def wire_peak_gbps(machine: Machine) -> float:
-    """Bytes a GPU can send to its peers at once."""
+    """Return the bytes a GPU can send to its peers at once."""
     peers = machine.gpus - 1 if machine.links.topology is Topology.MESH else 1
     return peers * machine.links.usable_gbps

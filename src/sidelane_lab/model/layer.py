@@ -140,7 +140,7 @@ def attention_us(machine: Machine, step: Step, *, backward: bool) -> float:
 
 
 def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
-    """Bytes that element-wise kernels move in a layer: of activations, and casts of shards."""
+    """Return the bytes that element-wise kernels move in a layer: of activations, and casts of shards."""
     model = step.model
     rotated, gated = 10 * model.kv_heads / model.heads, model.feed / model.hidden
     passes = 35 + rotated + 9 * gated if way.backward else 20 + rotated + 5 * gated
@@ -149,7 +149,7 @@ def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
 
 
 def copied_bytes(machine: Machine, step: Step, way: Pass) -> float:
-    """Bytes of copies into and out of gathered buffers, and of gradients that are packed, in a layer."""
+    """Return the bytes of copies into and out of gathered buffers, and of gradients that are packed, in a layer."""
     buffers = 1 + 1 / machine.gpus if way.gathered and not way.straight else 0.0
     return 4 * step.model.parameters * (buffers + way.backward)
 
@@ -170,5 +170,5 @@ def parts_us(machine: Machine, step: Step, *, straight: bool = False) -> dict[st
 
 
 def _reachable(machine: Machine) -> float:
-    """Bytes of memory in a microsecond."""
+    """Return the bytes of memory in a microsecond."""
     return machine.gpu.memory_gbps * float(machine.matmul.memory_efficiency) * 1e3

@@ -115,21 +115,21 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
 
 
 def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
-    """Time of the iterations one operation after another, with the host between them."""
+    """Return the time of the iterations one operation after another, with the host between them."""
     gemm = run_units(machine, [_grid(machine, pipeline, "G", ())]).time_us
     alone = library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
     return pipeline.iterations * (gemm + alone + 2 * HOST_GAP_US)
 
 
 def _grid(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Grid:
-    """The GEMM of an iteration, whose blocks take what they ask for."""
+    """Return the GEMM of an iteration, whose blocks take what they ask for."""
     grid = grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks, name, after)
     asked_kb = max(pipeline.asked_kb, grid.footprint.shared_kb)
     return dataclasses.replace(grid, footprint=dataclasses.replace(grid.footprint, shared_kb=asked_kb))
 
 
 def overlap_rate(run: DeviceRun, iterations: int) -> float:
-    """Share of the collectives' time during which a GEMM ran."""
+    """Return the share of the collectives' time during which a GEMM ran."""
     gemms, collectives = (
         [(run.began_us[f"{one}{i}"], run.ended_us[f"{one}{i}"]) for i in range(iterations)] for one in "GC"
     )
@@ -139,7 +139,7 @@ def overlap_rate(run: DeviceRun, iterations: int) -> float:
 def grid_of(
     machine: Machine, gemm: Gemm, tile: Tile, blocks: int, name: str = "G", after: tuple[str, ...] = ()
 ) -> Grid:
-    """A GEMM of equal blocks, each of which goes over its part in tiles.
+    """Return a GEMM of equal blocks, each of which goes over its part in tiles.
 
     A block waits ``step_us`` for the inputs of each step and then computes; so one alone leaves its unit idle most of
     the time, and many reach what the unit's operations or its bytes from the shared cache allow.

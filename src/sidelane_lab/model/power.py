@@ -147,7 +147,7 @@ def _draw(
 
 
 def figures(machine: Machine) -> Power:
-    """A machine's power figures.
+    """Return a machine's power figures.
 
     Raises:
         ValueError: its description has none.
@@ -259,12 +259,12 @@ def pair_power(machine: Machine, workload: Workload, strategy: Strategy | str, *
 
 
 def powered(machine: Machine) -> tuple[Strategy, ...]:
-    """Strategies whose times and watts a description has."""
+    """Return strategies whose times and watts a description has."""
     return tuple(strategy for strategy in predictable(machine) if not unspoken(strategy, machine))
 
 
 def unspoken(strategy: Strategy, machine: Machine) -> str:
-    """Why nothing is said of a strategy's watts on a machine; empty where something is."""
+    """Return why nothing is said of a strategy's watts on a machine; empty where something is."""
     if strategy.concurrent and strategy.mover not in MOVERS:
         return "not predicted: no description has watts of Sidelane's kernels, nor of the library's other ways"
     return objection(strategy, machine)
@@ -313,5 +313,5 @@ def _length(spans: list[Span]) -> float:
 
 
 def _common(first: list[Span], second: list[Span]) -> float:
-    """Time in both."""
+    """Return the time that lies in both."""
     return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

@@ -33,7 +33,7 @@ OWN = ("b2b", "pcpy", "striped")
 
 
 def split_us(machine: Machine, operator: OperatorModel, pieces: int) -> float | None:
-    """Time of an operator in parts, so many for each peer; None: there is none.
+    """Return the time of an operator in parts, so many for each peer; None: there is none.
 
     Args:
         machine: one node of it.
@@ -62,7 +62,7 @@ def split_us(machine: Machine, operator: OperatorModel, pieces: int) -> float | 
 
 
 def chain_us(machine: Machine, operator: OperatorModel) -> float | None:
-    """Time of an operator unfused: its computation, and then Sidelane's collective; None with one rank.
+    """Return the time of an operator unfused: its computation, and then Sidelane's collective; None with one rank.
 
     On copy engines, or by a kernel where the description has them and that is faster, as calls choose.
 
@@ -126,7 +126,7 @@ def _from_all(machine: Machine, operator: GatherGemm, pieces: int) -> float:
 
 
 def _by_counts(machine: Machine, operator: DispatchGemm, pieces: int) -> float:
-    """Rows that leave are copied to where they leave from, and parts come one after the other."""
+    """Return the time until all is multiplied: rows that leave are copied first, and parts come one after the other."""
     table = operator.counts
     most = max(map(sum, (*table, *zip(*table, strict=True))))
     leaves = [sum(row) - row[rank] for rank, row in enumerate(table)]
@@ -142,5 +142,5 @@ def _by_counts(machine: Machine, operator: DispatchGemm, pieces: int) -> float:
 
 
 def _pass_us(machine: Machine, nbytes: float) -> float:
-    """A kernel that reads and writes so many bytes."""
+    """Return the time of a kernel that reads and writes so many bytes."""
     return float(machine.matmul.launch_us) + nbytes / (stream_gbps(machine, resident(machine)) * 1e3)

@@ -119,7 +119,7 @@ def predict(
 
 
 def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
-    """Strategies that the model speaks to: on a machine, or wherever it is.
+    """Return strategies that the model speaks to: on a machine, or wherever it is.
 
     Not every library has GEMMs that leave units, not every description has Sidelane's kernels, and not every caller can
     do with another call.
@@ -130,7 +130,7 @@ def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
 
 
 def objection(strategy: Strategy, machine: Machine | None = None) -> str:
-    """Why the model does not speak to a strategy on a machine, or on some; empty where it does."""
+    """Return why the model does not speak to a strategy on a machine, or on some; empty where it does."""
     if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
         return "not predicted: descriptions of machines have no GEMMs of ours"
     match strategy.mover:
@@ -151,12 +151,12 @@ def library_strategies() -> tuple[str, ...]:
 
 
 def partitions(machine: Machine) -> list[int]:
-    """Powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
+    """Return the powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
     return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
 
 
 def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tiled | Gang]:
-    """Kernels of a pair in the order of their launches, with what holds them back and what comes before what.
+    """Return kernels of a pair in the order of their launches, with what holds them back and what comes before what.
 
     Args:
         strategy: its order and its priority.
@@ -174,7 +174,7 @@ def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tile
 
 
 def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> tuple[list[Tiled | Gang], ...]:
-    """Kernels of a pair in the order of their launches, and in the other one where either may come first.
+    """Return kernels of a pair in the order of their launches, and in the other one where either may come first.
 
     A GEMM has a workgroup a tile: a collective that was there before it, or goes before it as its workgroups end, runs
     beside what is left of the GPU; one that comes second waits for the GEMM's last wave. On machines with

@@ -181,7 +181,7 @@ class _Units:
         return sum(u.count * number for u in self.classes for (held, _), number in u.held.items() if held == name)
 
     def _alone(self, units: _Class) -> list[float]:
-        """Share of its work that each of a class's blocks does in a microsecond; 0: a channel."""
+        """Return the share of its work that each of a class's blocks does in a microsecond; 0: a channel."""
         grids = [self.active[name].kernel for name, _ in units.held]
         blocks = sum(number for kernel, number in zip(grids, units.held.values(), strict=True) if type(kernel) is Grid)
         return [
@@ -197,7 +197,7 @@ class _Units:
         return min(1.0, state.placed / state.kernel.need) / full / state.kernel.alone_us
 
     def _slow(self, alone: Sequence[Sequence[float]]) -> float:
-        """The share of their speed that all kernels keep beside what the others move.
+        """Return the share of their speed that all kernels keep beside what the others move.
 
         Memory that is full is shared in proportion. The cache that all units share slows before it is full.
         """

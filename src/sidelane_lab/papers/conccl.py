@@ -229,7 +229,7 @@ def _range(values: list[float]) -> list[float]:
 
 
 def _fewest_workgroups_first(machine: Machine) -> bool:
-    """The heuristic launches every collective of the study before every GEMM."""
+    """True if the heuristic launches every collective of the study before every GEMM."""
     collectives = [Kernel(str(kind), default_units(machine.library, kind)) for kind in COLLECTIVES]
     gemms = [Kernel(tag, gemm_kernel(machine, parse_gemm(tag)).workgroups) for tag in TABLE_I]
     return all(launch_order([gemm, kernel]).kernels[0] is kernel for kernel in collectives for gemm in gemms)
@@ -272,7 +272,7 @@ GROUPS: dict[str, tuple[Kind | None, C3Class | None]] = {
 
 
 def _units_panels(machine: Machine, ranges: bool) -> list[Panel]:
-    """Slowdown of GEMMs that lose compute units, and of collectives that have only some."""
+    """Show the slowdown of GEMMs that lose compute units, and of collectives that have only some."""
     options = partitions(machine)
 
     def slower(changed: Machine) -> Curves[tuple[str, str]]:

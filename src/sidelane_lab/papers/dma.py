@@ -62,11 +62,11 @@ class DmaContext:
         return self.study.dma_us[kind, variant, prelaunched, nbytes]
 
     def gain(self, kind: Kind, slow: str, fast: str, sizes: Sequence[int]) -> float:
-        """Geometric mean of a variant's time over another's."""
+        """Return the geometric mean of a variant's time over another's."""
         return geomean(self.us(kind, slow, n) / self.us(kind, fast, n) for n in sizes)
 
     def behind_library(self, kind: Kind, variant: str, sizes: Sequence[int]) -> float:
-        """Geometric mean of a variant's time over the library's."""
+        """Return the geometric mean of a variant's time over the library's."""
         return geomean(self.us(kind, variant, n) / self.study.library_us[kind, n] for n in sizes)
 
     def stack_behind_library(self, kind: Kind, last: str, sizes: Sequence[int]) -> float:
@@ -78,7 +78,7 @@ class DmaContext:
         return geomean(min(self.us(kind, v, n) for v in stack) / self.study.library_us[kind, n] for n in sizes)
 
     def best_behind_library(self, kind: Kind, sizes: Sequence[int]) -> float:
-        """The same for the best variant of each size."""
+        """Return the same for the best variant of each size."""
         return geomean(self.study.best_us(kind, n) / self.study.library_us[kind, n] for n in sizes)
 
     def prelaunch_gain(self, variant: str) -> float:
@@ -124,7 +124,7 @@ class DmaContext:
         return max(SIZES[0], 2 * self.behind_up_to(kind, others, prelaunched))
 
     def table(self, kind: Kind) -> list[tuple[str, int, int]]:
-        """The best implementation by ranges of sizes, as Tables 1 and 2: (name, from, to)."""
+        """Return the best implementation by ranges of sizes, as Tables 1 and 2: (name, from, to)."""
         ranges: list[tuple[str, int, int]] = []
         for nbytes in SIZES:
             variant, prelaunched = self.study.best(kind, nbytes)
@@ -233,7 +233,7 @@ NOT_MODELLED = {
 
 
 def relative_text(ratio: float) -> str:
-    """A time over the library's, in the paper's words.
+    """Write a time over the library's in the paper's words.
 
     >>> relative_text(1.3), relative_text(1 / 1.2)
     ('30% slower', '20% faster')
@@ -251,12 +251,12 @@ def _text_near(wanted: dict[str, str], got: dict[str, str]) -> bool:
 
 
 def _up_to(most: list[float], got: list[float]) -> bool:
-    """The claim says "up to": nowhere more, and near that where the share is largest."""
+    """True if nowhere more than the claim's "up to", and near that where the share is largest."""
     return all(x <= limit for x, limit in zip(got, most, strict=True)) and got[-1] >= 0.6 * most[-1]
 
 
 def _power_saved(machine: Machine) -> float:
-    """Percent by which the best DMA all_gather draws less than the library's, 64 MB and up."""
+    """Return the percent by which the best DMA all_gather draws less than the library's, 64 MB and up."""
     sizes = [n for n in SIZES if n >= 64 * MB]
     return 100 * (
         1 - geomean(dma_power(machine, AG, n, "pcpy").total_w / library_power(machine, AG, n).total_w for n in sizes)
@@ -268,7 +268,7 @@ def _compute_ratio(machine: Machine) -> float:
 
 
 def _saved_between(machine: Machine, variant: str, sizes: Sequence[int]) -> list[float]:
-    """Percent by which a prelaunched variant draws less than prelaunched pcpy, least and most."""
+    """Return the percent by which a prelaunched variant draws less than prelaunched pcpy, least and most."""
     saved = [
         100 * (1 - dma_power(machine, AG, n, variant, True).total_w / dma_power(machine, AG, n, "pcpy", True).total_w)
         for n in sizes
@@ -350,7 +350,7 @@ def _table_line(claim_id: str) -> Callable[[DmaContext], str]:
 
 
 def _range_of(context: DmaContext, claim_id: str) -> str:
-    """The predicted range of the variant that a line of Table 1 or 2 names, with ``not`` where it disagrees."""
+    """Return the predicted range of the variant that a line of Table 1 or 2 names, with ``not`` where it disagrees."""
     claim = published()[claim_id]
     kind = NAMES[claim["claim"].split()[1]]
     low, high = claimed_range(claim["claim"])
@@ -368,7 +368,7 @@ def _range_of(context: DmaContext, claim_id: str) -> str:
 
 
 def claimed_range(text: str) -> tuple[int, int | None]:
-    """Bytes from and to, out of a claim's sentence.
+    """Return the bytes from and to, out of a claim's sentence.
 
     >>> claimed_range("Best allgather implementation for 512MB <= size < inf")
     (536870912, None)

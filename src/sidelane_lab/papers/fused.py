@@ -107,12 +107,12 @@ SMALL_BATCH = 256
 
 
 def mean(times: Sequence[FusedTimes]) -> float:
-    """Percent by which fused times are lower, mean over shapes."""
+    """Return the percent by which fused times are lower, mean over shapes."""
     return statistics.fmean(one.lower_percent for one in times)
 
 
 def best(times: Sequence[FusedTimes]) -> float:
-    """The same for the shape that gains most."""
+    """Return the same for the shape that gains most."""
     return max(one.lower_percent for one in times)
 
 
@@ -186,7 +186,7 @@ def _beats_hiding(study: FusedStudy) -> bool:
 
 
 def _least(study: FusedStudy) -> int:
-    """Rows of the GEMV that gains least."""
+    """Return the number of rows of the GEMV that gains least."""
     pairs = zip(GEMVS, study.gemvs, strict=True)
     return min(pairs, key=lambda pair: pair[1].lower_percent)[0].rows
 

@@ -76,11 +76,8 @@ class OperatorComparison:
         return {**dataclasses.asdict(self), "error_percent": 100 * self.error}
 
 
-def main(options: FusedPredictionOptions) -> int:
+def main(options: FusedPredictionOptions) -> None:
     """Print how far predictions are off what a file has measured.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, or as :func:`hold`.
@@ -90,7 +87,6 @@ def main(options: FusedPredictionOptions) -> int:
     for table in held_tables(machine, held, unknown):
         tables_console(options.json).print(table.to_rich())
     say_written(write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held]))
-    return 0
 
 
 def hold(machine: Machine, path: Path) -> tuple[Machine, list[OperatorComparison], int]:

@@ -165,11 +165,8 @@ class PredictedOperator:
         ]
 
 
-def main(options: FusedPredictionOptions) -> int:
+def main(options: FusedPredictionOptions) -> None:
     """Print every operator at every shape, fused and unfused.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, or one without figures of fused operators.
@@ -195,7 +192,6 @@ def main(options: FusedPredictionOptions) -> int:
     if options.report is not None:
         _report(machine, found, firsts, options, options.report)
     say_written(files)
-    return 0
 
 
 def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[OperatorModel, str]]:

@@ -70,7 +70,7 @@ class OverlapContext:
         return statistics.fmean(self.of("reduction", (platform,), blocks))
 
     def lowest(self, key: str) -> str:
-        """The platform where the mean of a figure over pairs and blocks is lowest."""
+        """Return the platform where the mean of a figure over pairs and blocks is lowest."""
         return min(PLATFORMS, key=lambda platform: statistics.fmean(self.of(key, (platform,))))
 
     def rises_with_blocks(self) -> bool:
@@ -244,16 +244,13 @@ TILES = {"opt1": OPT1, "opt2": OPT2}
 DTYPE = "bfloat16"
 
 
-def main(machine_name: str, report: Path | None = None, json: Path | None = None) -> int:
+def main(machine_name: str, report: Path | None = None, json: Path | None = None) -> None:
     """Predict overlap by tile, number of blocks and priority.
 
     Args:
         machine_name: in the catalogue, or a file.
         report: folder for figures (of the paper's four platforms) and a timeline of this machine.
         json: file for the numbers of this machine, or ``written.STDOUT``.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine.
@@ -274,7 +271,6 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
             write_chrome_trace(report / f"{name}.trace.json", timeline)
             draw_timeline(timeline, f"cb-ar on {machine.title}, {pipeline.blocks} blocks", report, name)
     say_written([path for path in (json, report) if path is not None])
-    return 0
 
 
 def rows_of(machine: Machine, name: str) -> list[dict[str, Any]]:

@@ -74,11 +74,8 @@ class PlanOptions:
             raise ValueError(f"plan: --layers (value={self.layers}, allowed=1 or more)")
 
 
-def main(options: PlanOptions) -> int:
+def main(options: PlanOptions) -> None:
     """Print a step under each strategy, and what to change.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, several nodes, or tokens that are no whole sequences.
@@ -96,11 +93,10 @@ def main(options: PlanOptions) -> int:
         say(console, line)
     asked = {"model": model.name, "layers": model.layers, "tokens": step.tokens, "sequence": step.sequence}
     say_written(write_numbers(options.json, "plan", machine, [{**asked, **one.to_dict()} for one in found]))
-    return 0
 
 
 def plan(machine: Machine, step: Step) -> list[PlannedStep]:
-    """A step under every strategy, with ranges: one number at a time at both ends of its own; squares add."""
+    """Predict a step under every strategy, with ranges: one number at a time at both ends of its own; squares add."""
     compute = compute_us(machine, step)
     least = compute_us(machine, step, straight=True) - compute
     times = {strategy: step_times(machine, step, strategy, compute) for strategy in STRATEGIES}

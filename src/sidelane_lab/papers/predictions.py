@@ -50,11 +50,8 @@ class PredictionOptions:
     strategies: tuple[str, ...] = ()
 
 
-def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> int:
+def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> None:
     """Predict C3 strategies: of the given pairs, or the whole study of the ConCCL paper.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, or version.
@@ -81,14 +78,10 @@ def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> i
                 title = f"{workload.name} under {strategy}"
                 write_timeline(timeline, title, options.report, f"timeline-{strategy}")
     say_written(files)
-    return 0
 
 
-def collective_main(options: PredictionOptions) -> int:
+def collective_main(options: PredictionOptions) -> None:
     """Predict the variants of the DMA collectives paper and the vendor library's collectives by size.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine.
@@ -110,7 +103,6 @@ def collective_main(options: PredictionOptions) -> int:
                 title = f"{words}: host, first and last rank, links of the first"
                 write_timeline(timeline, title, options.report, f"timeline-all_gather-{variant}", shown)
     say_written(files)
-    return 0
 
 
 def write_timeline(

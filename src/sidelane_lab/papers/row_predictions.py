@@ -116,7 +116,7 @@ def _library_on_engines_us(machine: Machine, row: CollectiveRow) -> float:
 
 
 def predict_ends(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
-    """The same, what to plan with first; twice where a GPU's queues share an engine, which ranks may do in step.
+    """Predict it, what to plan with first; twice where a GPU's queues share an engine, which ranks may do in step.
 
     Out of step two GPUs often send to one port while another idles, and 0.59 to 0.64 of a link is left; in step each
     has a port for itself. One program does either, from run to run (docs/lab/model.md).
@@ -129,7 +129,7 @@ def predict_ends(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
 
 
 def predict_chain(machine: Machine, row: ChainRow) -> float | None:
-    """Microseconds of the same chain: nothing is hidden in it. None if the model does not speak to it."""
+    """Return the microseconds of the same chain: nothing is hidden in it. None if the model does not speak to it."""
     if row.launch != "graph" or row.gemms_us is None:
         return None
     if row.implementation == "nccl" and not row.variant:  # on symmetric windows it has other kernels

@@ -15,12 +15,12 @@ import functools
 
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
-from sidelane_lab.machines.ranges import bands, ends, variations
+from sidelane_lab.machines.ranges import bands, ends, remembered, variations
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.device import Gang, Tiled, run_device
+from sidelane_lab.model.device import Tiled, run_device
 from sidelane_lab.model.kernels import library_gang
 from sidelane_lab.model.layer import ELEMENT, Step, Transformer
-from sidelane_lab.model.training import Node, orders, step_kernels, sustained
+from sidelane_lab.model.training import ON_A_GPU, Gangs, orders, step_kernels, sustained
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
 from sidelane_lab.papers.figures import Panel, PaperFigure, PublishedValue
 
@@ -74,8 +74,8 @@ def overlapped(machine: Machine, step: Step) -> OverlappedStep:
     gangs = tuple((kind, (library_gang(machine, kind, nbytes, priority=1),)) for kind in kinds)
     gathering, scattering = (run_device(machine, parts).time_us for _, parts in gangs)
     machines = orders(sustained(machine))
-    alone, alone_us = _layer(Node.of(machines[0]), step, None)
-    both = [_layer(Node.of(one), step, gangs) for one in machines]
+    alone, alone_us = _layer(machines[0], step, None)
+    both = [_layer(one, step, gangs) for one in machines]
     busy, whole_us = (sum(one[place] for one in both) / len(both) for place in (0, 1))
     communication_us = 2 * gathering + scattering
     return OverlappedStep(
@@ -83,13 +83,13 @@ def overlapped(machine: Machine, step: Step) -> OverlappedStep:
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _layer(node: Node, step: Step, gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None) -> tuple[float, float]:
+@remembered(*ON_A_GPU, maxsize=1024)
+def _layer(machine: Machine, step: Step, gangs: Gangs | None) -> tuple[float, float]:
     """Return the sum of the times of a layer's kernels, and the time of the layer."""
     sums = []
     for layers in SIMULATED:
-        kernels = step_kernels(node, step, layers, None if gangs is None else dict(gangs), False)
-        run = run_device(node.machine, kernels)
+        kernels = step_kernels(machine, step, layers, gangs, False)
+        run = run_device(machine, kernels)
         tiled = [kernel.name for kernel in kernels if isinstance(kernel, Tiled)]
         sums.append((sum(run.ended_us[name] - run.began_us[name] for name in tiled), run.time_us))
     (few, few_us), (more, more_us) = sums
@@ -134,7 +134,7 @@ def _most(predicted: Brackets) -> float:
 
 
 def _panels(machine: Machine, ranges: bool) -> list[Panel]:
-    """A panel for each GPU of the paper: percent by which kernels take longer, by tokens."""
+    """Return a panel for each GPU of the paper: percent by which kernels take longer, by tokens."""
     marks = [
         PublishedValue(words, (published()[claim]["value"],), line=line)
         for claim, line, words in (("CO-01", ":", "published: mean of all"), ("CO-02", "--", "published: most of all"))

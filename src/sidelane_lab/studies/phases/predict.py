@@ -39,11 +39,8 @@ class PhasePredictionOptions:
     report: Path | None = None
 
 
-def main(options: PhasePredictionOptions) -> int:
+def main(options: PhasePredictionOptions) -> None:
     """Print, and write what the options ask for.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, operation or variant.
@@ -64,7 +61,6 @@ def main(options: PhasePredictionOptions) -> int:
         with mpl.rc_context(RC):
             draw_phases(rows, machine.title, options.report)
     say_written(files)
-    return 0
 
 
 def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:

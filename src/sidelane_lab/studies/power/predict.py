@@ -70,11 +70,8 @@ class PowerPredictionOptions:
                 raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
 
 
-def main(options: PowerPredictionOptions) -> int:
+def main(options: PowerPredictionOptions) -> None:
     """Print, and write what the options ask for.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, no power figures in its description, or no such GEMM.
@@ -90,7 +87,7 @@ def main(options: PowerPredictionOptions) -> int:
             console.print(pair_table(machine, workload, draws).to_rich())
             numbers += [_flat(workload, draw) for draw in draws]
         say_written(write_report(options.json, options.report, "power_pairs", machine, numbers))
-        return 0
+        return
     rows = [row for kind, nbytes in asked for row in predicted(machine, kind, nbytes)]
     console.print(f"Power and energy predicted for {machine.title}", style="bold")
     for table in power_tables(rows):
@@ -101,7 +98,6 @@ def main(options: PowerPredictionOptions) -> int:
         with mpl.rc_context(RC):
             draw_power(rows, f"{machine.title}, predicted ({BANDS})", options.report, plausible(machine, rows))
     say_written(files)
-    return 0
 
 
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
