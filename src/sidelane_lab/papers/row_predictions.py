@@ -116,7 +116,7 @@ def _library_on_engines_us(machine: Machine, row: CollectiveRow) -> float:
 
 
 def predict_ends(machine: Machine, row: CollectiveRow) -> tuple[float, ...]:
-    """Predict it, what to plan with first; twice where a GPU's queues share an engine, which ranks may do in step.
+    """Predict times, what to plan with first; two where a GPU's queues share an engine, which ranks may do in step.
 
     Out of step two GPUs often send to one port while another idles, and 0.59 to 0.64 of a link is left; in step each
     has a port for itself. One program does either, from run to run (docs/lab/model.md).
