@@ -35,7 +35,7 @@ PAIR_BYTES = 896 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class UnitAllocation:
+class AllocationCost:
     """Units that the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%).
 
     ``alone``: so good are all allocations that the heuristic holds for equally good, so that no order of ties decides.
@@ -68,13 +68,13 @@ def allocate(machine: Machine, workload: Workload) -> heuristic.Allocation:
     )
 
 
-def judge(machine: Machine, workload: Workload) -> UnitAllocation:
+def judge(machine: Machine, workload: Workload) -> AllocationCost:
     """Compare the heuristic's choice with the best of all allocations."""
     times = {units: predict(machine, workload, "c3_rp", units=units).time_us for units in partitions(machine)}
     best = min(times, key=lambda units: times[units])
     found = allocate(machine, workload)
     differ = max(times[units] for units in found.equal) > times[best] * TIE
-    return UnitAllocation(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
+    return AllocationCost(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from sidelane_lab.machines.ranges import Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units, dma_run, library_us, published_program
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us
-from sidelane_lab.model.heuristic import UnitAllocation, judge
+from sidelane_lab.model.heuristic import AllocationCost, judge
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang
 from sidelane_lab.model.strategies import library_strategies, partitions
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, c3_study, pair_name, table_ii_workload
@@ -50,7 +50,7 @@ class C3Context:
         return {pair_name(row): str(row.c3_class) for row in self.study.select("serial", Kind.ALL_GATHER)}
 
     @functools.cached_property
-    def allocations(self) -> list[UnitAllocation]:
+    def allocations(self) -> list[AllocationCost]:
         return [judge(self.machine, table_ii_workload(name, kind)) for name in TABLE_II for kind in COLLECTIVES]
 
     def right_allocations(self) -> int:
