@@ -26,13 +26,12 @@ from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import c3_study, dma_study, pair_name
-from sidelane_lab.papers.claims import command as claims
-from sidelane_lab.papers.claims.results import compare
-from sidelane_lab.papers.claims.sensitivity import Survival, sensitivity_table
-from sidelane_lab.papers.simulated import fused as sim_fused
-from sidelane_lab.papers.simulated import fused_skew, overlap
-from sidelane_lab.papers.simulated import plan as sim_plan
-from sidelane_lab.papers.simulated import study as simulated
+from sidelane_lab.papers import command as claims
+from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import overlap, predictions
+from sidelane_lab.papers import plan as sim_plan
+from sidelane_lab.papers.command import Survival, sensitivity_table
+from sidelane_lab.papers.results import compare
 from sidelane_lab.studies import machine_list
 from sidelane_lab.studies.demo import show
 from sidelane_lab.studies.demo.figures import measured, overlap_percents
@@ -90,19 +89,19 @@ def predicted_pairs() -> list[Table]:
     machine = named("mi300x8")
     workload = parse_workload("cb1_896M", Kind.ALL_GATHER)
     rows = [predict(machine, workload, strategy) for strategy in predictable()]
-    return [simulated.pairs_table(machine, rows, lambda row: row.workload.name.split()[0])]
+    return [predictions.pairs_table(machine, rows, lambda row: row.workload.name.split()[0])]
 
 
 def predicted_study() -> list[Table]:
     machine = named("mi300x8")
     study = c3_study(machine)
     rows = [row for row in study.rows if row.workload.collective is Kind.ALL_GATHER]
-    return [simulated.pairs_table(machine, rows, pair_name), simulated.averages_table(study)]
+    return [predictions.pairs_table(machine, rows, pair_name), predictions.averages_table(study)]
 
 
 def predicted_sizes() -> list[Table]:
     machine = named("mi300x8")
-    return [simulated.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
+    return [predictions.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
 
 
 def of_the_demo() -> list[Table]:
@@ -128,19 +127,18 @@ def of_claims() -> list[Table]:
 def of_plan() -> list[Table]:
     step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
-    planned = [sim_plan.Planned(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
+    planned = [sim_plan.PlannedStep(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
     return [sim_plan.plan_table(named("mi300x8"), step, planned)]
 
 
 def of_fused() -> list[Table]:
     machine = named("h200x4")
-    asked = sim_fused.Options("h200x4")
+    asked = sim_fused.FusedPredictionOptions("h200x4")
     shapes = {op: shapes[-1] for op, shapes in ON_GPUS.items()} | {"embedding_all_to_all": (256, 64, 70)}
     made = [made for op, shape in shapes.items() for made in sim_fused.operators_of(op, shape, machine.world_size)]
     found = [sim_fused.predicted(machine, *one, asked) for one in made]
-    ranks = fused_skew.skew_table(machine, [(one.operator, one.times) for one in found if one.times])
-    by_occupancy = fused_skew.occupancy_table(machine, [one.operator for one in found[:1]])
-    assert by_occupancy is not None
+    ranks = sim_fused.skew_table(machine, [one for one in found if one.times])
+    by_occupancy = sim_fused.occupancy_table(machine, found[:1], ())
     return [*sim_fused.fused_tables(machine, found), ranks, by_occupancy]
 
 
@@ -204,7 +202,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "c3 --machine PAIR": predicted_pairs,
     "c3 --machine": predicted_study,
     "collective --machine": predicted_sizes,
-    "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.TILES["opt1"])],
+    "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.rows_of(named("mi300x8"), "opt1"))],
     "plan": of_plan,
     "fused --machine": of_fused,
     "claims, sensitivity": of_sensitivity,

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness import study as result_files
 from sidelane_lab.machines.load import find
-from sidelane_lab.machines.spec import Machine, Quantity, Source, Topology
-from sidelane_lab.papers.claims.gemms import GemmTime, gemm_times, predict_gemms
-from sidelane_lab.papers.claims.results import LARGE, SMALL, fitted_to, layers_file, predict_alone
+from sidelane_lab.machines.spec import Machine, NumberSource, Quantity, Topology
+from sidelane_lab.papers.results import LARGE, SMALL, GemmTime, fitted_to, gemm_times, layers_file, predict_gemms
+from sidelane_lab.papers.row_predictions import predict_alone
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.gemms import FITTED, GemmRow
 
@@ -233,7 +233,7 @@ def _quantity(values: Sequence[float], value: float, source: str) -> Quantity:
     low, high = min([*values, value * (1 - SPREAD)]), max([*values, value * (1 + SPREAD)])
     # Rounded outwards, so that the rounded value lies inside.
     return Quantity(
-        float(f"{value:.4g}"), Source.MEASURED, source, float(f"{low * 0.999:.4g}"), float(f"{high * 1.001:.4g}")
+        float(f"{value:.4g}"), NumberSource.MEASURED, source, float(f"{low * 0.999:.4g}"), float(f"{high * 1.001:.4g}")
     )
 
 

@@ -31,7 +31,7 @@ from sidelane.program.ir import MOVES, Copy, EngineKind, Stamp
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.transform.stamp import StampMark, slots_of, times_of
 from sidelane.program.verify import verify
-from sidelane_lab.model.published import bare
+from sidelane_lab.model.collectives import bare
 
 
 def gather(ranks: int = 4, nbytes: int = 64, *, in_place: bool = False) -> Collective:

@@ -12,14 +12,16 @@ import rich.console
 
 from sidelane.cli.output import STDOUT
 from sidelane_lab.machines.load import named
-from sidelane_lab.machines.spec import Quantity, Source
-from sidelane_lab.model import claims_c3, claims_dma, claims_fused, claims_overlap
-from sidelane_lab.model.claims import (
+from sidelane_lab.machines.ranges import variations
+from sidelane_lab.machines.spec import NumberSource, Quantity
+from sidelane_lab.papers import command, conccl, dma, fused, overlap
+from sidelane_lab.papers.claims import (
     POINTS,
     TOLERANCE,
     Check,
-    Role,
-    Verdict,
+    ClaimRole,
+    ClaimVerdict,
+    Paper,
     cited_claims,
     error_of,
     judge,
@@ -27,22 +29,21 @@ from sidelane_lab.model.claims import (
     published,
     with_ranges,
 )
-from sidelane_lab.model.claims_overlap import BLOCKS
-from sidelane_lab.papers.claims import command
-from sidelane_lab.papers.claims.sensitivity import draw_sensitivity, sensitivity_table, survival
+from sidelane_lab.papers.command import PAPERS, draw_sensitivity, sensitivity_table, survival
 
 MACHINE = named("mi300x8")
 
 
 @pytest.fixture(scope="module")
 def verdicts():
-    found, wrong = command.evaluate(MACHINE)
+    found, wrong, _ = command.evaluate(MACHINE)
     assert wrong == []
     return {verdict.claim_id: verdict for verdict in found}
 
 
 def test_every_claim_of_the_papers_has_a_role_or_a_reason(verdicts):
-    reasons, repeated = command.not_modelled(), command.given()
+    reasons = {claim: reason for paper in PAPERS for claim, reason in paper.not_modelled.items()}
+    repeated = {claim: where for paper in PAPERS for claim, where in paper.given.items()}
     assert set(published()) == set(verdicts) | set(reasons) | set(repeated)
     assert len(published()) == len(verdicts) + len(reasons) + len(repeated)
     assert all(reasons.values()) and all(repeated.values())
@@ -51,7 +52,7 @@ def test_every_claim_of_the_papers_has_a_role_or_a_reason(verdicts):
 def test_every_miss_is_explained_and_nothing_else_is(verdicts):
     judged = [verdict for verdict in verdicts.values() if not verdict.incomparable]
     assert [v.claim_id for v in judged if not v.ok and not v.why] == []
-    explained = {claim_id for family in command.FAMILIES for claim_id in family.MISSES}
+    explained = {claim_id for paper in PAPERS for claim_id in paper.misses}
     assert explained == {v.claim_id for v in judged if not v.ok}
 
 
@@ -59,7 +60,7 @@ def test_all_claims_have_one_tolerance(verdicts):
     """Factors of two had hidden three misses."""
     assert (TOLERANCE, POINTS) == (0.25, 8.0)
     for verdict in verdicts.values():
-        if verdict.error is not None and verdict.role is not Role.INPUT and not verdict.incomparable:
+        if verdict.error is not None and verdict.role is not ClaimRole.INPUT and not verdict.incomparable:
             assert verdict.ok is (verdict.error <= (POINTS if verdict.points else TOLERANCE)), verdict
         assert verdict.points is ("ideal" in verdict.unit or verdict.claim_id in ("C3-SPRP-01", "C3-CU-08"))
 
@@ -76,39 +77,38 @@ def test_claims_are_counted_at_stricter_tolerances_and_where_nothing_is_said(ver
 def test_no_claim_is_a_constant_held_against_itself():
     """A machine without the claim's numbers must not meet it."""
     other = named("mi210x4")
-    for family in (claims_c3, claims_dma):
-        context = {claims_c3: claims_c3.C3Context, claims_dma: claims_dma.DmaContext}[family](other)
-        inputs = [check for check in family.checks() if check.role is Role.INPUT]
-        met = [check.claim_id for check in inputs if judge(check, context).ok]
+    for paper in (conccl.PAPER, dma.PAPER):
+        context = paper.context(other, "000")
+        inputs = [check for check in paper.checks if check.role is ClaimRole.INPUT]
+        met = [check.claim_id for check in inputs if judge(check, check.predict(context)).ok]
         assert set(met) <= {"C3-HEU-05", "CC-08", "DM-ENG-01", "DM-ENG-02", "DM-ENG-03", "DM-ENG-04", "DM-ENG-06"}
 
 
 def test_priority_is_compared_on_the_gpu_and_the_pair_of_the_claim(verdicts):
     """25.5% (cb-ar on A40) had been met by the maximum of any case on any machine."""
-    context = claims_overlap.OverlapContext()
-    values = context.of("reduction", ("A40",), BLOCKS[1:], "cb-ar")
+    context = overlap.OverlapContext()
+    values = context.of("reduction", ("A40",), overlap.BLOCKS[1:], "cb-ar")
     assert verdicts["RA-01"].predicted == max(values)
     assert verdicts["RA-02"].incomparable and not verdicts["RA-02"].ok
 
 
 def test_a_trigger_of_half_a_microsecond_costs_claims():
-    check = next(check for check in claims_dma.checks() if check.claim_id == "DM-PL-01")
+    check = next(check for check in dma.PAPER.checks if check.claim_id == "DM-PL-01")
     assert MACHINE.dma.trigger_us.high == 0.5
-    slow = judge(check, claims_dma.DmaContext(MACHINE.with_value("dma.trigger_us", 0.5)))
-    before = judge(check, claims_dma.DmaContext(MACHINE))
-    found = survival("dma.trigger_us", "assumed", 0.5, True, [before], [slow])
+    *_, highest = variations(MACHINE, ["dma.trigger_us"])
+    before, slow = (judge(check, check.predict(dma.DmaContext(one))) for one in (MACHINE, highest.machine))
+    found = survival("dma.trigger_us", highest, [before], [slow])
     assert (found.met, found.of) == (int(slow.ok), 1) and before.ok
     assert found.lost == (() if slow.ok else ("DM-PL-01",))
 
 
 def test_sensitivity_is_a_table_and_a_picture(tmp_path):
-    met, missed = (Verdict("CC-05", "", 1.0, 1.0, "", 0.0, Role.HELD_OUT, ok) for ok in (True, False))
+    met, missed = (ClaimVerdict("CC-05", "", 1.0, 1.0, "", 0.0, ClaimRole.HELD_OUT, ok) for ok in (True, False))
+    ends = list(variations(MACHINE, ["dma.copy_us", "dma.trigger_us"]))
     found = [
-        survival("dma.trigger_us", "assumed", 0.05, False, [met], [met]),
-        survival("dma.trigger_us", "assumed", 0.5, True, [met], [missed]),
-        survival("dma.copy_us", "fitted", 2.4, False, [met], [met]),
-        survival("dma.copy_us", "fitted", 4.4, True, [met], [met]),
+        survival(end.path, end, [met], [missed if end.path.startswith("dma.tr") and end.high else met]) for end in ends
     ]
+    found.sort(key=lambda one: one.path, reverse=True)
     assert [one.met for one in found] == [1, 0, 1, 1] and found[1].lost == ("CC-05",)
     table = sensitivity_table(found, 1)
     assert [line.cells[0] for line in table.lines] == ["dma.trigger_us"]
@@ -116,7 +116,7 @@ def test_sensitivity_is_a_table_and_a_picture(tmp_path):
 
 
 def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
-    told = (Role.INPUT, Role.FITTED)
+    told = (ClaimRole.INPUT, ClaimRole.FITTED)
     missed = [v.claim_id for v in verdicts.values() if v.role in told and not v.ok and not v.incomparable]
     assert missed == []
 
@@ -137,7 +137,7 @@ def test_all_fitted_claims_and_all_inputs_are_met(verdicts):
     ],
 )
 def test_held_out_targets(verdicts, claim_id):
-    assert verdicts[claim_id].role is Role.HELD_OUT
+    assert verdicts[claim_id].role is ClaimRole.HELD_OUT
     assert verdicts[claim_id].ok, verdicts[claim_id]
 
 
@@ -146,30 +146,31 @@ def test_half_of_the_size_ranges_are_exact(verdicts):
 
 
 def test_a_held_out_claim_that_a_number_was_fitted_to_is_found():
-    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "DM-PL-01"))
-    found = problems(claims_dma.checks(), dataclasses.replace(MACHINE, dma=dma), {})
+    changed = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, NumberSource.FITTED, "DM-PL-01"))
+    found = problems([dma.PAPER], [dataclasses.replace(MACHINE, dma=changed)])
     assert any(line.startswith("DM-PL-01: held out, but dma.trigger_us was taken") for line in found)
 
 
 def test_a_missing_role_and_a_fit_to_nothing_are_found():
-    checks = [check for check in claims_c3.checks() if check.claim_id != "CC-05"]
-    found = problems(checks, MACHINE, {})
+    checks = [check for check in conccl.PAPER.checks if check.claim_id != "CC-05"]
+    paper = dataclasses.replace(conccl.PAPER, checks=checks)
+    found = problems([paper], [MACHINE])
     assert any(line.startswith("CC-05: has neither a role") for line in found)
-    dma = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, Source.FITTED, "my eyes"))
-    found = problems(checks, dataclasses.replace(MACHINE, dma=dma), {})
+    changed = dataclasses.replace(MACHINE.dma, trigger_us=Quantity(0.1, NumberSource.FITTED, "my eyes"))
+    found = problems([paper], [dataclasses.replace(MACHINE, dma=changed)])
     assert "dma.trigger_us: fitted, and names no claim that it was fitted to" in found
 
 
 def test_the_command_fails_when_roles_are_wrong(verdicts, monkeypatch, capsys):
-    monkeypatch.setattr(command, "judge", lambda check, context: verdicts[check.claim_id])
-    monkeypatch.setattr(command, "not_modelled", dict)
-    assert command.main(command.Options(ranges=False)) == 1
+    unspoken = tuple(dataclasses.replace(paper, not_modelled={}) for paper in PAPERS)
+    monkeypatch.setattr(command, "evaluate", lambda *_: (list(verdicts.values()), problems(unspoken, [MACHINE]), []))
+    assert command.main(command.ClaimsOptions(ranges=False)) == 1
     assert "has neither a role" in capsys.readouterr().err
 
 
 def test_json_has_the_agreed_keys(verdicts, monkeypatch, capsys):
-    monkeypatch.setattr(command, "judge", lambda check, context: verdicts[check.claim_id])
-    assert command.main(command.Options(json=STDOUT, ranges=False)) == 0
+    monkeypatch.setattr(command, "evaluate", lambda *_: (list(verdicts.values()), [], []))
+    assert command.main(command.ClaimsOptions(json=STDOUT, ranges=False)) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {"id", "claimed", "predicted", "unit", "error", "role", "ok"} <= set(rows[0])
     assert {row["role"] for row in rows} == {"input", "fitted", "seen", "held_out"}
@@ -184,24 +185,24 @@ def test_predictions_are_shown_whole_at_80_columns(verdicts):
     joined = " ".join(" ".join(lines).split())
     for verdict in verdicts.values():
         assert f"{verdict.claim_id} {verdict.text.split()[0]}" in joined
-    right = sum(verdict.ok for verdict in verdicts.values() if verdict.role is Role.HELD_OUT)
+    right = sum(verdict.ok for verdict in verdicts.values() if verdict.role is ClaimRole.HELD_OUT)
     assert any(line.startswith(f"held_out: {right} of ") for line in lines)
     assert joined.count(": NO") == sum(not v.ok and not v.incomparable for v in verdicts.values())
 
 
 def test_other_machines_and_versions_are_refused():
     with pytest.raises(ValueError, match="no measurements"):
-        command.main(command.Options(machine="a100x4"))
+        command.main(command.ClaimsOptions(machine="a100x4"))
     with pytest.raises(ValueError, match="mi300x8"):
         command.evaluate(named("a100x4"))
     with pytest.raises(ValueError, match="allowed=000, 002"):
-        command.Options(version="003")
+        command.ClaimsOptions(version="003")
 
 
 def test_the_versions_of_the_conccl_paper_are_a_switch():
-    check = next(check for check in claims_c3.checks() if check.claim_id == "CC-03")
-    assert "--version" in claims_c3.GIVEN["C3-HW-08"]
-    values = [judge(check, claims_c3.C3Context(MACHINE, version)).predicted for version in ("000", "002")]
+    check = next(check for check in conccl.PAPER.checks if check.claim_id == "CC-03")
+    assert "--version" in conccl.PAPER.given["C3-HW-08"]
+    values = [check.predict(conccl.PAPER.context(MACHINE, version)) for version in conccl.PAPER.numbers]
     assert values[1] < values[0]
 
 
@@ -223,51 +224,43 @@ def test_errors(claimed, predicted, points, error):
 
 
 def test_ranges_add_independent_deviations():
-    verdict = Verdict("x", "", 1.0, 10.0, "", 0.0, Role.HELD_OUT, True)
+    verdict = ClaimVerdict("x", "", 1.0, 10.0, "", 0.0, ClaimRole.HELD_OUT, True)
     ranged = with_ranges(verdict, [13.0, 14.0, 9.0])
     assert (ranged.low, ranged.high) == pytest.approx((9.0, 15.0))
     text = with_ranges(dataclasses.replace(verdict, predicted="b2b"), ["b2b"])
     assert text.low is None
 
 
-def test_ranges_vary_every_uncertain_number():
-    seen = []
+@pytest.mark.parametrize(("name", "path"), [("mi300x8", "dma.copy_us"), ("mi210x4", "fused.half_share")])
+def test_ranges_vary_uncertain_numbers_of_the_machine_that_claims_are_about(name, path):
+    """Of the machine that is asked for all numbers, of others those that their claims depend on."""
+    about, seen = named(name), []
+    section, _, field = path.partition(".")
 
-    def context(machine):
+    def context(machine, version):
         seen.append(machine)
         return machine
 
-    check = Check("C3-HW-01", Role.INPUT, lambda machine: float(machine.dma.copy_us))
-    family = command._Family(context, [check], frozenset({"dma"}))
-    found = command._vary(MACHINE, [family], [float(MACHINE.dma.copy_us)])
-    uncertain = [path for path, quantity in MACHINE.quantities().items() if quantity.uncertain]
-    assert len(found[0]) == 2 * len(uncertain)
-    assert len(seen) == 2 * sum(path.startswith("dma.") for path in uncertain)
-    copy = MACHINE.dma.copy_us
-    assert {min(found[0]), max(found[0])} == {copy.low, copy.high}
-
-
-def test_ranges_of_claims_about_another_machine_vary_its_numbers():
-    other, seen = named("mi210x4"), []
-
-    def context(machine):
-        seen.append(machine)
-        return machine
-
-    check = Check("FU-OCC-01", Role.INPUT, lambda machine: float(machine.fused.half_share))
-    family = command._Family(context, [check], frozenset({"fused"}), other)
-    found = command._vary(MACHINE, [family], [float(other.fused.half_share)])
-    assert {machine.name for machine in seen} == {"mi210x4"}
-    half = other.fused.half_share
-    assert {min(found[0]), max(found[0])} == {half.low, half.high}
+    check = Check("FU-OCC-01", ClaimRole.INPUT, lambda machine: float(getattr(getattr(machine, section), field)))
+    paper = Paper(numbers=("x",), machine=name, context=context, checks=[check], sections=frozenset({section}))
+    machines = [MACHINE] if name == MACHINE.name else [MACHINE, about]
+    quantity = about.quantities()[path]
+    found = [predicted[0] for _, predicted in command.vary([paper], machines, "", [float(quantity)])]
+    uncertain = [key for key, number in MACHINE.quantities().items() if number.low is not None]
+    mine = [
+        key for key, number in about.quantities().items() if number.low is not None and key.startswith(f"{section}.")
+    ]
+    assert len(found) == 2 * len(uncertain) + (0 if about is MACHINE else 2 * len(mine))
+    assert len(seen) == 2 * len(mine) and {machine.name for machine in seen} == {name}
+    assert {min(found), max(found)} == {quantity.low, quantity.high}
 
 
 def test_numbers_of_another_machine_are_held_to_their_roles():
     other = named("mi210x4")
-    fused = dataclasses.replace(other.fused, put_us=Quantity(2.0, Source.FITTED, "FU-SKEW-01"))
-    found = problems(claims_fused.checks(), MACHINE, {}, [dataclasses.replace(other, fused=fused)])
+    changed = dataclasses.replace(other.fused, put_us=Quantity(2.0, NumberSource.FITTED, "FU-SKEW-01"))
+    found = problems([fused.PAPER], [MACHINE, dataclasses.replace(other, fused=changed)])
     assert "FU-SKEW-01: held out, but mi210x4 fused.put_us was taken from it" in found
-    alone = problems(claims_fused.checks(), MACHINE, {})
+    alone = problems([fused.PAPER], [MACHINE])
     assert any(line.startswith("FU-OCC-02: fitted, but no number of mi300x8 names it") for line in alone)
 
 
@@ -277,7 +270,7 @@ def test_speedups_of_fused_operators_are_within_a_quarter(verdicts):
         verdict = verdicts[f"FU-{claim_id}"]
         published_speedup, predicted_speedup = (1 / (1 - lower / 100) for lower in (verdict.claimed, verdict.predicted))
         assert predicted_speedup == pytest.approx(published_speedup, rel=0.25), claim_id
-        assert verdict.role is Role.HELD_OUT
+        assert verdict.role is ClaimRole.HELD_OUT
 
 
 def test_citations():

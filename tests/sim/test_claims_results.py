@@ -17,26 +17,21 @@ from sidelane.cli.output import STDOUT
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.claims import Role
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.pipeline import run_pipeline
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.model.study import table_ii_workload
-from sidelane_lab.papers.claims import command, figures
-from sidelane_lab.papers.claims.chains import judge_chains, predict_chain
-from sidelane_lab.papers.claims.gemms import judge_layers
-from sidelane_lab.papers.claims.occupancy import pipeline_of
-from sidelane_lab.papers.claims.power import predict_watts
-from sidelane_lab.papers.claims.results import (
-    compare,
-    fitted_to,
-    layers_file,
+from sidelane_lab.papers import command
+from sidelane_lab.papers.claims import ClaimRole, in_between, nearest
+from sidelane_lab.papers.results import CHAINS, compare, fitted_to, judge_layers, layers_file, role_problems
+from sidelane_lab.papers.row_predictions import (
+    pipeline_of,
     predict_alone,
+    predict_chain,
     predict_ends,
     predict_together,
-    role_problems,
+    predict_watts,
 )
-from sidelane_lab.papers.claims.verdicts import in_between, nearest
 from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.collectives import CollectiveRow
 from sidelane_lab.studies.gemms import FITTED, SEEN
@@ -168,7 +163,7 @@ def test_a_number_from_runs_side_by_side_is_a_mistake(tmp_path, capsys):
     cheat += 'memory = { value = 1, source = "measured", of = "results/h200x4/c3.json" }\n'
     (tmp_path / "cheat.toml").write_text(cheat)
     save(tmp_path / "h200x4", "c3", [c3_row("serial", 3585.0)])
-    options = command.Options(str(tmp_path / "cheat.toml"), json=STDOUT, results=tmp_path, ranges=False)
+    options = command.ClaimsOptions(str(tmp_path / "cheat.toml"), json=STDOUT, results=tmp_path, ranges=False)
     assert command.main(options) == 1
     assert "interference.memory" in capsys.readouterr().err
 
@@ -229,8 +224,8 @@ def test_two_h100s_are_a_machine_that_nothing_was_fitted_to():
     machine = named("h100x2")
     assert not any("h100x2" in quantity.of for quantity in machine.quantities().values())
     found = [v for v in compare(machine, ROOT / "results" / "h100x2") if v.claim_id.startswith("h100x2/c3/cb3")]
-    rows = [verdict for verdict in found if verdict.role is not Role.INPUT]
-    assert len(rows) == 36 and {verdict.role for verdict in rows} == {Role.HELD_OUT}
+    rows = [verdict for verdict in found if verdict.role is not ClaimRole.INPUT]
+    assert len(rows) == 36 and {verdict.role for verdict in rows} == {ClaimRole.HELD_OUT}
     errors = {v.claim_id: v.error for v in rows if not v.incomparable and not v.claim_id.endswith("all_gather/sm_base")}
     assert len(errors) == 34 and statistics.median(errors.values()) < 0.015 and max(errors.values()) < 0.04
 
@@ -242,7 +237,7 @@ def test_pairs_that_were_set_apart_are_no_predictions(tmp_path):
         for name, verdict in ((v.claim_id, v) for v in compare(PAIR, tmp_path))
         if name.startswith("h200x2/c3/") and name.endswith("all_gather/conccl")
     }
-    assert roles.pop("cb1_896M") is Role.FITTED and set(roles.values()) == {Role.HELD_OUT}
+    assert roles.pop("cb1_896M") is ClaimRole.FITTED and set(roles.values()) == {ClaimRole.HELD_OUT}
 
 
 def test_the_right_winner_on_two_gpus():
@@ -289,7 +284,7 @@ def test_pipelined_iterations_are_judged_by_time_and_by_share(tmp_path):
     save(tmp_path, "occupancy", [row, dataclasses.replace(row, normalised=row.normalised / 2), other])
     found = {v.claim_id.rpartition("/")[2]: v for v in compare(PAIR, tmp_path)}
     assert list(found) == ["time", "median", "worst", "share"], "registers of other tiles are not known"
-    assert found["time"].role is Role.SEEN and found["time"].ok
+    assert found["time"].role is ClaimRole.SEEN and found["time"].ok
     assert found["share"].points and not found["share"].ok and found["share"].error > 40
     assert "%" in str(command.measured_table([found["share"]]).lines[0].cells)
 
@@ -397,7 +392,7 @@ def test_a_file_is_judged_row_by_row_and_as_a_whole(tmp_path):
 
 def test_the_command_takes_the_folder(tmp_path, capsys):
     save(tmp_path / "h200x4", "c3", [c3_row("conccl", 5000.0)])
-    assert command.main(command.Options(machine="h200x4", json=STDOUT, results=tmp_path)) == 0
+    assert command.main(command.ClaimsOptions(machine="h200x4", json=STDOUT, results=tmp_path)) == 0
     rows = json.loads(capsys.readouterr().out)
     found = {row["id"].partition("/")[2]: row for row in rows}
     assert [row["ok"] for name, row in found.items() if name.startswith("c3/")] == [False, False, False]
@@ -411,7 +406,7 @@ def test_rows_of_many_sizes_share_a_line_of_the_picture():
         "h200x4/c3/cb1_1G/all_gather/conccl",
         "h200x4/gemms/1x2x3",
     )
-    groups = [figures._group(claim_id.partition("/")[2]) for claim_id in ids]
+    groups = [command._group(claim_id.partition("/")[2]) for claim_id in ids]
     assert groups == ["collectives all_gather dma b2b", "all_gather conccl", "gemms"]
 
 
@@ -429,9 +424,9 @@ def test_verdicts_on_layers_have_roles():
     machine = named("h200x4")
     layers = read(layers_file(machine, ROOT / "results" / "h200x4")).rows
     roles = {verdict.claim_id: verdict.role for verdict in judge_layers(machine, layers, fitted=True)}
-    assert roles["h200x4/gemms of layers, first/median"] is Role.FITTED
-    assert roles["h200x4/gemms of layers, seen/median"] is Role.SEEN
-    assert roles["h200x4/gemms of layers/median"] is Role.HELD_OUT
+    assert roles["h200x4/gemms of layers, first/median"] is ClaimRole.FITTED
+    assert roles["h200x4/gemms of layers, seen/median"] is ClaimRole.SEEN
+    assert roles["h200x4/gemms of layers/median"] is ClaimRole.HELD_OUT
 
 
 @pytest.mark.parametrize(("name", "median", "worst"), [("h200x2", 0.05, 0.2), ("h200x4", 0.07, 0.24)])
@@ -439,12 +434,12 @@ def test_chains_take_their_gemms_and_the_collective(name, median, worst):
     """All that are in graphs, of all variants that a description has: nothing was fitted to them."""
     machine = named(name)
     rows = read(ROOT / "results" / name / "chain.json").rows
-    found = judge_chains(machine, rows)
-    assert len(found) == 50 and {verdict.role for verdict in found} == {Role.HELD_OUT}
+    found = CHAINS.verdicts(machine, rows, "chain")
+    assert len(found) == 50 and {verdict.role for verdict in found} == {ClaimRole.HELD_OUT}
     errors = [verdict.error for verdict in found]
     assert statistics.median(errors) < median and max(errors) < worst
     for launch in ("eager", "prelaunched"):
-        assert not judge_chains(machine, [row for row in rows if row.launch == launch])
+        assert not CHAINS.verdicts(machine, [row for row in rows if row.launch == launch], "chain")
     row = next(row for row in rows if row.launch == "graph" and row.implementation == "nccl" and not row.variant)
     longer = dataclasses.replace(row, gemms_us=row.gemms_us + 100.0)
     assert predict_chain(machine, longer) - predict_chain(machine, row) == pytest.approx(100.0)

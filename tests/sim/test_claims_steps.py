@@ -11,11 +11,12 @@ import pytest
 from sidelane.cli.output import STDOUT
 from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.claims import Role
 from sidelane_lab.model.layer import MODELS, Step, parts_us
 from sidelane_lab.model.training import SUSTAINED, compute_us, step_times
-from sidelane_lab.papers.claims import command
-from sidelane_lab.papers.claims.steps import FLOORS, judge_steps, predict_step
+from sidelane_lab.papers import command
+from sidelane_lab.papers.claims import ClaimRole
+from sidelane_lab.papers.results import STEPS
+from sidelane_lab.papers.row_predictions import FLOORS, predict_step
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 H200 = named("h200x4")
@@ -39,7 +40,7 @@ def judged(tmp_path, capsys, *rows):
     file = Results("fsdp", "h200x4", 4, "NVIDIA H200", 4, "2026-01-01T00:00:00+00:00", "abc", "x", {}, rows)
     (tmp_path / "h200x4").mkdir()
     write(tmp_path / "h200x4" / "fsdp.json", file)
-    assert command.main(command.Options(machine="h200x4", json=STDOUT, results=tmp_path, ranges=False)) == 0
+    assert command.main(command.ClaimsOptions(machine="h200x4", json=STDOUT, results=tmp_path, ranges=False)) == 0
     return {row["id"].partition("/")[2]: row for row in json.loads(capsys.readouterr().out)}
 
 
@@ -79,14 +80,19 @@ def test_a_step_that_the_model_does_not_speak_to_is_left_out(tmp_path, capsys):
 
 def test_steps_that_were_measured_on_two_gpus():
     """All 35 steps within 5%, the worst 3.8%; all five gains by Sidelane within a third, the worst 19%."""
-    rows = {v.claim_id.partition("/")[2]: v for v in judge_steps(named("h200x2"), read(H200_PAIR / "fsdp.json").rows)}
+    rows = {
+        v.claim_id.partition("/")[2]: v
+        for v in STEPS.verdicts(named("h200x2"), read(H200_PAIR / "fsdp.json").rows, "fsdp")
+    }
     steps = [verdict.error for name, verdict in rows.items() if name.startswith(("steps/8b", "steps/70b"))]
     gains = [
         verdict.error for name, verdict in rows.items() if name.startswith("gains/") and name.endswith("/sidelane")
     ]
     assert len(steps) == 35 and max(steps) < 0.04
     assert len(gains) == 5 and max(gains) < 0.2
-    assert {verdict.role for verdict in rows.values()} == {Role.SEEN}, "a rule went in after they had been compared"
+    assert {verdict.role for verdict in rows.values()} == {ClaimRole.SEEN}, (
+        "a rule went in after they had been compared"
+    )
 
 
 def test_parts_of_steps_that_were_profiled_on_two_gpus():

@@ -12,11 +12,17 @@ from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Reduce
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
+from sidelane_lab.model.collectives import (
+    REDUCE_UNITS,
+    dependencies,
+    executed_program,
+    executed_run,
+    library_us,
+    published_program,
+)
 from sidelane_lab.model.device import run_device
-from sidelane_lab.model.executed import REDUCE_UNITS, dependencies, executed_program, executed_run
 from sidelane_lab.model.gemm import gemm_kernel
 from sidelane_lab.model.kernels import dma_gangs, dma_us
-from sidelane_lab.model.published import library_us, published_program
 from sidelane_lab.model.strategies import predict
 from sidelane_lab.sim import simulate
 from sidelane_lab.studies.collectives import CollectiveRow

@@ -13,13 +13,19 @@ from sidelane.program.ir import Flag
 from sidelane.program.pieces import split_program
 from sidelane_lab.harness.study import Results, write
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.model.fused import FusedKernel, Work, run_fused
-from sidelane_lab.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
-from sidelane_lab.model.norm_operator import AllReduceNorm
-from sidelane_lab.model.operators import Gemv, TiledGemm, predict_fused, predict_unfused
+from sidelane_lab.model.fused import FusedKernel, KernelWork, run_fused
+from sidelane_lab.model.operators import (
+    AllReduceNorm,
+    DispatchGemm,
+    GatherGemm,
+    GemmReduce,
+    Gemv,
+    TiledGemm,
+    predict_fused,
+    predict_unfused,
+)
 from sidelane_lab.model.split import chain_us, split_us
-from sidelane_lab.papers.simulated import fused as sim_fused
-from sidelane_lab.papers.simulated import fused_results, fused_shapes
+from sidelane_lab.papers import operator_results, operators
 from sidelane_lab.sim import simulate
 from sidelane_lab.studies.fused.rows import FUSED_OPS, FusedRow
 from sidelane_lab.studies.fused.shapes import MEANING, half_for_one
@@ -39,7 +45,9 @@ def test_rows_are_multiplied_when_they_have_come():
     """Own work takes 4 rounds; what comes takes 100 us; half of the workgroups are busy sending until then."""
     nbytes = 100 * PORT
     kernels = [
-        gather([Work(40, (), needs=rank), Work(20, (), needs=1 - rank)], first_shares=(nbytes,) * 2, senders=5)
+        gather(
+            [KernelWork(40, (), needs=rank), KernelWork(20, (), needs=1 - rank)], first_shares=(nbytes,) * 2, senders=5
+        )
         for rank in range(2)
     ]
     run = run_fused(PAIR, kernels)
@@ -50,12 +58,12 @@ def test_rows_are_multiplied_when_they_have_come():
 
 
 def test_nobody_computes_while_all_send():
-    kernels = [gather([Work(10, (), needs=rank)], first_shares=(50 * PORT,) * 2, senders=10) for rank in range(2)]
+    kernels = [gather([KernelWork(10, (), needs=rank)], first_shares=(50 * PORT,) * 2, senders=10) for rank in range(2)]
     assert run_fused(PAIR, kernels).computed_us == pytest.approx((55.0, 55.0))
 
 
 def test_a_late_rank_sends_late():
-    made = [Work(10, (), needs=0), Work(10, (), needs=1)]
+    made = [KernelWork(10, (), needs=0), KernelWork(10, (), needs=1)]
     kernels = [
         gather(made if rank == 0 else made[::-1], first_shares=(50 * PORT,) * 2, senders=1, start_us=100.0 * rank)
         for rank in range(2)
@@ -65,7 +73,9 @@ def test_a_late_rank_sends_late():
 
 
 def test_what_was_added_up_goes_nowhere_in_a_reduce_scatter():
-    kernels = [FusedKernel((Work(10, ((1 - rank, 1.0),)),), 10, lambda count: 5.0, reduce_us=7.0) for rank in range(2)]
+    kernels = [
+        FusedKernel((KernelWork(10, ((1 - rank, 1.0),)),), 10, lambda count: 5.0, reduce_us=7.0) for rank in range(2)
+    ]
     assert run_fused(PAIR, kernels).time_us == pytest.approx(5 + 10 / PORT + FLAG_US + 7)
 
 
@@ -73,11 +83,11 @@ def test_what_was_added_up_goes_nowhere_in_a_reduce_scatter():
 @pytest.mark.parametrize("sizes", [(4096, 14336, 8192), (512, 4096, 8192), (8, 16, 8), (1001, 333, 777)])
 def test_nothing_is_faster_than_its_parts(sizes, ranks):
     machine = dataclasses.replace(H200, gpus=ranks)
-    for operator in (GemmReduce(*sizes), GemmReduce(*sizes, gathers=True), GatherGemm(*sizes, ranks)):
+    for operator in (GemmReduce(*sizes), GemmReduce(*sizes, gathers=True), GatherGemm(*sizes)):
         times = predict_unfused(machine, operator)
         rows = sizes[0] * (ranks if isinstance(operator, GatherGemm) else 1)
         flops_us = 2.0 * rows * sizes[1] * sizes[2] / (machine.gpu.peak_tflops * 1e6)
-        moved_us = operator.collective_bytes() * (ranks - 1) / ranks / (machine.links.peak_gbps * 1e3)
+        moved_us = operator.collective_bytes(ranks) * (ranks - 1) / ranks / (machine.links.peak_gbps * 1e3)
         assert times.compute_us > flops_us and times.collective_us >= moved_us
         assert min(split_us(machine, operator, pieces) for pieces in (1, 2)) > max(flops_us, moved_us)
         assert (times.collective_us == 0) == (ranks == 1 and isinstance(operator, GemmReduce) and operator.gathers)
@@ -87,7 +97,7 @@ def test_nothing_is_faster_than_its_parts(sizes, ranks):
 def test_every_machine_predicts_them(name):
     machine = named(name)
     for op in FUSED_OPS:
-        for operator, _ in fused_shapes.operators_of(op, (64, 4096, 512)[: len(MEANING[op])], machine.world_size):
+        for operator, _ in operators.operators_of(op, (64, 4096, 512)[: len(MEANING[op])], machine.world_size):
             assert operator.name == op
             assert predict_unfused(machine, operator).unfused_us > 0
 
@@ -142,11 +152,11 @@ def test_predictions_are_held_against_a_file(tmp_path, capsys):
     )
     path, told = tmp_path / "fused.json", tmp_path / "held.json"
     write(path, _results(rows))
-    machine, held, unknown = fused_results.hold(H200, path)
+    machine, held, unknown = operator_results.hold(H200, path)
     assert (machine.gpus, unknown) == (1, 2)
     assert [one.part for one in held[:3]] == ["compute alone", "unfused, process group", "in parts"]
     assert held[2].error == pytest.approx(0.5, rel=1e-3) and held[2].predicted_us == predicted
-    assert sim_fused.main(sim_fused.Options("h200x4", json=told, results=path)) == 0
+    operator_results.main(operators.FusedPredictionOptions("h200x4", json=told, results=path))
     assert "gemm_all_reduce" in capsys.readouterr().out
     assert [one["part"] for one in json.loads(told.read_text())["rows"]] == [one.part for one in held]
 
@@ -202,7 +212,7 @@ def test_a_norm_sends_twice_the_bytes_and_waits_once():
     operator = AllReduceNorm(512, 8192)
     run = predict_fused(PAIR, operator).fused
     nbytes = 512 * 8192 * 2
-    adding_us = operator.kernel(PAIR, 1.0).reduce_us
+    adding_us = operator.kernel(PAIR, 1.0, 0).reduce_us
     assert run.time_us > 2 * nbytes / PORT + FLAG_US + float(H200.matmul.launch_us) + adding_us > 1.2 * adding_us
     pushed = predict_fused(PAIR, dataclasses.replace(operator, pushed=True)).fused
     assert run.time_us - pushed.time_us > nbytes / PORT, "and a pass less is read"
@@ -217,12 +227,12 @@ IN_PARTS = {"gemm_all_to_all": 0.05, "all_gather_gemm": 0.04, "gemm_reduce_scatt
 
 @pytest.fixture(scope="module")
 def held():
-    return fused_results.hold(H200, MEASURED)[1]
+    return operator_results.hold(H200, MEASURED)[1]
 
 
 def test_gemms_in_parts_on_one_gpu_are_as_near_as_the_notes_say(held):
     for op, worst in IN_PARTS.items():
-        errors = [one.error for one in held if (one.op, one.part) == (op, fused_results.PARTS)]
+        errors = [one.error for one in held if (one.op, one.part) == (op, operator_results.PARTS)]
         assert len(errors) >= 9 and max(errors) <= worst, op
 
 
@@ -249,7 +259,12 @@ def test_parts_hide_what_travels_and_no_more():
         for machine in (PAIR, H200, named("mi300x8")):
             times = predict_fused(machine, operator)
             found = {pieces: split_us(machine, operator, pieces) for pieces in (1, 4, 16)}
-            sent_us = operator.collective_bytes() * (machine.gpus - 1) / machine.gpus / (machine.links.peak_gbps * 1e3)
+            sent_us = (
+                operator.collective_bytes(machine.gpus)
+                * (machine.gpus - 1)
+                / machine.gpus
+                / (machine.links.peak_gbps * 1e3)
+            )
             if machine.links.topology == "mesh":
                 sent_us /= machine.gpus - 1
             assert all(us > max(sent_us, 0.9 * times.compute_us) for us in found.values())
@@ -269,7 +284,7 @@ def test_a_part_leaves_when_it_is_computed():
 
 
 def test_a_gather_in_parts_waits_for_its_rows():
-    wide, narrow = GatherGemm(4096, 8192, 14336, 4), GatherGemm(4096, 8192, 128, 4)
+    wide, narrow = GatherGemm(4096, 8192, 14336), GatherGemm(4096, 8192, 128)
     assert split_us(H200, wide, 1) < predict_unfused(H200, wide).unfused_us
     assert split_us(H200, narrow, 1) > 3 * 4096 * 8192 * 2 / PORT
     assert split_us(H200, GemmReduce(4096, 8192, 8192, gathers=True), 2) > split_us(
@@ -281,11 +296,11 @@ def test_files_and_options_that_cannot_be_held_are_refused(tmp_path):
     path = tmp_path / "fused.json"
     write(path, _results((row("gemm_all_reduce", "1x1x1 a rank", "fused", "oblivious", 1.0, launch="eager"),)))
     with pytest.raises(ValueError, match="with graphs"):
-        fused_results.hold(H200, path)
+        operator_results.hold(H200, path)
     with pytest.raises(ValueError, match="a file that is there"):
-        fused_results.hold(H200, tmp_path / "none.json")
+        operator_results.hold(H200, tmp_path / "none.json")
     with pytest.raises(ValueError, match="the file has the shapes"):
-        sim_fused.Options("h200x4", ("gemm_all_reduce",), results=path)
+        operators.FusedPredictionOptions("h200x4", ("gemm_all_reduce",), results=path)
 
 
 def _results(rows):
@@ -296,14 +311,14 @@ def _results(rows):
 
 def test_norms_and_collectives_alone_among_two_gpus():
     """Norms that are pushed, ours unfused by kernels where they are faster, and the fastest collective of all."""
-    found = fused_results.hold(named("h200x2"), MEASURED.parents[1] / "h200x2" / "fused.json")[1]
+    found = operator_results.hold(named("h200x2"), MEASURED.parents[1] / "h200x2" / "fused.json")[1]
     pushed = [one for one in found if one.schedule == "pushed"]
     assert len(pushed) == 5 and max(one.error for one in pushed) < 0.17
-    chains = [one for one in found if one.op == "all_reduce_rms_norm" and one.part == fused_results.CHAIN]
+    chains = [one for one in found if one.op == "all_reduce_rms_norm" and one.part == operator_results.CHAIN]
     assert len(chains) == 5 and max(one.error for one in chains) < 0.3
     alone = [
         one
         for one in found
-        if one.part == fused_results.COLLECTIVE and one.op in ("all_gather_gemm", "gemm_all_reduce")
+        if one.part == operator_results.COLLECTIVE and one.op in ("all_gather_gemm", "gemm_all_reduce")
     ]
     assert len(alone) == 6 and max(one.error for one in alone) < 0.1

@@ -14,11 +14,11 @@ from sidelane.c3.workload import TABLE_I, Gemm, Workload, parse_gemm
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.model.gemm import gemm_us, is_memory_bound, roofline_us
+from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.gemm import gemm_us, is_memory_bound
 from sidelane_lab.model.kernels import dma_us
-from sidelane_lab.model.published import library_us
 from sidelane_lab.model.strategies import predict, predictable
-from sidelane_lab.papers.claims.gemms import gemm_times, predict_gemms
+from sidelane_lab.papers.results import gemm_times, predict_gemms
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = [named(name) for name in machine_names()]
@@ -34,6 +34,11 @@ def between(rng, low, high):
 
 def random_gemm(rng):
     return Gemm(*(between(rng, 1, 131072) for _ in range(3)), rng.choice(("bfloat16", "float16")))
+
+
+def roofline_us(machine, gemm):
+    """The least time that the GPU's peaks allow."""
+    return max(gemm.flops / (machine.gpu.peak_tflops * 1e6), gemm.nbytes / (machine.gpu.memory_gbps * 1e3))
 
 
 def wire_us(machine, kind, nbytes):

@@ -10,8 +10,8 @@ import pytest
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import MODELS, Step, Transformer
 from sidelane_lab.model.training import STRATEGIES, StepTimes, compute_us, step_times
-from sidelane_lab.papers.simulated import plan as sim_plan
-from sidelane_lab.papers.simulated.plan import Options, Planned, advice, plan_table
+from sidelane_lab.papers import plan as sim_plan
+from sidelane_lab.papers.plan import PlannedStep, PlanOptions, advice, plan_table
 
 H200, MI300X = named("h200x4"), named("mi300x8")
 SMALL, LARGE = MODELS["llama-8b-like"], MODELS["llama-70b-like"]
@@ -134,7 +134,7 @@ def test_more_tokens_hide_more():
 
 
 def planned(strategy, time, exposed, collectives, low, high):
-    return Planned(strategy, StepTimes(time, time - exposed, collectives), low, high)
+    return PlannedStep(strategy, StepTimes(time, time - exposed, collectives), low, high)
 
 
 def test_advice_says_what_to_change_and_when_to_measure_first():
@@ -147,7 +147,7 @@ def test_advice_says_what_to_change_and_when_to_measure_first():
     straight = dataclasses.replace(better, strategy="straight all-gather")
     said = advice(H200, step, [library, straight])[0]
     assert said.startswith("Run all-gathers on copy engines, straight into the parameters: 0.2")
-    apart = Planned("library, own units", StepTimes(800.0, 700.0, 400.0, 16), 50.0, 150.0)
+    apart = PlannedStep("library, own units", StepTimes(800.0, 700.0, 400.0, 16), 50.0, 150.0)
     assert advice(H200, step, [library, apart])[0].startswith("Give the library's kernels 16 units of their own: 0.2")
     unsure = dataclasses.replace(better, high_us=260.0)
     assert any("measure before" in line for line in advice(H200, step, [library, unsure]))
@@ -158,7 +158,7 @@ def test_advice_says_what_to_change_and_when_to_measure_first():
 
 def test_the_command_prints_ranges_and_writes(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert sim_plan.main(Options("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path)) == 0
+    sim_plan.main(PlanOptions("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path))
     shown = capsys.readouterr().out
     assert "FSDP on 2 x NVIDIA H200" in shown and "dma all-gather" in shown and " .. " in shown
     written = json.loads(path.read_text())
@@ -171,17 +171,17 @@ def test_the_table_has_a_line_for_each_strategy():
     rows = [planned(name, 1000.0, 300.0, 400.0, 250.0, 350.0) for name in STRATEGIES]
     table = plan_table(H200, Step(SMALL, 4096, 4096), rows)
     assert [line.cells[0] for line in table.lines] == list(STRATEGIES)
-    apart = Planned("library, own units", StepTimes(800.0, 700.0, 400.0, 16), 50.0, 150.0)
+    apart = PlannedStep("library, own units", StepTimes(800.0, 700.0, 400.0, 16), 50.0, 150.0)
     assert plan_table(H200, Step(SMALL, 4096, 4096), [apart]).lines[0].cells[0] == "library, 16 own units"
 
 
 def test_what_is_not_modelled_is_refused():
     with pytest.raises(ValueError, match="no other is modelled"):
-        Options("h200x4", "llama-8b-like")
+        PlanOptions("h200x4", "llama-8b-like")
     with pytest.raises(ValueError, match="llama-70b-like"):
-        Options("h200x4", "gpt", fsdp=True)
+        PlanOptions("h200x4", "gpt", fsdp=True)
     with pytest.raises(ValueError, match="1 or more"):
-        Options("h200x4", "llama-8b-like", layers=0, fsdp=True)
+        PlanOptions("h200x4", "llama-8b-like", layers=0, fsdp=True)
     with pytest.raises(ValueError, match="whole sequences"):
         Step(SMALL, 5000, 4096)
     with pytest.raises(ValueError, match="dma both"):

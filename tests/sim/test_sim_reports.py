@@ -15,20 +15,17 @@ from sidelane.c3.strategies import strategies
 from sidelane.c3.workload import parse_workload
 from sidelane.program.collective import Kind
 from sidelane_lab.harness import drawing
+from sidelane_lab.machines import ranges
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.claims import published
-from sidelane_lab.model.fused_study import FusedStudy
-from sidelane_lab.model.study import c3_study
-from sidelane_lab.papers.claims import command as claims
-from sidelane_lab.papers.simulated import bands as sim_bands
-from sidelane_lab.papers.simulated import figures as sim_figures
-from sidelane_lab.papers.simulated import fused as sim_fused
-from sidelane_lab.papers.simulated import fused_figures
-from sidelane_lab.papers.simulated import overlap as sim_overlap
-from sidelane_lab.papers.simulated import scale as sim_scale
-from sidelane_lab.papers.simulated import study as sim_study
-from sidelane_lab.papers.simulated.fused_shapes import operators_of
-from sidelane_lab.papers.simulated.marks import mark_cut
+from sidelane_lab.papers import command as claims
+from sidelane_lab.papers import conccl, overlap
+from sidelane_lab.papers import fused as fused_paper
+from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import predictions as sim_study
+from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.figures import draw_all, mark_cut
+from sidelane_lab.papers.operators import operators_of
+from sidelane_lab.sim import scale as sim_scale
 
 MACHINE = named("mi300x8")
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     workloads = [parse_workload("cb1_896M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
-    assert sim_study.c3_main(sim_study.Options("h200x4", tmp_path), workloads) == 0
+    sim_study.c3_main(sim_study.PredictionOptions("h200x4", tmp_path), workloads)
     shown = capsys.readouterr().out
     assert shown.count("cb1_896M") == 2 and "all_gather" in shown and "all_to_all" in shown
     rows = json.loads((tmp_path / "c3_predicted.json").read_text())["rows"]
@@ -51,7 +48,7 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     for path, quantity in MACHINE.quantities().items():
         certain = certain.with_value(path, float(quantity))
     monkeypatch.setattr(sim_study, "find", lambda name: certain)
-    assert sim_study.c3_main(sim_study.Options("mi300x8", tmp_path)) == 0
+    sim_study.c3_main(sim_study.PredictionOptions("mi300x8", tmp_path))
     assert "Percent of ideal by group" in capsys.readouterr().out
     content = json.loads((tmp_path / "c3_predicted.json").read_text())
     assert content["predicted"] is True and content["machine"] == "mi300x8"
@@ -61,18 +58,18 @@ def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
         assert (tmp_path / f"{name}.svg").stat().st_size > 5000
     assert json.loads((tmp_path / "timeline-conccl.trace.json").read_text())["traceEvents"]
-    check_axes({name: figure for name, figure in drawn.items() if name not in ("c3-strategies", "c3-conccl")})
+    check_axes(drawn)
 
 
 @pytest.fixture
 def few_variations(monkeypatch):
     """Bands over the first uncertain number alone, at one end of its range: not over all of them."""
-    every = sim_bands.variations
+    every = ranges.variations
 
     def few(machine, numbers):
         return itertools.islice(every(machine, numbers), 1)
 
-    monkeypatch.setattr(sim_bands, "variations", few)
+    monkeypatch.setattr(ranges, "variations", few)
 
 
 @pytest.fixture
@@ -103,7 +100,7 @@ def check_axes(figures):
 
 
 def test_collective_writes_a_report(tmp_path, capsys, few_variations, drawn):
-    assert sim_study.collective_main(sim_study.Options("mi300x8", tmp_path)) == 0
+    sim_study.collective_main(sim_study.PredictionOptions("mi300x8", tmp_path))
     assert "b2b+prelaunch" in capsys.readouterr().out
     rows = json.loads((tmp_path / "collectives_predicted.json").read_text())["rows"]
     assert {row["variant"] for row in rows} == {"pcpy", "bcst", "swap", "b2b", "library"}
@@ -126,13 +123,13 @@ def test_bands_are_squares_of_what_single_numbers_do():
         if path not in ("dma.copy_us", "dma.sync_us"):
             certain = certain.with_value(path, float(quantity))
     copy, sync = MACHINE.dma.copy_us, MACHINE.dma.sync_us
-    found = sim_bands.bands(certain, predict, ("dma",))
+    found = ranges.bands(certain, predict, ("dma",))
     up = ((copy.high - copy) ** 2 + (sync.high - sync) ** 2) ** 0.5
     assert found["sum"].high == pytest.approx((copy + sync + up, copy.high))
     assert found["sum"].low[1] == pytest.approx(copy.low)
     mixed = ((copy.high - copy) ** 2 + (sync - sync.low) ** 2) ** 0.5
     assert found["difference"].high == pytest.approx((copy - sync + mixed,))
-    assert sim_bands.bands(certain, predict, ("links",))["sum"].high == pytest.approx((copy + sync, copy))
+    assert ranges.bands(certain, predict, ("links",))["sum"].high == pytest.approx((copy + sync, copy))
 
 
 def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
@@ -140,11 +137,10 @@ def test_ranges_are_drawn_from_the_uncertain_numbers(monkeypatch):
     for path, quantity in MACHINE.quantities().items():
         if path != "interference.memory":
             only = only.with_value(path, float(quantity))
-    spread = sim_figures._spread(only)
-    study = c3_study(only)
-    mean = sim_figures._mean(study, "conccl", (None, None))
-    assert len(spread["conccl"]["all"]) == 2
-    assert min(spread["conccl"]["all"]) < mean < max(spread["conccl"]["all"])
+    (panel,) = next(figure for figure in conccl.figures() if figure.name == "c3-conccl").panels(only, True)
+    band = panel.curves["conccl"]
+    assert all(low < mean < high for low, mean, high in zip(band.low, band.values, band.high, strict=True))
+    assert band.values[-1] == pytest.approx(conccl.C3Context(MACHINE).mean_speedup("conccl"))
 
 
 @pytest.mark.parametrize(("least", "strokes"), [(0.0, 0), (-5.0, 0), (0.9, 2)])
@@ -158,9 +154,8 @@ def test_an_axis_that_does_not_begin_at_0_is_marked(least, strokes):
 @pytest.mark.parametrize(("name", "there"), [("mi300x8", True), ("h200x4", False)])
 def test_published_values_are_on_the_pictures_of_their_machine_alone(name, there, tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(sim_figures.drawing, "save_both", lambda figure, name, folder: drawn.setdefault(name, figure))
-    machine = named(name)
-    sim_figures.draw_c3(c3_study(machine), machine, tmp_path)
+    monkeypatch.setattr(drawing, "save_both", lambda figure, name, folder: drawn.setdefault(name, figure))
+    draw_all(conccl.figures(), named(name), tmp_path, ranges=False)
     for figure in drawn.values():
         assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes)
     words = [text.get_text() for text in drawn["c3-conccl"].axes[0].get_legend().get_texts()]
@@ -178,8 +173,8 @@ def test_scale_is_recorded_with_its_command(tmp_path):
     sim_scale.record(path, sim_scale.measure((16,)))
     ours = json.loads(path.read_text())
     recorded = json.loads((ROOT / "results" / "simulator" / "scale.json").read_text())
-    assert ours["command"] == "python -m sidelane_lab.papers.simulated.scale scale.json"
-    assert recorded["command"].endswith(".simulated.scale scale.json")
+    assert ours["command"] == "python -m sidelane_lab.sim.scale scale.json"
+    assert recorded["command"].endswith(".scale scale.json")
     assert set(ours) == set(recorded) and set(ours["rows"][0]) == set(recorded["rows"][0])
     assert tuple(row["ranks"] for row in recorded["rows"]) == sim_scale.RANKS
     first, last = recorded["rows"][0], recorded["rows"][-1]
@@ -198,7 +193,7 @@ def test_the_recorded_scale_is_that_of_this_simulator():
 
 
 def test_claims_write_a_report(tmp_path, capsys):
-    assert claims.main(claims.Options(ranges=False, report=tmp_path)) == 0
+    assert claims.main(claims.ClaimsOptions(ranges=False, report=tmp_path)) == 0
     capsys.readouterr()
     written = json.loads((tmp_path / "claims.json").read_text())
     assert len(written["rows"]) > 100 and written["command"] and written["commit"] and "gpu.units" in written["numbers"]
@@ -211,7 +206,7 @@ PANELS = ("base", "reduction", "overlap")
 
 
 def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
-    assert sim_overlap.main("a40x4", tmp_path) == 0
+    overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out
     assert "6 blocks a unit" in shown and "3 blocks a unit" in shown and "mb-a2a" in shown
     assert {path.stem for path in tmp_path.glob("overlap-*.png")} == {f"overlap-{key}" for key in PANELS}
@@ -221,8 +216,8 @@ def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
 
 def test_fused_operators_are_reported(tmp_path, capsys):
     shape, report = (2048, 4, 2), tmp_path / "out"
-    options = sim_fused.Options("h200x4", ("embedding_all_to_all",), (shape,), report=report)
-    assert sim_fused.main(options) == 0
+    options = sim_fused.FusedPredictionOptions("h200x4", ("embedding_all_to_all",), (shape,), report=report)
+    sim_fused.main(options)
     assert "batch 2048, 4 tables a rank, pooling 2" in capsys.readouterr().out
     content = json.loads((report / "fused_predicted.json").read_text())
     first, *others = content["rows"]
@@ -236,16 +231,26 @@ def test_fused_operators_are_reported(tmp_path, capsys):
     assert (report / "fused-occupancy.png").is_file() and list(report.glob("*-skew.png"))
 
 
-def test_published_and_predicted_gains_are_drawn_together(tmp_path):
-    drawn = fused_figures.draw_published(FusedStudy(named("mi210x4")), lambda *_: (1.0, 2.0), tmp_path)
-    assert drawn.is_file()
-    assert {claim_id for claim_id, *_ in fused_figures.GAINS} <= set(published())
+def test_every_figure_of_the_papers_has_one_drawer():
+    figures = [(paper.numbers[0], number) for paper in claims.PAPERS for one in paper.figures for number in one.numbers]
+    assert len(figures) == len(set(figures)) and len(figures) == 6 + 5 + 3 + 6
+    names = [one.name for paper in claims.PAPERS for one in paper.figures]
+    assert len(names) == len(set(names))
+
+
+def test_published_and_predicted_values_of_fused_operators_are_drawn_together(tmp_path):
+    drawn = draw_all(fused_paper.PAPER.figures, named("mi210x4"), tmp_path, ranges=False)
+    assert len(drawn) == 3 and all(path.is_file() for path in drawn)
+    assert {claim_id for claim_id, *_ in fused_paper.GAINS} <= set(published())
+    assert all("<!-- published -->" in path.with_suffix(".svg").read_text() for path in drawn)
 
 
 def test_a_late_rank_and_a_smaller_grid_are_asked_for():
     machine, (made, *_) = named("h200x4"), operators_of("embedding_all_to_all", (1024, 64, 70), 4)
     plain, late, half = (
-        sim_fused.predicted(machine, *made, sim_fused.Options("h200x4", **asked)).times["remote_first"].fused
+        sim_fused.predicted(machine, *made, sim_fused.FusedPredictionOptions("h200x4", **asked))
+        .times["remote_first"]
+        .fused
         for asked in ({}, {"late_us": 50.0}, {"occupancy": 0.5})
     )
     assert late.time_us == pytest.approx(plain.time_us + 50, rel=0.01)

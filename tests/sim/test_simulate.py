@@ -12,9 +12,9 @@ from sidelane.program.collective import Kind, ReduceOp, Reduction, all_gather, a
 from sidelane.program.ir import EPOCH, Engine, EngineKind, Flag, Program, Queue, Wait
 from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane_lab.machines.load import named
-from sidelane_lab.model.published import bare, dma_run, published_program
-from sidelane_lab.model.scale import ring_all_gather, two_level_all_gather
+from sidelane_lab.model.collectives import bare, dma_run, published_program
 from sidelane_lab.sim import DeadlockError, chrome_trace, simulate, write_chrome_trace
+from sidelane_lab.sim.scale import two_level_all_gather
 
 MACHINE = named("mi300x8")
 DMA = MACHINE.dma
@@ -106,8 +106,8 @@ def test_a_handshake_makes_the_fast_wait_for_the_slow():
 
 def test_links_between_nodes_are_slower():
     cluster = dataclasses.replace(MACHINE, nodes=2)
-    flat = simulate(ring_all_gather(8, MB), MACHINE).time_us
-    across = simulate(ring_all_gather(16, MB), cluster).time_us
+    flat = simulate(two_level_all_gather(8, 1, MB), MACHINE).time_us
+    across = simulate(two_level_all_gather(16, 1, MB), cluster).time_us
     assert across > 15 / 7 * flat
 
 
@@ -130,12 +130,12 @@ def test_a_program_that_can_not_end_is_named():
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(ValueError, match=r"ranks \(value=16, allowed=1..8\)"):
-        simulate(ring_all_gather(16, MB), MACHINE)
+        simulate(two_level_all_gather(16, 1, MB), MACHINE)
 
 
 def test_names_in_place_of_machines_and_programs_are_refused():
     with pytest.raises(TypeError, match=r"machine \(value='mi300x8', allowed=a Machine, as machine.load.named"):
-        simulate(ring_all_gather(4, MB), "mi300x8")
+        simulate(two_level_all_gather(4, 1, MB), "mi300x8")
     with pytest.raises(TypeError, match=r"program \(value='all_gather', allowed=a sidelane.program.ir.Program"):
         simulate("all_gather", MACHINE)
 

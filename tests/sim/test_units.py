@@ -11,15 +11,15 @@ import pytest
 from sidelane.c3.workload import Gemm, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.model.blocks import Channels, Footprint, Grid, most_blocks, share_of_speed
-from sidelane_lab.model.claims_overlap import BLOCKS, PLATFORMS, OverlapContext
+from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, share_of_speed
 from sidelane_lab.model.pipeline import OPT1, OPT2, Pipeline, blocks_per_unit, grid_of, run_pipeline, sequential_us
 from sidelane_lab.model.units import run_units
+from sidelane_lab.papers.overlap import BLOCKS, PLATFORMS, OverlapContext
 
 H100, MI250X = named("h100x4"), named("mi250x8")
-SMALL, LARGE = Footprint(128, 9216, 16.0), Footprint(640, 61440, 80.0)
+SMALL, LARGE = BlockFootprint(128, 9216, 16.0), BlockFootprint(640, 61440, 80.0)
 
-COPY = Channels("C", 24, 950.0, 2000.0, 24, Footprint(640, 640 * 80, 0.0))
+COPY = Channels("C", 24, 950.0, 2000.0, 24, BlockFootprint(640, 640 * 80, 0.0))
 """The collective's stand-in of the probe: 24 blocks of 640 threads that copy 939 MB, 0.95 ms alone."""
 MEASURED = {
     ("fitted to", Gemm(8192, 8192, 4096), OPT1): {
@@ -115,7 +115,7 @@ def test_registers_and_shared_memory_bound_the_blocks_of_a_unit(name, opt1, opt2
 
 
 def test_warp_slots_bound_them_too():
-    assert most_blocks(H100, Footprint(1024, 1024, 0.0)) == 2
+    assert most_blocks(H100, BlockFootprint(1024, 1024, 0.0)) == 2
 
 
 def grid(name, blocks, us=100.0, **more):
@@ -145,7 +145,7 @@ def test_priority_goes_before_blocks_that_wait_but_takes_no_unit_away():
 
 
 def test_where_units_do_not_drain_smaller_blocks_take_the_room_first():
-    large = Footprint(256, 256 * 128, 32.0)
+    large = BlockFootprint(256, 256 * 128, 32.0)
     kernels = [grid("G", 110 * 4 * 3), Channels("C", 16, 50.0, 0.0, 16, large, priority=1, delay_us=10.0)]
     assert MI250X.occupancy.drains == 0
     apart = run_units(MI250X, kernels)
@@ -180,7 +180,7 @@ def test_every_machine_of_the_catalogue_runs_the_pipeline(name):
 
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match="what a compute unit has"):
-        run_units(H100, [Grid("G", 1, 1.0, 2.0, 0.0, 0.0, Footprint(4096, 1, 0.0))])
+        run_units(H100, [Grid("G", 1, 1.0, 2.0, 0.0, 0.0, BlockFootprint(4096, 1, 0.0))])
     with pytest.raises(ValueError, match="nothing can start"):
         run_units(H100, [grid("G", 1, after=("x",))])
     with pytest.raises(ValueError, match=r"a section \[occupancy\]"):

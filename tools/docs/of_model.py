@@ -9,7 +9,8 @@ from sidelane_lab.harness.study import read
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import MODELS, Step, parts_us
 from sidelane_lab.model.training import compute_us, sustained
-from sidelane_lab.papers.claims.steps import FLOORS, judge_steps
+from sidelane_lab.papers.results import STEPS as STEP_JUDGE
+from sidelane_lab.papers.row_predictions import FLOORS
 from sidelane_lab.studies.fsdp.rows import FsdpRow
 
 STEPS = {
@@ -25,7 +26,7 @@ STEPS = {
 
 def steps(machine: str) -> Cells:
     """Milliseconds of training steps and what Sidelane gains, measured and predicted in brackets."""
-    verdicts = judge_steps(named(machine), read(RESULTS / machine / "fsdp.json").rows)
+    verdicts = STEP_JUDGE.verdicts(named(machine), read(RESULTS / machine / "fsdp.json").rows, "fsdp")
     shown: dict[str, dict[str, str]] = {}
     for verdict in verdicts:
         kind, _, rest = verdict.claim_id.partition("/")[2].partition("/")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +225,10 @@ def predict_c3(
         refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
     else:
         refuse_beside_machine("version", "json", "report")
-    from sidelane_lab.papers.simulated import study as sim_study
+    from sidelane_lab.papers import predictions
 
     workloads = [parse_workload(pair, kind) for kind in collectives for pair in pairs]
-    sys.exit(sim_study.c3_main(sim_study.Options(machine, report, version, json, strategies), workloads))
+    predictions.c3_main(predictions.PredictionOptions(machine, report, version, json, strategies), workloads)
 
 
 def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +85,11 @@ def collective(machine: str | None, collectives: tuple[str, ...], iterations: in
     with plain_errors():
         if machine is not None:
             refuse_beside_machine("json", "report")
-            from sidelane_lab.papers.simulated import study as sim_study
+            from sidelane_lab.papers import predictions
 
-            sys.exit(sim_study.collective_main(sim_study.Options(machine, options["report"], json=options["json"])))
+            asked = predictions.PredictionOptions(machine, options["report"], json=options["json"])
+            predictions.collective_main(asked)
+            return
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies import collectives as collective_study
@@ -150,7 +151,8 @@ def phases(operations: tuple[str, ...], machine: str | None, **options: Any) -> 
 
             options |= _asked(options, 1 << 30)
             asked = {name: options[name] for name in ("operations", "variants", "sizes", "json", "report")}
-            sys.exit(phases_predict.main(phases_predict.PredictOptions(machine=machine, **asked)))
+            phases_predict.main(phases_predict.PhasePredictionOptions(machine=machine, **asked))
+            return
 
         from sidelane.cli.launch import choose_target
         from sidelane_lab.studies.phases import study as phases_study
@@ -201,14 +203,11 @@ def power(
         options |= _asked(options) | {"collectives": tuple(map(Kind, collectives))}
         if machine is not None:
             refuse_beside_machine("gemms", "collectives", "min_bytes", "max_bytes", "factor", "json", "report")
-            asked = {name: options[name] for name in ("collectives", "sizes", "json", "report")}
-            if gemms:
-                from sidelane_lab.studies.power import pairs as power_pairs
-
-                sys.exit(power_pairs.main(power_pairs.PairsOptions(machine=machine, gemms=gemms, **asked)))
             from sidelane_lab.studies.power import predict as power_predict
 
-            sys.exit(power_predict.main(power_predict.PredictOptions(machine=machine, **asked)))
+            asked = {name: options[name] for name in ("collectives", "sizes", "json", "report")}
+            power_predict.main(power_predict.PowerPredictionOptions(machine=machine, gemms=gemms, **asked))
+            return
         if gemms:
             raise ValueError("power: --gemm is predicted, not measured; it needs --machine")
 
@@ -337,11 +336,14 @@ def fused(
     with plain_errors():
         if machine is not None:
             refuse_beside_machine("ops", "shapes", "occupancy", "late_us", "measured", "json", "report")
-            from sidelane_lab.papers.simulated import fused as sim_fused
+            from sidelane_lab.papers import operator_results, operators
 
             report = others["report"]
-            asked = sim_fused.Options(machine, others["ops"], shapes, occupancy, late_us, report, json, measured)
-            sys.exit(sim_fused.main(asked))
+            asked = operators.FusedPredictionOptions(
+                machine, others["ops"], shapes, occupancy, late_us, report, json, measured
+            )
+            (operators if measured is None else operator_results).main(asked)
+            return
         predicted = (("shapes", "--shape"), ("occupancy", "--occupancy"), ("late_us", "--late"))
         for name, option in predicted:
             if given(name):

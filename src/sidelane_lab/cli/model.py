@@ -71,10 +71,10 @@ def claims(
     shown, not punished.
     """
     with plain_errors():
-        from sidelane_lab.papers.claims import command as claims
+        from sidelane_lab.papers import command
 
         with_ranges = (json is None or report is not None) if ranges is None else ranges
-        sys.exit(claims.main(claims.Options(machine, json, results, version, report, with_ranges)))
+        sys.exit(command.main(command.ClaimsOptions(machine, json, results, version, report, with_ranges)))
 
 
 @click.command(
@@ -91,9 +91,9 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     By tile, number of thread blocks and priority, as the overlap paper measured them.
     """
     with plain_errors():
-        from sidelane_lab.papers.simulated import overlap as sim_overlap
+        from sidelane_lab.papers import overlap
 
-        sys.exit(sim_overlap.main(machine, report, json))
+        overlap.main(machine, report, json)
 
 
 @click.command(
@@ -120,6 +120,6 @@ def plan(
     reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does.
     """
     with plain_errors():
-        from sidelane_lab.papers.simulated import plan as sim_plan
+        from sidelane_lab.papers import plan as planning
 
-        sys.exit(sim_plan.main(sim_plan.Options(machine, model, tokens, sequence, layers, fsdp, json)))
+        planning.main(planning.PlanOptions(machine, model, tokens, sequence, layers, fsdp, json))

@@ -40,10 +40,10 @@ from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.sim import simulate
 
 RANK = 0
-"""Whose part is shown; every rank's is alike."""
+"""Rank whose part is shown; every rank's is alike."""
 
 UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
-"""What takes any number of elements: of the others every rank gets as many."""
+"""Collectives that take any number of elements: of the others every rank gets as many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class ExplainOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What was found out.
+    """An explained call.
 
     Attributes:
         agreement: the call as all ranks see it.
@@ -260,7 +260,7 @@ def _table(found: Explanation) -> Table:
 
 
 def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abilities]:
-    """What to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
+    """Find what to choose by (None: the simulator's times), on what in words, type of the devices, ranks, abilities."""
     name = options.machine
     if options.profile is not None or name in builtin_names():
         profile = builtin(name) if name is not None else read(Path(str(options.profile)))
@@ -310,7 +310,7 @@ def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement:
 
 
 def _rounding(options: ExplainOptions, agreement: AnyAgreement) -> tuple[str, ...]:
-    """What is said where the size that was asked for does not exist."""
+    """Say what is rounded where the size that was asked for does not exist."""
     of_all = agreement.call.nbytes // (options.tensors or 1)
     if of_all == options.nbytes:
         return ()
@@ -339,7 +339,7 @@ def _agreement(options: ExplainOptions, world_size: int, where: str) -> AnyAgree
 
 
 def _beside(options: ExplainOptions, where: str) -> Beside:
-    """What runs next to the call; of a computation of known time also what hides there, by the device in ``where``."""
+    """Find what runs next to the call; of a computation of known time also what hides there, by the device."""
     if options.beside_us is None:
         return options.beside
     shares = hidden_shares(where)
@@ -370,7 +370,7 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
 
 
 def _simulated(name: str, agreement: AnyAgreement) -> InForce:
-    """A profile of one size, predicted: for machines of the catalogue that nobody has measured."""
+    """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
     machine, call = find(name), agreement.call
     curves = []
     for candidate in candidates(call, Abilities()):

@@ -1,4 +1,4 @@
-"""What ``sidelane explain`` says of ordinary tensors: how peers would reach them, by the rules that calls go by."""
+"""Explanations of ordinary tensors: how peers would reach them, by the rules that calls go by."""
 
 from __future__ import annotations
 

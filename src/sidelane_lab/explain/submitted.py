@@ -1,4 +1,4 @@
-"""What ``sidelane explain`` says of what a rank submits."""
+"""Explanations of what a rank submits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECOND_SHOT: Mapping[Protocol, str] = MappingProxyType(
 
 
 def launch_lines(program: AnyKernelProgram) -> tuple[str, ...]:
-    """What a kernel is, and how its bytes travel (docs/internals/protocols.md)."""
+    """Say what a kernel is, and how its bytes travel (docs/internals/protocols.md)."""
     how = HOW[program.protocol] + (SECOND_SHOT[program.protocol] if program.two_shot else "")
     staging = f", {format_bytes(program.staging_bytes)} of staging" if program.staging_bytes else ""
     return (
@@ -48,7 +48,7 @@ def launch_lines(program: AnyKernelProgram) -> tuple[str, ...]:
 
 
 def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple[str, tuple[str, ...]], ...], str]:
-    """What the CUDA executor of a rank asks the driver for, by stream, and the same in numbers.
+    """List what the CUDA executor of a rank asks the driver for, by stream, and the same in numbers.
 
     Args:
         program: of the call.

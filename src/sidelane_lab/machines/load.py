@@ -16,22 +16,44 @@ import re
 import sys
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from sidelane.user_files import json_of, text_of
-from sidelane_lab.machines.limits import LIBRARY_SPEEDS, contradictions, outside
-from sidelane_lab.machines.spec import Machine, Quantity, Source
+from sidelane_lab.machines.spec import Machine, NumberLimit, NumberSource, Quantity
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base")
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
 
+LIBRARY_SPEEDS = tuple(f"library.{kind}_gbps" for kind in ("all_gather", "all_to_all", "all_reduce", "reduce_scatter"))
+
+AT_MOST: tuple[tuple[str, str], ...] = (
+    ("links.usable_gbps", "links.peak_gbps"),
+    *((speed, "links.peak_gbps") for speed in LIBRARY_SPEEDS),
+    ("links.peak_gbps", "gpu.memory_gbps"),
+    ("dma.engine_gbps", "gpu.memory_gbps"),
+    ("dma.local_gbps", "gpu.memory_gbps"),
+    ("dma.reduce_gbps", "gpu.memory_gbps"),
+    ("dma.next_copy_us", "dma.copy_us"),
+    ("library.default_units", "gpu.units"),
+    ("library.all_to_all_units", "gpu.units"),
+    ("library.all_gather_need", "gpu.units"),
+    ("library.all_to_all_need", "gpu.units"),
+    ("matmul.bound_intensity", "matmul.intensity"),
+    ("gpu.l2_mb", "gpu.cache_mb"),
+    ("power.compute_idle_w", "power.idle_w"),
+    ("power.idle_w", "power.cap_w"),
+    ("occupancy.library_threads", "occupancy.threads"),
+    ("occupancy.library_shared_kb", "gpu.shared_kb"),
+)
+"""Pairs of numbers of which the first cannot be greater than the second."""
+
 
 class _Mistake(Exception):
-    """What is wrong with the number at ``path``. ``beside``: the other number of a contradiction, if need be."""
+    """A mistake in the number at ``path``. ``beside``: the other number of a contradiction, if need be."""
 
     def __init__(self, path: tuple[str, ...], text: str, beside: tuple[str, ...] = ()) -> None:
         self.path = path
@@ -40,14 +62,14 @@ class _Mistake(Exception):
 
 
 def machine_names() -> tuple[str, ...]:
-    """Names in the catalogue."""
+    """Return names in the catalogue."""
     folder = importlib.resources.files("sidelane_lab.machines") / "catalog"
     return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 @functools.cache
 def named(name: str) -> Machine:
-    """The machine of the catalogue with that name.
+    """Return the machine of the catalogue with that name.
 
     Raises:
         ValueError: there is none.
@@ -59,7 +81,7 @@ def named(name: str) -> Machine:
 
 
 def find(name_or_path: str) -> Machine:
-    """A machine by its name in the catalogue, or from a TOML or JSON file.
+    """Return a machine by its name in the catalogue, or from a TOML or JSON file.
 
     Raises:
         ValueError: no such name, or the file is wrong; the text names the line and what is allowed there.
@@ -165,14 +187,16 @@ def _follow_links(base: Machine, content: Mapping[str, Any], values: dict[str, A
 
 
 def _scaled(section: Any, names: Sequence[str], factor: float, why: str) -> Any:
-    """Numbers of a section in proportion to another number that has changed by a factor."""
+    """Return the numbers of a section in proportion to another number that has changed by a factor."""
     if factor == 1.0:
         return section
     changes = {}
     for name in names:
         old = getattr(section, name)
         ends = (None, None) if old.low is None else (old.low * factor, old.high * factor)
-        changes[name] = Quantity(old * factor, Source.ASSUMED, f"in proportion to {why}: {old.of or old.source}", *ends)
+        changes[name] = Quantity(
+            old * factor, NumberSource.ASSUMED, f"in proportion to {why}: {old.of or old.source}", *ends
+        )
     return dataclasses.replace(section, **changes)
 
 
@@ -190,6 +214,7 @@ def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
         raise _Mistake((name,), "must be a section with numbers")
     hints = typing.get_type_hints(section)
     _check_keys((name,), content, tuple(hints))
+    limits = limits_of(section)
     values = {}
     for key, hint in hints.items():
         if key not in content:
@@ -202,8 +227,14 @@ def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
                 raise _Mistake((name, key), f"(value={content[key]!r}, allowed={', '.join(allowed)})")
             values[key] = hint(content[key])
         else:
-            values[key] = _quantity((name, key), content[key])
+            values[key] = _quantity((name, key), content[key], limits[key])
     return section(**values)
+
+
+def limits_of(section: type) -> dict[str, NumberLimit]:
+    """Return what each number of a section can be."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 def _assumed(section: Any, title: str) -> Any:
@@ -211,28 +242,28 @@ def _assumed(section: Any, title: str) -> Any:
     changes = {}
     for field in dataclasses.fields(section):
         given = getattr(section, field.name)
-        if isinstance(given, Quantity) and given.source is not Source.ASSUMED:
+        if isinstance(given, Quantity) and given.source is not NumberSource.ASSUMED:
             text = f"as on {title}: {given.of or given.source}"
-            changes[field.name] = Quantity(float(given), Source.ASSUMED, text, given.low, given.high)
+            changes[field.name] = Quantity(float(given), NumberSource.ASSUMED, text, given.low, given.high)
     return dataclasses.replace(section, **changes)
 
 
-def _quantity(path: tuple[str, ...], content: Any) -> Quantity:
+def _quantity(path: tuple[str, ...], content: Any, limit: NumberLimit) -> Quantity:
     if isinstance(content, int | float) and not isinstance(content, bool):
         content = {"value": content, "source": "assumed", "of": "stated without a source"}
     if not isinstance(content, Mapping) or "value" not in content or "source" not in content:
         raise _Mistake(path, f"(value={content!r}, allowed=a number, or a table of {', '.join(QUANTITY_KEYS)})")
     _check_keys(path, content, QUANTITY_KEYS)
-    if content["source"] not in tuple(Source):
-        raise _Mistake(path, f"source (value={content['source']!r}, allowed={', '.join(Source)})")
-    source = Source(content["source"])
-    if source is not Source.DATASHEET and not content.get("of"):
+    if content["source"] not in tuple(NumberSource):
+        raise _Mistake(path, f"source (value={content['source']!r}, allowed={', '.join(NumberSource)})")
+    source = NumberSource(content["source"])
+    if source is not NumberSource.DATASHEET and not content.get("of"):
         raise _Mistake(path, f"'of' must say which file, claims or argument (source={source})")
     for key in ("value", "low", "high"):
         number = content.get(key, 0.0)
         if type(number) not in (int, float) or (type(number) is int and abs(number) > sys.float_info.max):
             raise _Mistake(path, f"{key} (value={number!r:.100}, allowed=a finite number)")
-        text = outside(".".join(path), number) if key in content else ""
+        text = limit.outside(path[-1], number) if key in content else ""
         if text:
             raise _Mistake(path, text if key == "value" else f"{key} {text}")
         if not abs(number) <= sys.float_info.max:
@@ -258,6 +289,14 @@ def _check_keys(path: tuple[str, ...], content: Mapping[str, Any], allowed: tupl
             near = difflib.get_close_matches(key, allowed, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise _Mistake((*path, key), f"unknown name (allowed={', '.join(allowed)}){hint}")
+
+
+def contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
+    """Yield pairs of numbers that cannot both be so: the path of the first, of the second, and the reason in words."""
+    known = machine.quantities()
+    for path, ceiling in AT_MOST:
+        if path in known and ceiling in known and known[path] > known[ceiling]:
+            yield path, ceiling, f"(value={known[path]:g}, allowed=up to {known[ceiling]:g}, which is {ceiling})"
 
 
 def _line_of(text: str, path: tuple[str, ...], is_json: bool) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from enum import StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 
-class Source(StrEnum):
+class NumberSource(StrEnum):
     """Where a number comes from. ``of`` of the quantity says which datasheet, file, claims or argument."""
 
     DATASHEET = "datasheet"
@@ -34,16 +34,16 @@ class Quantity(float):
         high: greatest plausible value.
     """
 
-    source: Source
+    source: NumberSource
     of: str
     low: float | None
     high: float | None
 
     def __new__(
-        cls, value: float, source: Source, of: str = "", low: float | None = None, high: float | None = None
+        cls, value: float, source: NumberSource, of: str = "", low: float | None = None, high: float | None = None
     ) -> Self:
         self = super().__new__(cls, value)
-        self.source, self.of, self.low, self.high = Source(source), of, low, high
+        self.source, self.of, self.low, self.high = NumberSource(source), of, low, high
         if not math.isfinite(self) or self < 0:
             raise ValueError(f"must be a finite number, not negative (value={value})")
         if (low is None) != (high is None) or (low is not None and high is not None and not low <= self <= high):
@@ -52,10 +52,6 @@ class Quantity(float):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (float(self), self.source, self.of, self.low, self.high))
-
-    @property
-    def uncertain(self) -> bool:
-        return self.low is not None
 
 
 class Topology(StrEnum):
@@ -72,244 +68,217 @@ class HostThreads(StrEnum):
     RANK = "rank"
 
 
+UNITS = {
+    "_us": "microseconds",
+    "_gbps": "10^9 bytes a second",
+    "_tflops": "10^12 operations a second",
+    "_kb": "kilobytes",
+    "_mb": "megabytes",
+    "_gb": "gigabytes",
+    "_w": "watts",
+}
+"""Units by the end of a number's name."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Gpu:
-    """What one GPU computes and remembers with.
+class NumberLimit:
+    """Least and greatest value. ``zero``: or 0. ``whole``: without a fraction."""
 
-    Attributes:
-        units: compute units (CUs, SMs).
-        peak_tflops: dense 16-bit matrix operations.
-        memory_gbps: peak bandwidth of its memory.
-        memory_gb: capacity.
-        l2_mb: caches that a kernel writes through before DMA engines may read.
-        cache_mb: last-level cache.
-        shared_kb: memory of a compute unit that its workgroups share.
-        blocks_per_unit: workgroups that a unit holds at most.
-    """
+    low: float
+    high: float
+    zero: bool = False
+    whole: bool = False
 
-    units: Quantity
-    peak_tflops: Quantity
-    memory_gbps: Quantity
-    memory_gb: Quantity
-    l2_mb: Quantity
-    cache_mb: Quantity
-    shared_kb: Quantity
-    blocks_per_unit: Quantity
+    def holds(self, value: float) -> bool:
+        """True if a number can be that."""
+        inside = self.low <= value <= self.high or (self.zero and value == 0)
+        return inside and not (self.whole and value != int(value))
+
+    def outside(self, name: str, value: float) -> str:
+        """Return why the number of that name cannot be that, in words; empty if it can."""
+        unit = next((f" {words}" for end, words in UNITS.items() if name.endswith(end)), "")
+        return "" if self.holds(value) else f"(value={value:g}, allowed={self}{unit})"
+
+    def __str__(self) -> str:
+        text = f"{self.low:g} to {self.high:g}"
+        return ("a whole number from " if self.whole else "") + ("0, or " if self.zero and self.low else "") + text
+
+
+Time = Annotated[Quantity, NumberLimit(1e-3, 1e4, zero=True)]
+Latency = Annotated[Quantity, NumberLimit(0.1, 1e4)]
+Speed = Annotated[Quantity, NumberLimit(0.1, 1e4)]
+MemorySpeed = Annotated[Quantity, NumberLimit(10, 1e5)]
+Share = Annotated[Quantity, NumberLimit(0.01, 1)]
+Part = Annotated[Quantity, NumberLimit(0, 1)]
+OnOff = Annotated[Quantity, NumberLimit(0, 1, whole=True)]
+Count = Annotated[Quantity, NumberLimit(1, 1024, whole=True)]
+Watts = Annotated[Quantity, NumberLimit(0, 3000)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """Units and memories of one GPU."""
+
+    # Half of them are enough for the smallest share of a collective, 8.
+    units: Annotated[Quantity, NumberLimit(16, 1024, whole=True)]  # compute units (CUs, SMs).
+    peak_tflops: Annotated[Quantity, NumberLimit(1, 1e5)]  # dense 16-bit matrix operations.
+    memory_gbps: MemorySpeed  # peak bandwidth of its memory.
+    memory_gb: Annotated[Quantity, NumberLimit(1, 4096)]  # capacity.
+    l2_mb: Annotated[Quantity, NumberLimit(0, 4096)]  # caches that a kernel writes through before DMA engines may read.
+    cache_mb: Annotated[Quantity, NumberLimit(0, 4096)]  # last-level cache.
+    shared_kb: Annotated[Quantity, NumberLimit(8, 4096)]  # memory of a compute unit that its workgroups share.
+    blocks_per_unit: Annotated[Quantity, NumberLimit(1, 128, whole=True)]  # workgroups that a unit holds at most.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """How bytes travel between GPUs.
+    """How bytes travel between GPUs."""
 
-    Attributes:
-        topology: inside a node.
-        peak_gbps: one direction, of the link to one peer (mesh) or of the port of a GPU (switch).
-        usable_gbps: what large DMA copies reach of it.
-        network_gbps: one direction, of a GPU's port to other nodes; 0 where nodes are not connected.
-        network_us: latency of that port.
-    """
-
-    topology: Topology
-    peak_gbps: Quantity
-    usable_gbps: Quantity
-    network_gbps: Quantity
-    network_us: Quantity
+    topology: Topology  # inside a node.
+    peak_gbps: Speed  # one direction, of the link to one peer (mesh) or of the port of a GPU (switch).
+    usable_gbps: Speed  # what large DMA copies reach of it.
+    # One direction, of a GPU's port to other nodes; 0 where nodes are not connected.
+    network_gbps: Annotated[Quantity, NumberLimit(0.1, 1e4, zero=True)]
+    network_us: Time  # latency of that port.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dma:
-    """DMA engines and the host that feeds them (phases of the DMA collectives paper, section 3.2).
+class DmaFigures:
+    """DMA engines and the host that feeds them (phases of the DMA collectives paper, section 3.2)."""
 
-    Attributes:
-        engines: that serve peers, a GPU.
-        engine_gbps: bytes that one engine writes.
-        runtime_share: share of ``engine_gbps`` that copies reach through the vendor's runtime instead of bare packets.
-        shared_queues: share of ``engine_gbps`` left when several queues use one engine at once (1: no loss), unless
-            they serve the same peers in the same order.
-        local_gbps: bytes that a copy inside one GPU writes (own chunks, staging), whichever engine runs it.
-        host: which threads prepare commands; a thread does one thing after another.
-        control_us: host: prepare one command.
-        doorbell_us: host: ring the doorbell of a queue.
-        fetch_us: engine: from the doorbell to the first command.
-        copy_us: latency of a copy alone, without its bytes.
-        next_copy_us: what each further copy behind it adds (less than ``copy_us`` where engines overlap copies).
-        signal_us: engine: write a flag.
-        wait_us: engine: see a flag that has changed.
-        trigger_us: host: write a flag that holds a prelaunched queue.
-        sync_us: from the last command of a queue until the host knows.
-        reduce_us: of a reduction in the middle of a program: its kernel starts, and the next command sees its end.
-        reduce_gbps: bytes that the kernel of a reduction reads and writes.
-    """
-
-    engines: Quantity
-    engine_gbps: Quantity
-    runtime_share: Quantity
-    shared_queues: Quantity
-    local_gbps: Quantity
-    host: HostThreads
-    control_us: Quantity
-    doorbell_us: Quantity
-    fetch_us: Quantity
-    copy_us: Quantity
-    next_copy_us: Quantity
-    signal_us: Quantity
-    wait_us: Quantity
-    trigger_us: Quantity
-    sync_us: Quantity
-    reduce_us: Quantity
-    reduce_gbps: Quantity
+    engines: Annotated[Quantity, NumberLimit(1, 256, whole=True)]  # that serve peers, a GPU.
+    engine_gbps: Speed  # bytes that one engine writes.
+    # Share of ``engine_gbps`` that copies reach through the vendor's runtime instead of bare packets.
+    runtime_share: Share
+    # Share of ``engine_gbps`` left when several queues use one engine at once (1: no loss), unless they serve the
+    # same peers in the same order.
+    shared_queues: Share
+    local_gbps: MemorySpeed  # bytes that a copy inside one GPU writes (own chunks, staging), whichever engine runs it.
+    host: HostThreads  # which threads prepare commands; a thread does one thing after another.
+    control_us: Time  # host: prepare one command.
+    doorbell_us: Time  # host: ring the doorbell of a queue.
+    fetch_us: Time  # engine: from the doorbell to the first command.
+    copy_us: Time  # latency of a copy alone, without its bytes.
+    next_copy_us: Time  # what each further copy behind it adds (less than ``copy_us`` where engines overlap copies).
+    signal_us: Time  # engine: write a flag.
+    wait_us: Time  # engine: see a flag that has changed.
+    trigger_us: Time  # host: write a flag that holds a prelaunched queue.
+    sync_us: Time  # from the last command of a queue until the host knows.
+    reduce_us: Time  # of a reduction in the middle of a program: its kernel starts, and the next command sees its end.
+    reduce_gbps: MemorySpeed  # bytes that the kernel of a reduction reads and writes.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Library:
-    """The vendor's library of collectives, which moves bytes with kernels.
+class LibraryFigures:
+    """The vendor's library of collectives, which moves bytes with kernels."""
 
-    Attributes:
-        all_gather_us, all_to_all_us, all_reduce_us, reduce_scatter_us: time of a collective without its bytes.
-        all_gather_gbps, all_to_all_gbps, all_reduce_gbps, reduce_scatter_gbps: bandwidth of a link (mesh) or port
-            (switch) with all units.
-        bulk_us: what the protocol for large messages takes on top of that time.
-        low_latency_share: share of the bandwidth that the protocol for small messages reaches.
-        default_units: workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other;
-            the more of the two for what reduces.
-        all_gather_need, all_to_all_need: compute units beyond which it gains nothing.
-        traffic: bytes through the memory system for each byte that crosses a link, one direction, for all_gather.
-        all_to_all_traffic: the same for all_to_all.
-    """
-
-    all_gather_us: Quantity
-    all_to_all_us: Quantity
-    all_reduce_us: Quantity
-    reduce_scatter_us: Quantity
-    all_gather_gbps: Quantity
-    all_to_all_gbps: Quantity
-    all_reduce_gbps: Quantity
-    reduce_scatter_gbps: Quantity
-    bulk_us: Quantity
-    low_latency_share: Quantity
-    default_units: Quantity
-    all_to_all_units: Quantity
-    all_gather_need: Quantity
-    all_to_all_need: Quantity
-    traffic: Quantity
-    all_to_all_traffic: Quantity
+    # Time of a collective without its bytes.
+    all_gather_us: Latency
+    all_to_all_us: Latency
+    all_reduce_us: Latency
+    reduce_scatter_us: Latency
+    # Bandwidth of a link (mesh) or port (switch) with all units.
+    all_gather_gbps: Speed
+    all_to_all_gbps: Speed
+    all_reduce_gbps: Speed
+    reduce_scatter_gbps: Speed
+    bulk_us: Time  # what the protocol for large messages takes on top of that time.
+    low_latency_share: Share  # share of the bandwidth that the protocol for small messages reaches.
+    # Workgroups it launches, one a compute unit, for all_gather; ``all_to_all_units`` for the other; the more of the
+    # two for what reduces.
+    default_units: Count
+    all_to_all_units: Count
+    # Compute units beyond which it gains nothing.
+    all_gather_need: Count
+    all_to_all_need: Count
+    # Bytes through the memory system for each byte that crosses a link, one direction, for all_gather.
+    traffic: Annotated[Quantity, NumberLimit(1, 20)]
+    all_to_all_traffic: Annotated[Quantity, NumberLimit(1, 20)]  # the same for all_to_all.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """GEMM kernels of the vendor's library.
+    """GEMM kernels of the vendor's library."""
 
-    Attributes:
-        launch_us: of the kernel, from its turn until it computes at full speed and from there to its end.
-        efficiency: share of ``peak_tflops`` that a GEMM with long sums reaches.
-        ramp_k: the begin and the end of a tile take as long as this length of its sums.
-        row_step: rows of the result are computed in whole multiples of it.
-        blend: 0: operations and bytes hide each other, and the longer of the two counts; 1: the root of the sum of
-            their squares does.
-        split_us: of adding up what units have computed, where a result with few tiles and long sums is split along k.
-        tile_m, tile_n: tile of the result that one workgroup computes, where there are enough of them.
-        persistent: 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand; beside a kernel that
-            holds a unit it can not run.
-        memory_efficiency: share of ``memory_gbps`` that a memory-bound GEMM reaches.
-        intensity: operations per byte in the memory system while what runs at once fits in the last-level cache.
-        bound_intensity: the same where it does not (model/gemm.py).
-        cache_gain: share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
-        partition_loss: share by which a GEMM that is given nearly all units is slower than in proportion, since the
-            library chooses tiles for the whole GPU; with half of the units nothing is left of it.
-        partition_gain: a GEMM at the power cap has higher clocks on units of its own that are fewer: its time has the
-            share of units to this power as a factor.
-    """
-
-    launch_us: Quantity
-    efficiency: Quantity
-    ramp_k: Quantity
-    row_step: Quantity
-    blend: Quantity
-    split_us: Quantity
-    tile_m: Quantity
-    tile_n: Quantity
-    persistent: Quantity
-    memory_efficiency: Quantity
-    intensity: Quantity
-    bound_intensity: Quantity
-    cache_gain: Quantity
-    partition_loss: Quantity
-    partition_gain: Quantity
+    launch_us: Time  # of the kernel, from its turn until it computes at full speed and from there to its end.
+    efficiency: Share  # share of ``peak_tflops`` that a GEMM with long sums reaches.
+    # The begin and the end of a tile take as long as this length of its sums.
+    ramp_k: Annotated[Quantity, NumberLimit(0, 4096)]
+    # Rows of the result are computed in whole multiples of it.
+    row_step: Annotated[Quantity, NumberLimit(1, 4096, whole=True)]
+    # 0: operations and bytes hide each other, and the longer of the two counts; 1: the root of the sum of their
+    # squares does.
+    blend: Part
+    # Of adding up what units have computed, where a result with few tiles and long sums is split along k.
+    split_us: Time
+    # Tile of the result that one workgroup computes, where there are enough of them.
+    tile_m: Annotated[Quantity, NumberLimit(8, 4096, whole=True)]
+    tile_n: Annotated[Quantity, NumberLimit(8, 4096, whole=True)]
+    # 1: one workgroup a unit for the whole GEMM, its tiles dealt out beforehand; beside a kernel that holds a unit it
+    # can not run.
+    persistent: OnOff
+    memory_efficiency: Share  # share of ``memory_gbps`` that a memory-bound GEMM reaches.
+    # Operations per byte in the memory system while what runs at once fits in the last-level cache.
+    intensity: Annotated[Quantity, NumberLimit(1, 1e5)]
+    bound_intensity: Annotated[Quantity, NumberLimit(1, 1e5)]  # the same where it does not (model/gemm.py).
+    # Share of a memory-bound GEMM's traffic that disappears with fewer workgroups in flight.
+    cache_gain: Annotated[Quantity, NumberLimit(0, 0.5)]
+    # Share by which a GEMM that is given nearly all units is slower than in proportion, since the library chooses
+    # tiles for the whole GPU; with half of the units nothing is left of it.
+    partition_loss: Annotated[Quantity, NumberLimit(0, 1)]
+    # A GEMM at the power cap has higher clocks on units of its own that are fewer: its time has the share of units to
+    # this power as a factor.
+    partition_gain: Part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interference:
-    """How concurrent work gets in each other's way beyond sharing what is full.
+    """How concurrent work gets in each other's way beyond sharing what is full."""
 
-    Attributes:
-        memory: slowdown for each unit of (own memory utilisation x that of the others).
-        late_share: share of its workgroups that a kernel gets placed while an earlier one still has workgroups waiting.
-        copies: share by which a GEMM slows down next to copy engines for other reasons (power, clocks).
-        kernels: the same next to the library's kernels, on the units that are left to it.
-        local_waits: 1: a copy inside a GPU waits for the end of a GEMM that fills it.
-        either_first: 1: of a GEMM and a collective that are released together either may get the units first, whatever
-            the order of their launches.
-    """
-
-    memory: Quantity
-    late_share: Quantity
-    copies: Quantity
-    kernels: Quantity
-    local_waits: Quantity
-    either_first: Quantity
+    # Slowdown for each unit of (own memory utilisation x that of the others).
+    memory: Annotated[Quantity, NumberLimit(0, 100)]
+    # Share of its workgroups that a kernel gets placed while an earlier one still has workgroups waiting.
+    late_share: Part
+    copies: Part  # share by which a GEMM slows down next to copy engines for other reasons (power, clocks).
+    kernels: Part  # the same next to the library's kernels, on the units that are left to it.
+    local_waits: OnOff  # 1: a copy inside a GPU waits for the end of a GEMM that fills it.
+    # 1: of a GEMM and a collective that are released together either may get the units first, whatever the order of
+    # their launches.
+    either_first: OnOff
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Power:
-    """Watts of one GPU by component, above idle, at full use.
+    """Watts of one GPU by component, above idle, at full use."""
 
-    Attributes:
-        idle_w: of the GPU.
-        compute_idle_w: the part of it that compute units take.
-        compute_w: all compute units busy.
-        memory_w: memory at its peak bandwidth.
-        links_on_w: links that carry anything, at whatever rate: transceivers run whether they have something to send.
-        links_w: what all links busy in both directions add to that.
-        engine_w: one DMA engine busy.
-        cap_w: that the GPU holds itself to.
-    """
-
-    idle_w: Quantity
-    compute_idle_w: Quantity
-    compute_w: Quantity
-    memory_w: Quantity
-    links_on_w: Quantity
-    links_w: Quantity
-    engine_w: Quantity
-    cap_w: Quantity
+    idle_w: Watts  # of the GPU.
+    compute_idle_w: Watts  # the part of it that compute units take.
+    compute_w: Watts  # all compute units busy.
+    memory_w: Watts  # memory at its peak bandwidth.
+    # Links that carry anything, at whatever rate: transceivers run whether they have something to send.
+    links_on_w: Watts
+    links_w: Watts  # what all links busy in both directions add to that.
+    engine_w: Watts  # one DMA engine busy.
+    cap_w: Watts  # that the GPU holds itself to.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Occupancy:
-    """What blocks share on a compute unit, and what the library's collectives take of it.
+    """Limits of a compute unit that blocks share, and what the library's collectives take of it."""
 
-    Attributes:
-        registers: of 4 bytes, of a unit.
-        threads: that a unit holds.
-        unit_gbps: bytes that a unit reads from the cache that all share.
-        cache: slowdown for each unit of (own use of that cache x use by the others).
-        drains: 1: while a block waits for room, later kernels get none, so that units drain for it; 0: room that is too
-            small for it goes to them.
-        step_us: from a block's asking for the next part of its inputs until it has them.
-        library_threads: of a block of a collective.
-        library_registers: of each of them.
-        library_shared_kb: shared memory of such a block.
-    """
-
-    registers: Quantity
-    threads: Quantity
-    unit_gbps: Quantity
-    cache: Quantity
-    drains: Quantity
-    step_us: Quantity
-    library_threads: Quantity
-    library_registers: Quantity
-    library_shared_kb: Quantity
+    registers: Annotated[Quantity, NumberLimit(1024, 1 << 20, whole=True)]  # of 4 bytes, of a unit.
+    threads: Annotated[Quantity, NumberLimit(64, 16384, whole=True)]  # that a unit holds.
+    unit_gbps: Annotated[Quantity, NumberLimit(1, 1e4)]  # bytes that a unit reads from the cache that all share.
+    # Slowdown for each unit of (own use of that cache x use by the others).
+    cache: Annotated[Quantity, NumberLimit(0, 100)]
+    # 1: while a block waits for room, later kernels get none, so that units drain for it; 0: room that is too small
+    # for it goes to them.
+    drains: OnOff
+    # From a block's asking for the next part of its inputs until it has them.
+    step_us: Annotated[Quantity, NumberLimit(0.01, 100)]
+    library_threads: Annotated[Quantity, NumberLimit(32, 16384, whole=True)]  # of a block of a collective.
+    library_registers: Annotated[Quantity, NumberLimit(8, 1024, whole=True)]  # of each of them.
+    library_shared_kb: Annotated[Quantity, NumberLimit(0, 4096)]  # shared memory of such a block.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -317,53 +286,36 @@ class Fused:
     """Workgroups that compute, and send what they have computed (fused operators paper, sections III and IV-C).
 
     Occupancy is a share of the threads that the GPU's units hold at once.
-
-    Attributes:
-        half_share: occupancy at which workgroups read half as fast as any number of them could.
-        knee_share: occupancy up to which gathers gain by more workgroups.
-        crowding: slowdown of gathers for each unit of occupancy beyond that.
-        kept_share: share of its occupancy that is left to a kernel with calls of the network, which take registers.
-        generic_share: share of the library's GEMM speed that a generic tiled kernel reaches.
-        store_share: share of ``usable_gbps`` that workgroups' stores reach.
-        put_us: of a workgroup, to hand a slice to the network.
-        flag_us: from a flag's being written until a workgroup of another rank has seen it.
-        bag_row_us: of a warp of the framework's embedding bags, for a row: its index, then the row, one after another;
-            0: not known, so that they read as fast as gathers of ours.
-        bag_us: of the same, for a bag: where it begins and ends, and its result.
     """
 
-    half_share: Quantity
-    knee_share: Quantity
-    crowding: Quantity
-    kept_share: Quantity
-    generic_share: Quantity
-    store_share: Quantity
-    put_us: Quantity
-    flag_us: Quantity
-    bag_row_us: Quantity
-    bag_us: Quantity
+    # Occupancy at which workgroups read half as fast as any number of them could.
+    half_share: Annotated[Quantity, NumberLimit(0.001, 10)]
+    knee_share: Share  # occupancy up to which gathers gain by more workgroups.
+    crowding: Annotated[Quantity, NumberLimit(0, 100)]  # slowdown of gathers for each unit of occupancy beyond that.
+    # Share of its occupancy that is left to a kernel with calls of the network, which take registers.
+    kept_share: Share
+    generic_share: Share  # share of the library's GEMM speed that a generic tiled kernel reaches.
+    store_share: Share  # share of ``usable_gbps`` that workgroups' stores reach.
+    put_us: Time  # of a workgroup, to hand a slice to the network.
+    flag_us: Time  # from a flag's being written until a workgroup of another rank has seen it.
+    # Of a warp of the framework's embedding bags, for a row: its index, then the row, one after another; 0: not
+    # known, so that they read as fast as gathers of ours.
+    bag_row_us: Time
+    bag_us: Time  # of the same, for a bag: where it begins and ends, and its result.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kernels:
-    """Sidelane's own kernels that move and add on compute units.
+class KernelsFigures:
+    """Sidelane's own kernels that move and add on compute units."""
 
-    Attributes:
-        latency_us: of a call, without its bytes.
-        gather_gbps: bytes on a link or port, of what gathers and exchanges.
-        reduce_scatter_gbps, all_reduce_gbps: the same of what adds.
-        need: units beyond which they gain nothing.
-        all_reduce_need: the same of an all-reduce.
-        traffic: bytes through memory for each that crosses a link.
-    """
-
-    latency_us: Quantity
-    gather_gbps: Quantity
-    reduce_scatter_gbps: Quantity
-    all_reduce_gbps: Quantity
-    need: Quantity
-    all_reduce_need: Quantity
-    traffic: Quantity
+    latency_us: Time  # of a call, without its bytes.
+    gather_gbps: Speed  # bytes on a link or port, of what gathers and exchanges.
+    # The same of what adds.
+    reduce_scatter_gbps: Speed
+    all_reduce_gbps: Speed
+    need: Annotated[Quantity, NumberLimit(1, 4096)]  # units beyond which they gain nothing.
+    all_reduce_need: Annotated[Quantity, NumberLimit(1, 4096)]  # the same of an all-reduce.
+    traffic: Annotated[Quantity, NumberLimit(1, 20)]  # bytes through memory for each that crosses a link.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -381,16 +333,16 @@ class Machine:
     title: str
     gpus: int
     nodes: int
-    gpu: Gpu
+    gpu: GpuFigures
     links: Links
-    dma: Dma
-    library: Library
+    dma: DmaFigures
+    library: LibraryFigures
     matmul: Matmul
     interference: Interference
     power: Power | None = None
     occupancy: Occupancy | None = None
     fused: Fused | None = None
-    kernels: Kernels | None = None
+    kernels: KernelsFigures | None = None
 
     @property
     def world_size(self) -> int:
@@ -425,7 +377,7 @@ class Machine:
         return found
 
     def with_value(self, path: str, value: float) -> Machine:
-        """The machine with one number changed (``dma.copy_us``), its source kept.
+        """Return the machine with one number changed (``dma.copy_us``), its source kept.
 
         Raises:
             ValueError: no such number.

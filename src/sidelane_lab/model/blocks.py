@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from sidelane_lab.machines.spec import Machine, Occupancy
 
 SHARPNESS = 2.5
-"""Of the bend between blocks that run at their own speed and a unit that is full: fitted to a GEMM of 132 to 16,384
-blocks on an H100 (docs/lab/model.md)."""
+"""Sharpness of the bend between blocks that run at their own speed and a unit that is full: fitted to a GEMM of 132 to
+16,384 blocks on an H100 (docs/lab/model.md)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Footprint:
-    """What a block takes of a compute unit: threads, registers (of all of them), kilobytes of shared memory."""
+class BlockFootprint:
+    """Room of a block on a compute unit: threads, registers (of all of them), kilobytes of shared memory."""
 
     threads: int
     registers: int
@@ -44,7 +44,7 @@ class Grid:
     saturation: float
     traffic_bytes: float
     cache_bytes: float
-    footprint: Footprint
+    footprint: BlockFootprint
     after: tuple[str, ...] = ()
     priority: int = 0
     delay_us: float = 0.0
@@ -67,14 +67,14 @@ class Channels:
     alone_us: float
     memory_gbps: float
     need: float
-    footprint: Footprint
+    footprint: BlockFootprint
     after: tuple[str, ...] = ()
     priority: int = 0
     delay_us: float = 0.0
 
 
 def occupancy(machine: Machine) -> Occupancy:
-    """The machine's figures of what fits on a compute unit.
+    """Return the machine's figures of what fits on a compute unit.
 
     Raises:
         ValueError: it has none.
@@ -84,8 +84,8 @@ def occupancy(machine: Machine) -> Occupancy:
     return machine.occupancy
 
 
-def most_blocks(machine: Machine, footprint: Footprint) -> int:
-    """Blocks of a kind that a compute unit holds at once."""
+def most_blocks(machine: Machine, footprint: BlockFootprint) -> int:
+    """Return blocks of a kind that a compute unit holds at once."""
     limits = occupancy(machine)
     most = min(
         limits.threads // footprint.threads,
@@ -96,7 +96,7 @@ def most_blocks(machine: Machine, footprint: Footprint) -> int:
     return int(most)
 
 
-def has_room(machine: Machine, held: Sequence[tuple[Footprint, int]], new: Footprint) -> bool:
+def has_room(machine: Machine, held: Sequence[tuple[BlockFootprint, int]], new: BlockFootprint) -> bool:
     """True if a unit that holds some blocks (kind and number) has room for one more."""
     limits, gpu = occupancy(machine), machine.gpu
     return bool(

@@ -254,7 +254,7 @@ class _Device:
         return state.tiled or state.started > 0
 
     def _times(self) -> list[float]:
-        """Time that a whole workgroup (tiled) or a whole collective (gang) takes at the present mixture."""
+        """Return the time that a whole workgroup (tiled) or a whole collective (gang) takes at the present mixture."""
         alone = []
         for state in self.active:
             known = state.alone.get(state.resident)

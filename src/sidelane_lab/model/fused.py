@@ -35,7 +35,7 @@ Pair = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Workgroups that are alike.
 
     Attributes:
@@ -51,7 +51,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """What one rank runs.
+    """The kernel of one rank.
 
     Attributes:
         works: in order.
@@ -66,7 +66,7 @@ class FusedKernel:
         senders: workgroups that send those, one part each, and hold a place until they have gone.
     """
 
-    works: tuple[Work, ...]
+    works: tuple[KernelWork, ...]
     resident: int
     round_us: Callable[[int], float]
     slice_workgroups: int = 1
@@ -78,7 +78,7 @@ class FusedKernel:
     senders: int = 0
 
     def first_to(self, rank: int) -> float:
-        """Bytes that go to a peer before anything is computed."""
+        """Return the bytes that go to a peer before anything is computed."""
         return self.first_shares[rank] if self.first_shares else 0.0
 
 
@@ -250,7 +250,7 @@ class _Ranks:
         return any(source == rank for source, _ in self.queued)
 
     def _send(self, pair: Pair, nbytes: float) -> None:
-        """Bytes of a pair keep their order: what is sent while some are on their way goes behind them."""
+        """Send the bytes of a pair in their order: what is sent while some are on their way goes behind them."""
         if pair[0] == pair[1] or not nbytes:
             return
         if pair in self.flowing:
@@ -295,7 +295,7 @@ class _Ranks:
 
 
 def _owed(kernels: Sequence[FusedKernel], rank: int) -> tuple[dict[int, float], dict[int, float]]:
-    """Bytes that a rank gets from each of the others: of their work, and of results."""
+    """Return the bytes that a rank gets from each of the others: of their work, and of results."""
     sources = [source for source in range(len(kernels)) if source != rank]
     works = {
         source: kernels[source].first_to(rank)
@@ -306,7 +306,7 @@ def _owed(kernels: Sequence[FusedKernel], rank: int) -> tuple[dict[int, float], 
 
 
 class _Fabric:
-    """What bytes pass between each two ranks."""
+    """Resources that bytes pass between each two ranks."""
 
     def __init__(self, machine: Machine) -> None:
         fused, links, ranks = fused_figures(machine), machine.links, range(machine.world_size)
@@ -338,7 +338,7 @@ class _Fabric:
 
 
 def _steps(kernel: FusedKernel, source: int, put_us: float) -> Iterator[_Step]:
-    """A kernel's rounds, joined where they are many.
+    """Return a kernel's rounds, joined where they are many.
 
     The last workgroup of a slice hands it to the network, and is the last of the next slice, too: a round that sends
     is as much longer (fused operators paper, IV-C, Figure 11).

@@ -30,7 +30,7 @@ LONG_SUM = 4096
 
 
 def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name: str = "gemm") -> Tiled:
-    """A GEMM of the vendor's library as a kernel.
+    """Return a GEMM of the vendor's library as a kernel.
 
     Args:
         machine: its ``matmul`` figures.
@@ -66,12 +66,12 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
 
 
 def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
-    """Time of a GEMM alone, with all compute units or some."""
+    """Return the time of a GEMM alone, with all compute units or some."""
     return run_device(machine, [gemm_kernel(machine, gemm, limit=units)]).time_us
 
 
 def compute_us(machine: Machine, gemm: Gemm) -> float:
-    """Time of its operations on all compute units."""
+    """Return the time of its operations on all compute units."""
     matmul, step = machine.matmul, int(machine.matmul.row_step)
     rows = math.ceil(gemm.m / step) * step
     flops = gemm.flops * rows / gemm.m * (1 + matmul.ramp_k / gemm.k)
@@ -79,7 +79,7 @@ def compute_us(machine: Machine, gemm: Gemm) -> float:
 
 
 def bytes_us(machine: Machine, gemm: Gemm) -> float:
-    """Time of its bytes with the memory to itself."""
+    """Return the time of its bytes with the memory to itself."""
     return traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * machine.matmul.memory_efficiency * 1e3)
 
 
@@ -99,12 +99,12 @@ def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
 
 
 def traffic_bytes(machine: Machine, gemm: Gemm) -> float:
-    """Bytes that it moves through memory: by its intensity, and no fewer than its matrices have."""
+    """Return the bytes that it moves through memory: by its intensity, and no fewer than its matrices have."""
     return max(gemm.flops / intensity(machine, gemm), float(gemm.nbytes))
 
 
 def intensity(machine: Machine, gemm: Gemm) -> float:
-    """Operations for each byte that goes through memory."""
+    """Return the operations for each byte that goes through memory."""
     matmul = machine.matmul
     crowded = panel_bytes(machine, gemm) / max(machine.gpu.cache_mb * 1e6, 1.0)
     shared = 1.0 / (1.0 + (crowded / CACHED) ** STEEPNESS)
@@ -112,7 +112,7 @@ def intensity(machine: Machine, gemm: Gemm) -> float:
 
 
 def panel_bytes(machine: Machine, gemm: Gemm) -> float:
-    """Bytes of both inputs that the workgroups of one wave read, along a row of tiles."""
+    """Return the bytes of both inputs that the workgroups of one wave read, along a row of tiles."""
     matmul, units = machine.matmul, float(machine.gpu.units)
     across = min(gemm.n / matmul.tile_n, units)
     down = min(gemm.m / matmul.tile_m, units / max(across, 1.0))
@@ -122,8 +122,3 @@ def panel_bytes(machine: Machine, gemm: Gemm) -> float:
 def is_memory_bound(machine: Machine, gemm: Gemm) -> bool:
     """True if its bytes take longer than its operations."""
     return bytes_us(machine, gemm) > compute_us(machine, gemm)
-
-
-def roofline_us(machine: Machine, gemm: Gemm) -> float:
-    """The least time that the GPU's peaks allow."""
-    return max(gemm.flops / (machine.gpu.peak_tflops * 1e6), gemm.nbytes / (machine.gpu.memory_gbps * 1e3))

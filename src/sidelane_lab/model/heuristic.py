@@ -1,4 +1,5 @@
-"""The look-up heuristics of the ConCCL paper, sections V-C and VI-G, on described machines.
+"""The look-up heuristics of the ConCCL paper, sections V-C and VI-G, on described machines; and a described machine as
+one that was measured: its isolated times, and pairs under every strategy (``pairs.judged``).
 
 The arithmetic is in ``c3.heuristic``; the tables of slowdowns by units come from the device model: two GEMMs and two
 sizes of each collective, made once for a machine.
@@ -8,23 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 from sidelane.c3 import heuristic
-from sidelane.c3.heuristic import TIE
-from sidelane.c3.workload import Gemm, Workload, parse_gemm
+from sidelane.c3.heuristic import TIE, KernelDemand
+from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane.c3.strategies import named
+from sidelane.c3.strategy import Mover
+from sidelane.c3.workload import Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.gemm import gemm_us, is_memory_bound, traffic_bytes
-from sidelane_lab.model.kernels import library_gang, wire_peak_gbps
-from sidelane_lab.model.strategies import partitions, predict
+from sidelane_lab.model.device import Gang, Tiled, run_device
+from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound, traffic_bytes
+from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
+from sidelane_lab.model.strategies import partitions, predict, predictable
+from sidelane_lab.pairs.heuristics import Sweep, Way
 
 PROFILED_GEMMS = {True: "mb1", False: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
+KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)
+"""Bytes of collectives that are profiled with all their units only."""
+PAIR_BYTES = 896 << 20
+"""Bytes of a collective, before it is made about as long as the GEMM beside it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Allocation:
-    """What the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%).
+class AllocationCost:
+    """Units that the heuristic and the sweep chose for a pair, and what the heuristic's choice costs (0.01: 1%).
 
     ``alone``: so good are all allocations that the heuristic holds for equally good, so that no order of ties decides.
     """
@@ -40,7 +52,7 @@ class Allocation:
 
 
 def allocate(machine: Machine, workload: Workload) -> heuristic.UnitAllocation:
-    """Units for the collective by the look-up heuristic."""
+    """Return the units for the collective by the look-up heuristic."""
     gemm, gpu = workload.gemm, machine.gpu
     gemm_alone = heuristic.expected_gemm_us(
         gemm.flops, traffic_bytes(machine, gemm), float(gpu.peak_tflops), float(gpu.memory_gbps)
@@ -56,30 +68,99 @@ def allocate(machine: Machine, workload: Workload) -> heuristic.UnitAllocation:
     )
 
 
-def spare(machine: Machine, gemm: Gemm) -> heuristic.Spared:
-    """Units to take from a GEMM next to copy engines."""
-    table = {units: gemm_slowdown(machine, True, units) for units in partitions(machine)}
-    return heuristic.spare(is_memory_bound(machine, gemm), table)
-
-
-def judge(machine: Machine, workload: Workload) -> Allocation:
+def judge(machine: Machine, workload: Workload) -> AllocationCost:
     """Compare the heuristic's choice with the best of all allocations."""
     times = {units: predict(machine, workload, "c3_rp", units=units).time_us for units in partitions(machine)}
     best = min(times, key=lambda units: times[units])
     found = allocate(machine, workload)
     differ = max(times[units] for units in found.equal) > times[best] * TIE
-    return Allocation(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
+    return AllocationCost(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
 
 
 @functools.lru_cache(maxsize=256)
 def gemm_slowdown(machine: Machine, memory_bound: bool, units_lost: int) -> float:
-    """Of the profiled GEMM that has lost some units."""
+    """Return the slowdown of the profiled GEMM that has lost some units."""
     gemm = parse_gemm(PROFILED_GEMMS[memory_bound])
     return gemm_us(machine, gemm, int(machine.gpu.units) - units_lost) / gemm_us(machine, gemm)
 
 
 def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> float:
-    """Of the profiled collective of the nearer size with some units."""
+    """Return the slowdown of the profiled collective of the nearer size with some units."""
     size = min(PROFILED_SIZES, key=lambda known: abs(known.bit_length() - nbytes.bit_length()))
     alone = library_gang(machine, kind, size).alone_us
     return library_gang(machine, kind, size, units=units).alone_us / alone
+
+
+def sweep_of(machine: Machine, workload: Workload) -> Sweep:
+    """Predict a pair under every strategy that the model speaks to, and three kernels in every launch order.
+
+    The third kernel is the other of all-gather and all-to-all, of as many bytes.
+    """
+    other = KINDS[1] if workload.collective is KINDS[0] else KINDS[0]
+    gemm = gemm_kernel(machine, workload.gemm)
+    gangs = [
+        dataclasses.replace(library_gang(machine, kind, workload.nbytes), name=str(kind))
+        for kind in (workload.collective, other)
+    ]
+    kernels: dict[str, Tiled | Gang] = {gemm.name: gemm, **{gang.name: gang for gang in gangs}}
+    seen = [KernelDemand(gemm.name, gemm.workgroups), *(KernelDemand(gang.name, gang.units) for gang in gangs)]
+    orders = {
+        names: run_device(machine, [kernels[name] for name in names]).time_us
+        for names in itertools.permutations(kernels)
+    }
+    return Sweep(
+        workload, gemm_us(machine, workload.gemm), _ways(machine, workload), (seen[0], seen[1]), tuple(seen), orders
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def isolated_of_machine(machine: Machine) -> Isolated:
+    """Predict what ``sidelane tune --study c3`` would find: two GEMMs, each with its bound, few sizes, their pairs."""
+    units = partitions(machine)
+    gemms = tuple(
+        GemmTimes(gemm, "split", int(machine.gpu.units), {
+            0: gemm_us(machine, gemm), **{n: gemm_us(machine, gemm, int(machine.gpu.units) - n) for n in units},
+        })
+        for gemm in map(parse_gemm, PROFILED_GEMMS.values())
+    )  # fmt: skip
+    collectives = []
+    for kind in KINDS:
+        for nbytes in (*PROFILED_SIZES, *OTHER_SIZES):
+            alone = {0: library_gang(machine, kind, nbytes).alone_us}
+            given = {n: library_gang(machine, kind, nbytes, units=n).alone_us for n in units}
+            times = {**alone, **(given if nbytes in PROFILED_SIZES else {})}
+            collectives.append(CollectiveTimes(kind, nbytes, "nccl", times))
+            collectives.append(CollectiveTimes(kind, nbytes, "dma", {0: dma_us(machine, kind, nbytes)}))
+    pairs = tuple(pair for curve in gemms for kind in KINDS for pair in _pairs(machine, _as_long(machine, curve, kind)))
+    return Isolated(float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps), gemms, tuple(collectives), pairs)
+
+
+def _as_long(machine: Machine, curve: GemmTimes, kind: Kind) -> Workload:
+    alone_us = library_gang(machine, kind, PAIR_BYTES).alone_us
+    return Workload(curve.gemm, kind, round(PAIR_BYTES * curve.times_us[0] / alone_us) // 4096 * 4096)
+
+
+def _pairs(machine: Machine, workload: Workload) -> list[PairTimes]:
+    """By implementation, as they are measured."""
+    gemm_alone = gemm_us(machine, workload.gemm)
+    ways = _ways(machine, workload)
+    found = []
+    for implementation, mover in (("nccl", Mover.LIBRARY), ("dma", Mover.DMA)):
+        library = library_gang(machine, workload.collective, workload.nbytes).alone_us
+        comm_us = library if mover is Mover.LIBRARY else dma_us(machine, workload.collective, workload.nbytes)
+        mine = {way: us for way, us in ways.items() if named(way[0]).mover is mover and named(way[0]).concurrent}
+        pair = (workload.gemm, workload.collective, workload.nbytes, implementation)
+        found.append(PairTimes(*pair, comm_us, gemm_alone + comm_us, mine))
+    return found
+
+
+def _ways(machine: Machine, workload: Workload) -> dict[Way, float]:
+    times: dict[Way, float] = {}
+    for strategy in predictable():
+        if strategy.partition is not None and strategy.partition.units is None:
+            for units in partitions(machine):
+                times[strategy.name, units] = predict(machine, workload, strategy, units=units).time_us
+        else:
+            fixed = 0 if strategy.partition is None else strategy.partition.units or 0
+            times[strategy.name, fixed] = predict(machine, workload, strategy).time_us
+    return times

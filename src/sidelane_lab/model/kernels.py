@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import Engine, EngineKind
 from sidelane.program.kernel import BLOCKS, LARGE_PART_BYTES, MOST_BLOCKS
-from sidelane_lab.machines.spec import Dma, Gpu, HostThreads, Links, Machine, Topology
+from sidelane_lab.machines.ranges import remembered
+from sidelane_lab.machines.spec import HostThreads, Machine, Topology
+from sidelane_lab.model.collectives import (
+    PUBLISHED_VARIANTS,
+    REDUCE_UNITS,
+    default_units,
+    dma_run,
+    executed_run,
+    library_us,
+    unit_speed,
+)
 from sidelane_lab.model.device import Gang
-from sidelane_lab.model.executed import REDUCE_UNITS, executed_run
-from sidelane_lab.model.published import PUBLISHED_VARIANTS, default_units, dma_run, library_us, unit_speed
-from sidelane_lab.sim import Run
+from sidelane_lab.sim import SimulatedRun
 
 DMA_TRAFFIC = 2.0
 """Bytes through memory for each byte that crosses a link: read once here, written once there."""
@@ -21,7 +28,7 @@ DMA_TRAFFIC = 2.0
 def library_gang(
     machine: Machine, kind: Kind, nbytes: int, *, units: int | None = None, reserved: bool = False, priority: int = 0
 ) -> Gang:
-    """The vendor library's collective as a kernel.
+    """Return the vendor library's collective as a kernel.
 
     Args:
         machine: its ``library`` figures.
@@ -111,37 +118,19 @@ def dma_gangs(
 
 
 def dma_us(machine: Machine, kind: Kind, nbytes: int, variant: str | None = None) -> float:
-    """Time of the collective on DMA engines alone."""
+    """Return the time of the collective on DMA engines alone."""
     return dma_collective(machine, kind, nbytes, variant).time_us
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Engines:
-    """A machine, equal to others that differ in nothing that copies between its GPUs depend on."""
-
-    gpus: int
-    nodes: int
-    gpu: Gpu
-    links: Links
-    dma: Dma
-    machine: Machine = dataclasses.field(compare=False)
-
-
+@remembered("gpu", "links", "dma")
 def dma_collective(
     machine: Machine, kind: Kind, nbytes: int, variant: str | None = None, *, record: bool = False
-) -> Run:
+) -> SimulatedRun:
     """Simulate the collective that C3 runs on DMA engines, through the vendor's runtime.
 
     Where one host thread feeds the engines of a node, that is the ConCCL paper's: moves and nothing else. Everywhere
     else, and for collectives that reduce, it is Sidelane's own program, with its flags.
     """
-    engines = _Engines(machine.gpus, machine.nodes, machine.gpu, machine.links, machine.dma, machine)
-    return _dma_collective_once(engines, kind, nbytes, variant, record)
-
-
-@functools.lru_cache(maxsize=256)
-def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: str | None, record: bool) -> Run:
-    machine = engines.machine
     reached = machine.with_value("dma.engine_gbps", machine.dma.engine_gbps * machine.dma.runtime_share)
     variants = ("pcpy", "b2b") if variant is None else (variant,)
     if machine.dma.host is HostThreads.NODE and kind in PUBLISHED_VARIANTS:
@@ -149,7 +138,7 @@ def _dma_collective_once(engines: _Engines, kind: Kind, nbytes: int, variant: st
     return min((executed_run(reached, kind, nbytes, name, record=record) for name in variants), key=lambda r: r.time_us)
 
 
-def _reductions(run: Run) -> list[tuple[float, float]]:
+def _reductions(run: SimulatedRun) -> list[tuple[float, float]]:
     """When the first rank's kernels add: start and end of each, one after another."""
     lane = str(Engine(EngineKind.COMPUTE))
     return sorted(
@@ -178,13 +167,13 @@ def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "g
 
 
 def wire_gbps(machine: Machine, kind: Kind, nbytes: int, time_us: float) -> float:
-    """Bytes that a GPU sends to its peers, by time."""
+    """Return the bytes that a GPU sends to its peers, by time."""
     ranks = machine.gpus
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     return rounds * nbytes * (ranks - 1) / ranks / time_us / 1e3
 
 
 def wire_peak_gbps(machine: Machine) -> float:
-    """Bytes a GPU can send to its peers at once."""
+    """Return the bytes a GPU can send to its peers at once."""
     peers = machine.gpus - 1 if machine.links.topology is Topology.MESH else 1
     return peers * machine.links.usable_gbps

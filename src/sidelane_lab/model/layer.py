@@ -32,13 +32,13 @@ ATTENTION_RAMP = 710
 """Tokens by which a sequence seems longer to it: blocks on the diagonal are computed whole, and begin and end. Both
 numbers from kernels' times of sequences of 2048 and 4096 (results/h200x2/fsdp-profile.json, without communication)."""
 ELEMENTWISE_SHARE = 0.55
-"""Of the memory's bandwidth that element-wise kernels and casts of the framework reach: what they take in the four
+"""Share of the memory's bandwidth that element-wise kernels and casts of the framework reach: their time in the four
 steps without communication of results/h200x2/fsdp-profile.json, over the bytes above (0.53 to 0.58)."""
 COPY_SHARE = 0.9
 """The same of copies out of gathered buffers, and of gradients that are packed (0.87 to 1.05 there)."""
 WAVES = 4
-"""Of attention and of element-wise kernels: many short workgroups, so that those of a collective, which FSDP2 launches
-on streams of high priority, get in between them."""
+"""Waves of attention and of element-wise kernels: many short workgroups, so that those of a collective, which FSDP2
+launches on streams of high priority, get in between them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Of a layer."""
+        """Parameters of a layer."""
         kv = self.hidden * self.kv_heads // self.heads
         return self.hidden * (2 * self.hidden + 2 * kv + 3 * self.feed)
 
@@ -123,7 +123,7 @@ def layer_kernels(machine: Machine, step: Step, way: Pass, limit: int | None = N
 
 
 def gemms_of(step: Step, *, backward: bool) -> list[Gemm]:
-    """Of a layer, with the matrices of one input as one."""
+    """Return the GEMMs of a layer, with the matrices of one input as one."""
     model, rows = step.model, step.tokens
     kv = model.hidden * model.kv_heads // model.heads
     shapes = [(model.hidden + 2 * kv, model.hidden), (model.hidden, model.hidden)]
@@ -134,13 +134,13 @@ def gemms_of(step: Step, *, backward: bool) -> list[Gemm]:
 
 
 def attention_us(machine: Machine, step: Step, *, backward: bool) -> float:
-    """Of a layer, with all units; half of it is masked."""
+    """Return the attention's time in a layer, with all units; half of it is masked."""
     flops = 2.0 * step.tokens * (step.sequence + ATTENTION_RAMP) * step.model.hidden * (2.5 if backward else 1.0)
     return flops / (machine.gpu.peak_tflops * ATTENTION_EFFICIENCY * 1e6)
 
 
 def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
-    """Bytes that element-wise kernels move in a layer: of activations, and casts of shards."""
+    """Return the bytes that element-wise kernels move in a layer: of activations, and casts of shards."""
     model = step.model
     rotated, gated = 10 * model.kv_heads / model.heads, model.feed / model.hidden
     passes = 35 + rotated + 9 * gated if way.backward else 20 + rotated + 5 * gated
@@ -149,13 +149,13 @@ def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
 
 
 def copied_bytes(machine: Machine, step: Step, way: Pass) -> float:
-    """Bytes of copies into and out of gathered buffers, and of gradients that are packed, in a layer."""
+    """Return the bytes of copies into and out of gathered buffers, and of gradients that are packed, in a layer."""
     buffers = 1 + 1 / machine.gpus if way.gathered and not way.straight else 0.0
     return 4 * step.model.parameters * (buffers + way.backward)
 
 
 def parts_us(machine: Machine, step: Step, *, straight: bool = False) -> dict[str, float]:
-    """What a step without communication takes, kernel by kernel: of GEMMs, attention, element-wise kernels, copies."""
+    """Return what a step without communication takes, by kernels: of GEMMs, attention, element-wise kernels, copies."""
     layers, found = step.model.layers, dict.fromkeys(("gemm", "attention", "elementwise", "copies"), 0.0)
     for way, count in (
         (Pass(False, True, straight), layers),
@@ -170,5 +170,5 @@ def parts_us(machine: Machine, step: Step, *, straight: bool = False) -> dict[st
 
 
 def _reachable(machine: Machine) -> float:
-    """Bytes of memory in a microsecond."""
+    """Return the bytes of memory in a microsecond."""
     return machine.gpu.memory_gbps * float(machine.matmul.memory_efficiency) * 1e3

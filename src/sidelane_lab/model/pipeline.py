@@ -18,7 +18,7 @@ import dataclasses
 from sidelane.c3.workload import Gemm
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.blocks import Channels, Footprint, Grid, most_blocks, occupancy
+from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, most_blocks, occupancy
 from sidelane_lab.model.device import DeviceRun
 from sidelane_lab.model.gemm import traffic_bytes
 from sidelane_lab.model.kernels import library_gang
@@ -28,7 +28,7 @@ from sidelane_lab.pairs.spans import shared_share
 STAGES = 2
 """Tiles of each input that a block keeps in shared memory: one in use, one on its way."""
 THREADS = 128
-"""Of a GEMM's block."""
+"""Threads of a GEMM's block."""
 HOST_GAP_US = 20.0
 """Between two operations one after another, while the host sees the end of one and launches the next. Assumed; it is
 nothing beside operations of milliseconds."""
@@ -47,9 +47,9 @@ class Tile:
         """Shared memory that a block of it needs."""
         return STAGES * (self.m + self.n) * self.k * ELEMENT_BYTES[dtype] / 1024
 
-    def footprint(self, dtype: str) -> Footprint:
-        """What a block of it takes of a compute unit."""
-        return Footprint(THREADS, THREADS * self.registers, self.shared_kb(dtype))
+    def footprint(self, dtype: str) -> BlockFootprint:
+        """Return the room of a block of it on a compute unit."""
+        return BlockFootprint(THREADS, THREADS * self.registers, self.shared_kb(dtype))
 
 
 OPT1 = Tile(64, 64, 32, registers=72)
@@ -104,7 +104,7 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
     gang = library_gang(machine, pipeline.collective, pipeline.nbytes)
     limits = occupancy(machine)
     threads = int(limits.library_threads)
-    footprint = Footprint(threads, threads * int(limits.library_registers), float(limits.library_shared_kb))
+    footprint = BlockFootprint(threads, threads * int(limits.library_registers), float(limits.library_shared_kb))
     for i in range(pipeline.iterations):
         after = (f"G{i}", f"C{i - 1}") if i else (f"G{i}",)
         name, first = f"C{i}", int(priority)
@@ -115,21 +115,21 @@ def run_pipeline(machine: Machine, pipeline: Pipeline, *, priority: bool, record
 
 
 def sequential_us(machine: Machine, pipeline: Pipeline) -> float:
-    """Time of the iterations one operation after another, with the host between them."""
+    """Return the time of the iterations one operation after another, with the host between them."""
     gemm = run_units(machine, [_grid(machine, pipeline, "G", ())]).time_us
     alone = library_gang(machine, pipeline.collective, pipeline.nbytes).alone_us
     return pipeline.iterations * (gemm + alone + 2 * HOST_GAP_US)
 
 
 def _grid(machine: Machine, pipeline: Pipeline, name: str, after: tuple[str, ...]) -> Grid:
-    """The GEMM of an iteration, whose blocks take what they ask for."""
+    """Return the GEMM of an iteration, whose blocks take what they ask for."""
     grid = grid_of(machine, pipeline.gemm, pipeline.tile, pipeline.blocks, name, after)
     asked_kb = max(pipeline.asked_kb, grid.footprint.shared_kb)
     return dataclasses.replace(grid, footprint=dataclasses.replace(grid.footprint, shared_kb=asked_kb))
 
 
 def overlap_rate(run: DeviceRun, iterations: int) -> float:
-    """Share of the collectives' time during which a GEMM ran."""
+    """Return the share of the collectives' time during which a GEMM ran."""
     gemms, collectives = (
         [(run.began_us[f"{one}{i}"], run.ended_us[f"{one}{i}"]) for i in range(iterations)] for one in "GC"
     )
@@ -139,7 +139,7 @@ def overlap_rate(run: DeviceRun, iterations: int) -> float:
 def grid_of(
     machine: Machine, gemm: Gemm, tile: Tile, blocks: int, name: str = "G", after: tuple[str, ...] = ()
 ) -> Grid:
-    """A GEMM of equal blocks, each of which goes over its part in tiles.
+    """Return a GEMM of equal blocks, each of which goes over its part in tiles.
 
     A block waits ``step_us`` for the inputs of each step and then computes; so one alone leaves its unit idle most of
     the time, and many reach what the unit's operations or its bytes from the shared cache allow.

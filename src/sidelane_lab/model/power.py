@@ -1,24 +1,60 @@
-"""Watts of one GPU during a collective, by component, where its description has them (DMA collectives paper, 5.4).
+"""Watts of one GPU by component, where its description has them: during a collective, and of a GEMM next to one.
 
-The DMA collectives paper has no reductions. Those of the library are its kernels, and what is said of a hybrid follows
-from its Program as a communicator runs it, with one figure more: the compute units that a reduction takes.
+Of collectives: the DMA collectives paper, 5.4. It has no reductions. Those of the library are its kernels, and what is
+said of a hybrid follows from its Program as a communicator runs it, with one figure more: the compute units that a
+reduction takes.
+
+Of pairs, energy adds up, whoever runs beside whom: a GEMM's operations and bytes and a collective's bytes cost what
+they cost alone, spread over the time that they last in the pair. What lasts as long as anything does counts by time:
+idle power, and links that are on. Times are those of ``model.strategies``.
+
+    GEMM        |--------------------------|                  compute_w x its operations' time + bytes of memory
+    collective  |---------------------------------------|     links_on_w x its time + what its bytes take
+    idle        |---------------------------------------|
+                 both: cut at cap_w          collective alone
+
+A GPU does not draw more than ``cap_w`` for long: it lowers its clocks. By how much operations slow down then depends on
+how its voltage follows, so there are two ends: watts in proportion to clocks, or to their third power.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 
+from sidelane.c3.strategies import named
+from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.workload import Workload
 from sidelane.program.collective import REDUCING, Kind
-from sidelane.program.ir import MOVES, Engine, EngineKind, reads, writes
+from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes
+from sidelane_lab.machines.ranges import ends, variations
 from sidelane_lab.machines.spec import Machine, Power
-from sidelane_lab.model.executed import IN_PLACE, REDUCE_UNITS, executed_program
-from sidelane_lab.model.kernels import library_gang, wire_gbps, wire_peak_gbps
-from sidelane_lab.model.published import default_units, dma_run, published_program
-from sidelane_lab.sim import simulate
+from sidelane_lab.model.collectives import (
+    IN_PLACE,
+    REDUCE_UNITS,
+    default_units,
+    dma_run,
+    executed_program,
+    published_program,
+)
+from sidelane_lab.model.gemm import compute_us, gemm_kernel, traffic_bytes
+from sidelane_lab.model.kernels import dma_us, library_gang, wire_gbps, wire_peak_gbps
+from sidelane_lab.model.strategies import objection, predict, predictable
+from sidelane_lab.sim import Interval, simulate
+
+MOVERS = (Mover.LIBRARY, Mover.DMA)
+"""Movers whose watts are described: the library's kernels and copy engines."""
+VARIANTS = ("pcpy", "b2b")
+"""Variants on copy engines: the faster is what runs beside a GEMM."""
+STEEPEST = 3
+"""Power of the clock that watts of operations follow at most: voltage in proportion to it."""
+
+Span = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draw:
+class PowerDraw:
     """Mean power over a collective.
 
     Attributes:
@@ -37,11 +73,11 @@ class Draw:
 
     @property
     def energy_mj(self) -> float:
-        """Of one GPU for one call."""
+        """Energy of one GPU for one call."""
         return self.total_w * self.time_us / 1e3
 
 
-def library_power(machine: Machine, kind: Kind, nbytes: int) -> Draw:
+def library_power(machine: Machine, kind: Kind, nbytes: int) -> PowerDraw:
     """During the vendor library's kernel collective. A reduce_scatter is taken for an all_gather: as many bytes over
     the same links, with no figures of its own.
 
@@ -54,21 +90,18 @@ def library_power(machine: Machine, kind: Kind, nbytes: int) -> Draw:
     return _draw(machine, busy, gang.memory_gbps, wire, 0.0, gang.alone_us)
 
 
-def dma_power(machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False) -> Draw:
+def dma_power(machine: Machine, kind: Kind, nbytes: int, variant: str, prelaunched: bool = False) -> PowerDraw:
     """During a variant of the DMA collectives paper, from its Program: engines, and bytes read and written.
 
     Raises:
         ValueError: the machine's description has no power figures.
     """
     time = dma_run(machine, kind, nbytes, variant, prelaunched).time_us
-    queues = published_program(kind, nbytes, machine.gpus, variant).queues
-    commands = [command for queue in queues for command in queue.commands]
-    moved = sum(span.nbytes for command in commands for span in (*reads(command), *writes(command)))
-    memory = moved / machine.gpus / time / 1e3
-    return _draw(machine, 0.0, memory, wire_gbps(machine, kind, nbytes, time), len(queues) / machine.gpus, time)
+    program = published_program(kind, nbytes, machine.gpus, variant)
+    return _program_draw(machine, program, 0.0, wire_gbps(machine, kind, nbytes, time), time)
 
 
-def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> Draw:
+def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> PowerDraw:
     """During a reduction whose bytes travel on copy engines: an all_reduce in place, a reduce_scatter out of place.
 
     Args:
@@ -90,25 +123,31 @@ def hybrid_power(machine: Machine, kind: Kind, nbytes: int, variant: str) -> Dra
         if interval.lane == str(Engine(EngineKind.COMPUTE)) and interval.label.startswith("reduce")
     )
     busy = min(1.0, REDUCE_UNITS / machine.gpu.units) * reducing / machine.gpus / run.time_us
+    return _program_draw(machine, program, busy, wire_gbps(machine, kind, nbytes, run.time_us), run.time_us)
+
+
+def _program_draw(machine: Machine, program: Program, busy: float, wire: float, time_us: float) -> PowerDraw:
+    """Count the bytes that a program reads and writes, and its queues that move."""
     commands = [command for queue in program.queues for command in queue.commands]
     touched = sum(span.nbytes for command in commands for span in (*reads(command), *writes(command)))
     engines = sum(any(isinstance(command, MOVES) for command in queue.commands) for queue in program.queues)
-    memory, wire = touched / machine.gpus / run.time_us / 1e3, wire_gbps(machine, kind, nbytes, run.time_us)
-    return _draw(machine, busy, memory, wire, engines / machine.gpus, run.time_us)
+    return _draw(machine, busy, touched / machine.gpus / time_us / 1e3, wire, engines / machine.gpus, time_us)
 
 
-def _draw(machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, engines: float, time_us: float) -> Draw:
+def _draw(
+    machine: Machine, busy: float, memory_gbps: float, wire_gbps: float, engines: float, time_us: float
+) -> PowerDraw:
     power = figures(machine)
     compute = power.compute_idle_w + power.compute_w * busy
     rest = power.idle_w - power.compute_idle_w
     rest += power.memory_w * min(1.0, memory_gbps / machine.gpu.memory_gbps)
     if wire_gbps > 0:
         rest += power.links_on_w + power.links_w * min(1.0, wire_gbps / wire_peak_gbps(machine))
-    return Draw(compute, rest + power.engine_w * engines, time_us)
+    return PowerDraw(compute, rest + power.engine_w * engines, time_us)
 
 
 def figures(machine: Machine) -> Power:
-    """A machine's power figures.
+    """Return a machine's power figures.
 
     Raises:
         ValueError: its description has none.
@@ -116,3 +155,163 @@ def figures(machine: Machine) -> Power:
     if machine.power is None:
         raise ValueError(f"power: {machine.name} has no power figures (value=None, allowed=a section [power])")
     return machine.power
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairDraw:
+    """One GPU under one strategy.
+
+    Attributes:
+        strategy: its name.
+        time_us: of both together.
+        gemm_us, collective_us, both_us: in which the GEMM runs, the collective does, and both do.
+        idle_w: that is drawn all the time.
+        operations_w, gemm_bytes_w: that the GEMM adds while it runs.
+        collective_w: that the collective adds while it runs, links that are on included.
+        cap_w: that a GPU holds itself to.
+        low_mj, high_mj: energy over the plausible values of the description's watts; as ``energy_mj`` where not asked.
+    """
+
+    strategy: str
+    time_us: float
+    gemm_us: float
+    collective_us: float
+    both_us: float
+    idle_w: float
+    operations_w: float
+    gemm_bytes_w: float
+    collective_w: float
+    cap_w: float
+    low_mj: float = math.nan
+    high_mj: float = math.nan
+
+    @property
+    def gemm_w(self) -> float:
+        """While the GEMM runs by itself, below the cap or not."""
+        return self.idle_w + self.operations_w + self.gemm_bytes_w
+
+    @property
+    def wanted_w(self) -> float:
+        """Watts that both would draw at once without a cap; 0 where they never are."""
+        return self.gemm_w + self.collective_w if self.both_us else 0.0
+
+    @property
+    def energy_mj(self) -> float:
+        """Energy of one GPU for the pair."""
+        phases = (
+            (self.both_us, self.wanted_w),
+            (self.gemm_us - self.both_us, self.gemm_w),
+            (self.collective_us - self.both_us, self.idle_w + self.collective_w),
+        )
+        waiting_us = self.time_us - sum(us for us, _ in phases)
+        return (sum(us * min(watts, self.cap_w) for us, watts in phases) + waiting_us * self.idle_w) / 1e3
+
+    @property
+    def watts(self) -> float:
+        """Mean of the pair."""
+        return self.energy_mj / self.time_us * 1e3
+
+    @property
+    def slower(self) -> tuple[float, float]:
+        """Share by which the cap makes operations last longer beside the collective than alone, least and most.
+
+        ``time_us`` has what was measured of it (``interference.copies``, ``kernels``), not this. Infinite where the
+        cap leaves nothing for operations.
+        """
+        left, alone = (self.cap_w - (watts - self.operations_w) for watts in (self.wanted_w, self.gemm_w))
+        alone = min(alone, self.operations_w)
+        if not self.both_us or left >= alone:
+            return 0.0, 0.0
+        most = math.inf if left <= 0 else alone / left - 1
+        return (1 + most) ** (1 / STEEPEST) - 1, most
+
+
+def pair_power(machine: Machine, workload: Workload, strategy: Strategy | str, *, ranges: bool = False) -> PairDraw:
+    """Predict what a GPU draws while a GEMM and a collective run under a strategy.
+
+    Args:
+        machine: one node, with a section ``power``.
+        workload: the pair.
+        strategy: the value that runs, or its name.
+        ranges: over the plausible values of the watts as well, one at a time; squares add. Times stay as they are.
+
+    Raises:
+        ValueError: no power figures, or a strategy whose times or watts no description has.
+    """
+    chosen = named(strategy) if isinstance(strategy, str) else strategy
+    figures(machine)
+    if reason := unspoken(chosen, machine):
+        raise ValueError(f"pair_power: strategy (value={chosen.name!r}): {reason}")
+    prediction = predict(machine, workload, chosen, record=True)
+    gemm = gemm_kernel(machine, workload.gemm).name
+    gemm_spans = _joined(i for i in prediction.timeline if i.lane == gemm)
+    others = _joined(i for i in prediction.timeline if i.lane != gemm)
+    times = (prediction.time_us, _length(gemm_spans), _length(others), _common(gemm_spans, others))
+    variant = min(VARIANTS, key=lambda name: dma_us(machine, workload.collective, workload.nbytes, name))
+
+    def draw(described: Machine) -> PairDraw:
+        return _pair_draw(described, workload, chosen, variant, times)
+
+    found = draw(machine)
+    varied = [draw(one.machine).energy_mj for one in variations(machine, ("power",) if ranges else ())]
+    low, high = ends(found.energy_mj, varied)
+    return dataclasses.replace(found, low_mj=low, high_mj=high)
+
+
+def powered(machine: Machine) -> tuple[Strategy, ...]:
+    """Return strategies whose times and watts a description has."""
+    return tuple(strategy for strategy in predictable(machine) if not unspoken(strategy, machine))
+
+
+def unspoken(strategy: Strategy, machine: Machine) -> str:
+    """Return why nothing is said of a strategy's watts on a machine; empty where something is."""
+    if strategy.concurrent and strategy.mover not in MOVERS:
+        return "not predicted: no description has watts of Sidelane's kernels, nor of the library's other ways"
+    return objection(strategy, machine)
+
+
+def _pair_draw(
+    machine: Machine, workload: Workload, strategy: Strategy, variant: str, times: tuple[float, float, float, float]
+) -> PairDraw:
+    power, gemm = figures(machine), workload.gemm
+    time_us, gemm_us, collective_us, both_us = times
+    alone = _alone(machine, workload.collective, workload.nbytes, strategy, variant)
+    moved_mj = (alone.total_w - power.idle_w - power.links_on_w) * alone.time_us
+    return PairDraw(
+        strategy.name,
+        time_us,
+        gemm_us,
+        collective_us,
+        both_us,
+        idle_w=float(power.idle_w),
+        operations_w=power.compute_w * compute_us(machine, gemm) / gemm_us,
+        gemm_bytes_w=power.memory_w * traffic_bytes(machine, gemm) / (machine.gpu.memory_gbps * 1e3) / gemm_us,
+        collective_w=power.links_on_w + moved_mj / collective_us,
+        cap_w=float(power.cap_w),
+    )
+
+
+def _alone(machine: Machine, kind: Kind, nbytes: int, strategy: Strategy, variant: str) -> PowerDraw:
+    if strategy.mover is Mover.DMA:
+        return (hybrid_power if kind in REDUCING else dma_power)(machine, kind, nbytes, variant)
+    return library_power(machine, kind, nbytes)
+
+
+def _joined(intervals: Iterable[Interval]) -> list[Span]:
+    """When any of them runs."""
+    spans: list[Span] = []
+    for start, end in sorted((i.start_us, i.end_us) for i in intervals):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def _length(spans: list[Span]) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def _common(first: list[Span], second: list[Span]) -> float:
+    """Return the time that lies in both."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)

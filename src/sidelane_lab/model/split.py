@@ -6,7 +6,7 @@
     all-to-all + GEMM     the same
 
 The GEMM of each part is the vendor library's, and copies are the programs that run (``program/pieces.py``,
-``model/executed.py``), in virtual time.
+``model/collectives.py``), in virtual time.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from __future__ import annotations
 import functools
 import itertools
 
-from sidelane.c3.workload import Gemm
 from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind, all_to_all, split_evenly
 from sidelane.program.ir import Flag
 from sidelane.program.pieces import arriving_program, coming, gathering_program, going, parts_of, split_program
 from sidelane.program.transform.triggers import arrivals_of
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.executed import IN_PLACE, dependencies, executed_run, program_of
-from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
+from sidelane_lab.model.collectives import IN_PLACE, dependencies, executed_run, program_of
 from sidelane_lab.model.kernels import own_gang
-from sidelane_lab.model.operators import Operator, TiledGemm
+from sidelane_lab.model.operators import HALF, DispatchGemm, GatherGemm, GemmReduce, OperatorModel, TiledGemm
 from sidelane_lab.model.workgroups import resident, stream_gbps
 from sidelane_lab.sim import simulate
 
@@ -35,8 +32,8 @@ OWN = ("b2b", "pcpy", "striped")
 """Variants of which a chain takes the fastest."""
 
 
-def split_us(machine: Machine, operator: Operator, pieces: int) -> float | None:
-    """Time of an operator in parts, so many for each peer; None: there is none.
+def split_us(machine: Machine, operator: OperatorModel, pieces: int) -> float | None:
+    """Return the time of an operator in parts, so many for each peer; None: there is none.
 
     Args:
         machine: one node of it.
@@ -54,7 +51,7 @@ def split_us(machine: Machine, operator: Operator, pieces: int) -> float | None:
     if isinstance(operator, GemmReduce):
         each = -(-operator.rows // ranks)
         owned = tuple(max(0, min(each, operator.rows - owner * each)) for owner in range(ranks))
-        part = each * operator.columns * operator.element_bytes
+        part = each * operator.columns * HALF
         time = _to_all(machine, operator, (owned,) * ranks, pieces) + _pass_us(machine, (ranks + 1) * part)
         if operator.gathers and ranks > 1:
             time += _engines_us(machine, Kind.ALL_GATHER, ranks * part)
@@ -64,8 +61,8 @@ def split_us(machine: Machine, operator: Operator, pieces: int) -> float | None:
     return _from_all(machine, operator, pieces) if isinstance(operator, GatherGemm) else None
 
 
-def chain_us(machine: Machine, operator: Operator) -> float | None:
-    """Time of an operator unfused: its computation, and then Sidelane's collective; None with one rank.
+def chain_us(machine: Machine, operator: OperatorModel) -> float | None:
+    """Return the time of an operator unfused: its computation, and then Sidelane's collective; None with one rank.
 
     On copy engines, or by a kernel where the description has them and that is faster, as calls choose.
 
@@ -80,7 +77,7 @@ def chain_us(machine: Machine, operator: Operator) -> float | None:
         collective = all_to_all([[rows * operator.row_bytes for rows in row] for row in operator.counts])
         programs = [program_of(collective, variant) for variant in OWN]
         return computing + min(simulate(one, machine, edges=dependencies(one)).time_us for one in programs)
-    return computing + ours_us(machine, operator.kind, operator.collective_bytes())
+    return computing + ours_us(machine, operator.kind, operator.collective_bytes(machine.gpus))
 
 
 def ours_us(machine: Machine, kind: Kind, nbytes: float) -> float:
@@ -91,7 +88,7 @@ def ours_us(machine: Machine, kind: Kind, nbytes: float) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _engines_us(machine: Machine, kind: Kind, nbytes: int) -> float:
-    """Of a collective on copy engines, by the fastest of its programs; one that reduces adds on compute units."""
+    """Return the time of a collective on copy engines, by its fastest program; one that reduces adds on units."""
     known = [variant for variant in OWN if variant in variants(kind)]
     assert known, kind
     place = kind in IN_PLACE or kind in REDUCING
@@ -105,49 +102,45 @@ def _to_all(machine: Machine, operator: TiledGemm | GemmReduce, table: Table, pi
     for rank, row in enumerate(table):
         now = 0.0
         for trigger, rows in enumerate(going(table, rank, pieces)):
-            now += _gemm_us(machine, operator, rows.stop - rows.start)
+            now += operator.rows_us(machine, rows.stop - rows.start)
             fires[Flag(rank, trigger)] = now
-        computed.append(now + _gemm_us(machine, operator, row[rank]))
+        computed.append(now + operator.rows_us(machine, row[rank]))
     if not fires:
         return max(computed)
     most = max(map(sum, (*table, *zip(*table, strict=True))))
-    program = split_program(table, pieces, operator.columns * operator.element_bytes, most)
+    program = split_program(table, pieces, operator.columns * HALF, most)
     return max(*computed, simulate(program, machine, fires=fires).time_us)
 
 
 def _from_all(machine: Machine, operator: GatherGemm, pieces: int) -> float:
     """Own rows are copied to where the peers' come, and multiplied; then the others', turn by turn."""
-    ranks, row_bytes = machine.world_size, operator.depth * operator.element_bytes
+    ranks, row_bytes = machine.world_size, operator.depth * HALF
     parts = parts_of(operator.rows, pieces)
     begin = _pass_us(machine, 2 * operator.rows * row_bytes)
-    now = begin + _gemm_us(machine, operator, operator.rows)
+    now = begin + operator.rows_us(machine, operator.rows)
     program = gathering_program(ranks, operator.rows, pieces, row_bytes)
     raised = simulate(program, machine).raised
     for (waits,), (_, part) in zip(arrivals_of(program, 0), itertools.product(range(1, ranks), parts), strict=True):
-        now = max(now, begin + raised[waits.flag]) + _gemm_us(machine, operator, part.stop - part.start)
+        now = max(now, begin + raised[waits.flag]) + operator.rows_us(machine, part.stop - part.start)
     return now
 
 
 def _by_counts(machine: Machine, operator: DispatchGemm, pieces: int) -> float:
-    """Rows that leave are copied to where they leave from, and parts come one after the other."""
+    """Return the time until all is multiplied: rows that leave are copied first, and parts come one after the other."""
     table = operator.counts
     most = max(map(sum, (*table, *zip(*table, strict=True))))
     leaves = [sum(row) - row[rank] for rank, row in enumerate(table)]
     begins = [_pass_us(machine, 2 * rows * operator.row_bytes) if rows else 0.0 for rows in leaves]
-    ends = [begin + _gemm_us(machine, operator, table[rank][rank]) for rank, begin in enumerate(begins)]
+    ends = [begin + operator.rows_us(machine, table[rank][rank]) for rank, begin in enumerate(begins)]
     program = arriving_program(table, pieces, operator.row_bytes, most)
     raised = simulate(program, machine).raised
     for rank in range(len(table)):
         for (waits,), part in zip(arrivals_of(program, rank), coming(table, rank, pieces), strict=True):
             there = max(begins) + raised[waits.flag]
-            ends[rank] = max(ends[rank], there) + _gemm_us(machine, operator, part.stop - part.start)
+            ends[rank] = max(ends[rank], there) + operator.rows_us(machine, part.stop - part.start)
     return max(ends)
 
 
-def _gemm_us(machine: Machine, operator: TiledGemm | GemmReduce | GatherGemm | DispatchGemm, rows: int) -> float:
-    return gemm_us(machine, Gemm(rows, operator.columns, operator.depth)) if rows else 0.0
-
-
 def _pass_us(machine: Machine, nbytes: float) -> float:
-    """A kernel that reads and writes so many bytes."""
+    """Return the time of a kernel that reads and writes so many bytes."""
     return float(machine.matmul.launch_us) + nbytes / (stream_gbps(machine, resident(machine)) * 1e3)

@@ -53,7 +53,7 @@ class Prediction:
 
     @property
     def percent(self) -> float | None:
-        """Of the ideal gain with the faster collective. None: undefined.
+        """Percent of the ideal gain with the faster collective. None: undefined.
 
         That is where there is next to nothing to gain (``percent_of_ideal``); where a strategy loses more than can be
         gained: then its collective is another one; and where a memory-bound GEMM gains more by fewer units than there
@@ -82,7 +82,7 @@ def predict(
     write_back: bool = False,
     record: bool = False,
 ) -> Prediction:
-    """What a pair takes under a strategy.
+    """Predict what a pair takes under a strategy.
 
     Args:
         machine: where.
@@ -108,7 +108,7 @@ def predict(
     options = ([units] if units is not None else partitions(machine)) if swept else [0]
     if swept and any(not 0 < option < machine.gpu.units for option in options):
         raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
-    placed = {option: _kernels(machine, workload, chosen, option, write_back) for option in options}
+    placed = {option: pair_kernels(machine, workload, chosen, option, write_back=write_back) for option in options}
     best = min(options, key=lambda option: run_device(machine, placed[option][0]).time_us) if swept else 0
     run, *others = (run_device(machine, kernels, record=record) for kernels in placed[best])
     alone = library_gang(machine, workload.collective, workload.nbytes).alone_us
@@ -118,15 +118,8 @@ def predict(
     return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline, other_us)
 
 
-def predict_all(
-    machine: Machine, workload: Workload, under: Sequence[Strategy | str] | None = None
-) -> list[Prediction]:
-    """A pair under several strategies; None: under all that the model speaks to."""
-    return [predict(machine, workload, strategy) for strategy in (predictable(machine) if under is None else under)]
-
-
 def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
-    """Strategies that the model speaks to: on a machine, or wherever it is.
+    """Return strategies that the model speaks to: on a machine, or wherever it is.
 
     Not every library has GEMMs that leave units, not every description has Sidelane's kernels, and not every caller can
     do with another call.
@@ -137,7 +130,7 @@ def predictable(machine: Machine | None = None) -> tuple[Strategy, ...]:
 
 
 def objection(strategy: Strategy, machine: Machine | None = None) -> str:
-    """Why the model does not speak to a strategy on a machine, or on some; empty where it does."""
+    """Return why the model does not speak to a strategy on a machine, or on some; empty where it does."""
     if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
         return "not predicted: descriptions of machines have no GEMMs of ours"
     match strategy.mover:
@@ -158,12 +151,12 @@ def library_strategies() -> tuple[str, ...]:
 
 
 def partitions(machine: Machine) -> list[int]:
-    """Powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
+    """Return the powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
     return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
 
 
 def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tiled | Gang]:
-    """Kernels of a pair in the order of their launches, with what holds them back and what comes before what.
+    """Return kernels of a pair in the order of their launches, with what holds them back and what comes before what.
 
     Args:
         strategy: its order and its priority.
@@ -181,7 +174,7 @@ def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tile
 
 
 def orders(machine: Machine, strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> tuple[list[Tiled | Gang], ...]:
-    """Kernels of a pair in the order of their launches, and in the other one where either may come first.
+    """Return kernels of a pair in the order of their launches, and in the other one where either may come first.
 
     A GEMM has a workgroup a tile: a collective that was there before it, or goes before it as its workgroups end, runs
     beside what is left of the GPU; one that comes second waits for the GEMM's last wave. On machines with
@@ -208,21 +201,75 @@ def _targets(strategy: Strategy) -> bool:
     return strategy.partition is not None and strategy.partition.means is Means.TARGET
 
 
-def _kernels(
-    machine: Machine, workload: Workload, strategy: Strategy, swept: int, write_back: bool
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairAlone:
+    """Measured times of both kernels of a pair, each alone, which a prediction may take for the description's.
+
+    Attributes:
+        gemm_us: of the GEMM, with the units that the strategy leaves to it.
+        comm_us: of the collective as the strategy runs it, with all units.
+        library_units: workgroups of the library's kernels.
+        out_of_place: input and output of the collective are different buffers.
+    """
+
+    gemm_us: float
+    comm_us: float
+    library_units: int
+    out_of_place: bool
+
+
+def pair_kernels(
+    machine: Machine,
+    workload: Workload,
+    strategy: Strategy,
+    swept: int,
+    *,
+    write_back: bool = False,
+    alone: PairAlone | None = None,
 ) -> tuple[list[Tiled | Gang], ...]:
+    """Return the kernels of a pair in launch order, and in the other order where either may come first.
+
+    Args:
+        machine: where.
+        workload: the pair.
+        strategy: the value that runs.
+        swept: units of a partition that is swept.
+        write_back: see :func:`predict`.
+        alone: measured times alone; None: those of the description.
+    """
     kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
-    bound = is_memory_bound(machine, workload.gemm)
-    taken = 0 if partition is None else partition.taken(swept, bound)
+    taken = 0 if partition is None else partition.taken(swept, is_memory_bound(machine, workload.gemm))
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
-    if strategy.mover.takes_units:
-        own_units = taken > 0 and not _targets(strategy)
-        made = own_gang if strategy.mover is Mover.SM else library_gang
-        gang = made(machine, kind, nbytes, units=taken if own_units else None, reserved=own_units)
-        return orders(machine, strategy, gemm, [gang])
-    own = None
-    if kind is Kind.ALL_TO_ALL and strategy.mover.as_asked:  # out of place, as in all studies; all_gathers are in place
-        own = own_chunk_gang(machine, kind, nbytes)
-    kernels = arrange(strategy, gemm, dma_gangs(machine, kind, nbytes, write_back=write_back))
+    on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)
+    made = own_gang if strategy.mover is Mover.SM else library_gang
+    whole = (made(machine, kind, nbytes),) if on_units else dma_gangs(machine, kind, nbytes, write_back=write_back)
+    gangs = (made(machine, kind, nbytes, units=taken, reserved=True),) if on_units and own_units else whole
+    # All-gathers are in place in all studies, all-to-alls are not.
+    copies = (
+        not on_units and strategy.mover.as_asked and (kind is Kind.ALL_TO_ALL if alone is None else alone.out_of_place)
+    )
+    own = own_chunk_gang(machine, kind, nbytes) if copies else None
+    if alone is not None:
+        gemm = _stretched(gemm, alone.gemm_us / gemm_us(machine, workload.gemm))
+        if on_units and not own_units:
+            units = whole[0].units if made is own_gang else alone.library_units
+            gangs = (dataclasses.replace(whole[0], units=units, need=min(whole[0].need, units)),)
+        longer = alone.comm_us / run_device(machine, whole).time_us
+        gangs = tuple(
+            dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer)
+            for gang in gangs
+        )
+    if own is not None and strategy.mover is Mover.LIBRARY_DMA:
+        # NCCL queues the own chunk with the others: what waits for the GEMM holds up all.
+        gangs, own = (dataclasses.replace(gangs[0], after=(gemm.name,)), *gangs[1:]), None
+    if on_units:
+        return orders(machine, strategy, gemm, gangs)
+    kernels = arrange(strategy, gemm, gangs)
     return (kernels if own is None else [*kernels, own],)
+
+
+def _stretched(gemm: Tiled, factor: float) -> Tiled:
+    """Return a GEMM that takes longer by a factor, whatever it is limited by."""
+    times = (gemm.compute_us * factor, gemm.traffic_bytes * factor, gemm.fixed_us * factor)
+    return dataclasses.replace(gemm, compute_us=times[0], traffic_bytes=times[1], fixed_us=times[2])

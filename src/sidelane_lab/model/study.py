@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from sidelane.c3.strategies import named
 from sidelane.c3.workload import C3Class, Workload, parse_gemm
 from sidelane.program.collective import Kind
+from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.published import PUBLISHED_VARIANTS, dma_run, library_us
+from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run, library_us
 from sidelane_lab.model.strategies import Prediction, partitions, predict, predictable
 
 # Table II of the ConCCL paper, with the class that the paper measured.
@@ -36,7 +37,7 @@ class C3Study:
     def select(
         self, strategy: str, collective: Kind | None = None, c3_class: C3Class | None = None
     ) -> list[Prediction]:
-        """Rows of a strategy, of one collective and one class of Table II if asked for."""
+        """Return rows of a strategy, of one collective and one class of Table II if asked for."""
         return [
             row
             for row in self.rows
@@ -51,19 +52,19 @@ class C3Study:
         return percent_of_means(row.speedup for row in rows) / percent_of_means(row.ideal for row in rows) * 100
 
     def best_percent(self, strategies: Sequence[str]) -> float:
-        """The same for the best of several strategies in each scenario."""
+        """Return the same for the best of several strategies in each scenario."""
         by_strategy = [self.select(strategy) for strategy in strategies]
         best = [max(rows, key=lambda row: row.speedup) for rows in zip(*by_strategy, strict=True)]
         return percent_of_means(r.speedup for r in best) / percent_of_means(r.ideal for r in best) * 100
 
 
 def percent_of_means(speedups: Iterable[float]) -> float:
-    """Gain of the mean speedup."""
+    """Return the gain of the mean speedup."""
     return statistics.fmean(speedups) - 1.0
 
 
 def pair_name(row: Prediction) -> str:
-    """As Table II writes it."""
+    """Return the name of a row's pair in Table II."""
     return next(name for name in TABLE_II if table_ii_workload(name, row.workload.collective) == row.workload)
 
 
@@ -118,7 +119,7 @@ def c3_study(
 
 
 def table_ii_workload(name: str, kind: Kind) -> Workload:
-    """A pair of Table II. Its sizes are rounded (1.63G), so bytes are rounded to whole kilobytes."""
+    """Return a pair of Table II. Its sizes are rounded (1.63G), so bytes are rounded to whole kilobytes."""
     gemm, _, size = name.partition("_")
     unit = {"M": 1 << 20, "G": 1 << 30}[size[-1]]
     return Workload(parse_gemm(gemm), kind, round(float(size[:-1]) * unit / 1024) * 1024)
@@ -132,24 +133,29 @@ class DmaStudy:
     library_us: dict[tuple[Kind, int], float]
 
     def best(self, kind: Kind, nbytes: int, tie: float = 0.02) -> tuple[str, bool]:
-        """The variant to take: the fastest, but without prelaunch where that loses less than ``tie``."""
+        """Return the variant to take: the fastest, but without prelaunch where that loses less than ``tie``."""
         options = {(v, p): us for (k, v, p, n), us in self.dma_us.items() if k is kind and n == nbytes}
         variant, prelaunched = min(options, key=lambda key: options[key])
         plain = options[variant, False] <= options[variant, prelaunched] * (1 + tie)
         return variant, prelaunched and not plain
 
     def best_us(self, kind: Kind, nbytes: int) -> float:
-        """Time of the fastest variant."""
+        """Return the time of the fastest variant."""
         return min(us for (k, _, _, n), us in self.dma_us.items() if k is kind and n == nbytes)
 
 
 def dma_study(machine: Machine, sizes: Sequence[int] = SIZES) -> DmaStudy:
     """Predict the study of the DMA collectives paper: every variant, with and without prelaunch, by size."""
-    dma = {
+    times = {(kind, n): library_us(machine, kind, n) for kind in COLLECTIVES for n in sizes}
+    return DmaStudy(_dma_times(machine, tuple(sizes)), times)
+
+
+@remembered("gpu", "links", "dma", maxsize=128)
+def _dma_times(machine: Machine, sizes: tuple[int, ...]) -> dict[tuple[Kind, str, bool, int], float]:
+    return {
         (kind, variant, prelaunched, nbytes): dma_run(machine, kind, nbytes, variant, prelaunched).time_us
         for kind in COLLECTIVES
         for variant in PUBLISHED_VARIANTS[kind]
         for prelaunched in (False, True)
         for nbytes in sizes
     }
-    return DmaStudy(dma, {(kind, n): library_us(machine, kind, n) for kind in COLLECTIVES for n in sizes})

@@ -19,16 +19,16 @@ into the parameters needs no such copy.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Sequence
 
 from sidelane.program.collective import Kind
-from sidelane_lab.machines.spec import Gpu, Interference, Machine, Matmul
+from sidelane_lab.machines.ranges import remembered
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.kernels import dma_gangs, library_gang
 from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
-from sidelane_lab.model.published import default_units
 from sidelane_lab.model.strategies import partitions
 
 SUSTAINED = 0.11
@@ -42,13 +42,17 @@ results/h200x2/fsdp-profile.json). Assumed for other machines."""
 BESIDE_COPIES = 0.1
 """The same beside copy engines that move, besides: ``gemm_beside_ms`` of Sidelane's two steps there, over the time of
 copies times the share of a step that GEMMs have (9 and 10%). Assumed for other machines."""
+Gangs = tuple[tuple[Kind, tuple[Gang, ...]], ...]
+"""A step's collectives, by kind."""
+ON_A_GPU = ("gpu", "matmul", "interference")
+"""Sections of a description that a step's kernels depend on once its collectives are known."""
 SIMULATED = (3, 5)
 """Layers that are simulated; the difference is what each further one takes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Way:
-    """Who communicates.
+class StepWay:
+    """Ways of a training step to communicate.
 
     Attributes:
         gathers, scatters: all-gathers and reduce-scatters run on copy engines.
@@ -63,19 +67,19 @@ class Way:
 
 
 WAYS = {
-    "library": Way(),
-    "library, own units": Way(apart=True),
-    "dma all-gather": Way(gathers=True),
-    "dma both": Way(gathers=True, scatters=True),
-    "straight all-gather": Way(gathers=True, straight=True),
-    "straight both": Way(gathers=True, scatters=True, straight=True),
+    "library": StepWay(),
+    "library, own units": StepWay(apart=True),
+    "dma all-gather": StepWay(gathers=True),
+    "dma both": StepWay(gathers=True, scatters=True),
+    "straight all-gather": StepWay(gathers=True, straight=True),
+    "straight both": StepWay(gathers=True, scatters=True, straight=True),
 }
 STRATEGIES = tuple(WAYS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What a step takes, microseconds: with communication, without, and the collectives alone, one after another.
+    """Microseconds of a step: with communication, without, and the collectives alone, one after another.
 
     The step without has copies out of buffers, so that a way that needs none can expose less than nothing. ``units``:
     of the library's kernels, where they have some of their own; else 0.
@@ -88,12 +92,12 @@ class StepTimes:
 
     @property
     def exposed_us(self) -> float:
-        """What communication adds to the step."""
+        """Microseconds that communication adds to the step."""
         return self.time_us - self.compute_us
 
 
 def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float:
-    """A step without communication; ``straight``: without copies out of buffers, too."""
+    """Return the time of a step without communication; ``straight``: without copies out of buffers, too."""
     return _scaled(sustained(machine), step, None, straight)
 
 
@@ -126,7 +130,7 @@ def step_times(
     return min(found, key=lambda times: times.time_us)
 
 
-def _with_units(machine: Machine, step: Step, way: Way, alone_us: float, units: int) -> StepTimes:
+def _with_units(machine: Machine, step: Step, way: StepWay, alone_us: float, units: int) -> StepTimes:
     nbytes = step.model.parameters * ELEMENT
     on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
 
@@ -142,7 +146,7 @@ def _with_units(machine: Machine, step: Step, way: Way, alone_us: float, units: 
     machines = orders(sustained(machine, COMMUNICATING))
     if way.apart or (way.gathers and way.scatters):
         machines = machines[:1]
-    times = [_scaled(one, step, gangs, way.straight, limit) for one in machines]
+    times = [_scaled(one, step, tuple(gangs.items()), way.straight, limit) for one in machines]
     return StepTimes(statistics.fmean(times), alone_us, communication, units)
 
 
@@ -159,7 +163,7 @@ def orders(going: Machine) -> list[Machine]:
 
 
 def ordinary(machine: Machine) -> Machine:
-    """A machine whose library gathers in ordinary memory, as FSDP2 does.
+    """Return a machine whose library gathers in ordinary memory, as FSDP2 does.
 
     Its rings have as many units for gathers as for reductions; ``library.default_units`` may be those of a gather among
     windows, which takes fewer.
@@ -173,63 +177,31 @@ def ordinary(machine: Machine) -> Machine:
 
 
 def sustained(machine: Machine, communicating: float = 0.0) -> Machine:
-    """A machine whose GEMMs are at the power cap all the time, which other things share."""
+    """Return a machine whose GEMMs are at the power cap all the time, which other things share."""
     return machine.with_value("matmul.efficiency", machine.matmul.efficiency / (1 + SUSTAINED) / (1 + communicating))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Node:
-    """A machine, equal to others that differ in nothing that a step's kernels depend on once its gangs are known."""
-
-    gpus: int
-    gpu: Gpu
-    matmul: Matmul
-    interference: Interference
-    machine: Machine = dataclasses.field(compare=False)
-
-    @classmethod
-    def of(cls, machine: Machine) -> Node:
-        """With those numbers of a machine."""
-        return cls(machine.gpus, machine.gpu, machine.matmul, machine.interference, machine)
-
-
-def _scaled(
-    machine: Machine,
-    step: Step,
-    gangs: dict[Kind, tuple[Gang, ...]] | None,
-    straight: bool,
-    limit: int | None = None,
-) -> float:
-    return _scaled_once(Node.of(machine), step, None if gangs is None else tuple(gangs.items()), straight, limit)
-
-
-@functools.lru_cache(maxsize=1024)
-def _scaled_once(
-    node: Node,
-    step: Step,
-    gangs: tuple[tuple[Kind, tuple[Gang, ...]], ...] | None,
-    straight: bool,
-    limit: int | None,
-) -> float:
-    """Of most numbers of a description that are changed one at a time a step does not take notice."""
-    machine, by_kind = node.machine, None if gangs is None else dict(gangs)
-    few, more = (run_device(machine, step_kernels(node, step, n, by_kind, straight, limit)).time_us for n in SIMULATED)
+@remembered(*ON_A_GPU, maxsize=1024)
+def _scaled(machine: Machine, step: Step, gangs: Gangs | None, straight: bool, limit: int | None = None) -> float:
+    """Return the time of all layers, from a few that are simulated."""
+    few, more = (run_device(machine, step_kernels(machine, step, n, gangs, straight, limit)).time_us for n in SIMULATED)
     return more + (step.model.layers - SIMULATED[1]) * (more - few) / (SIMULATED[1] - SIMULATED[0])
 
 
 def step_kernels(
-    node: Node,
+    machine: Machine,
     step: Step,
     layers: int,
-    gangs: dict[Kind, tuple[Gang, ...]] | None,
+    gangs: Gangs | None,
     straight: bool,
     limit: int | None = None,
 ) -> list[Tiled | Gang]:
-    """Kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name.
+    """Return kernels of a step in launch order. A layer's last kernel, and a collective's, has the layer's or its name.
 
     ``limit``: compute units of all but the collectives.
     """
     found: list[Tiled | Gang] = []
+    by_kind = dict(gangs or ())
     order = [("F", i) for i in range(layers)] + [("B", i) for i in reversed(range(layers))]
     last = layers - 1
     gathers = [f"AG {phase}{i}" for phase, i in order if (phase, i) != ("B", last)]  # the last layer stays gathered
@@ -237,7 +209,7 @@ def step_kernels(
 
     def gather(name: str, behind: tuple[str, ...]) -> None:
         if gangs is not None and name in gathers:
-            found.extend(_named(gangs[Kind.ALL_GATHER], name, (*gathered[-1:], *behind)))
+            found.extend(_named(by_kind[Kind.ALL_GATHER], name, (*gathered[-1:], *behind)))
             gathered.append(name)
 
     gather("AG F0", ())
@@ -248,15 +220,15 @@ def step_kernels(
             gather(f"AG {phase_next}{following}", before)  # the buffer of the layer before is free
         needs = (f"AG {phase}{i}",) if f"AG {phase}{i}" in gathered else ()
         way = Pass(phase == "B", f"AG {phase}{i}" in gathers, straight)
-        found += _layer(_kernels(node, step, way, limit), f"{phase}{i}", (*before, *needs))
+        found += _layer(_kernels(machine, step, way, limit), f"{phase}{i}", (*before, *needs))
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
-            found += _named(gangs[Kind.REDUCE_SCATTER], f"RS {i}", behind)
+            found += _named(by_kind[Kind.REDUCE_SCATTER], f"RS {i}", behind)
     return found
 
 
 def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Gang]:
-    """A collective's parts under names of their own; the last one has the collective's."""
+    """Return a collective's parts under names of their own; the last one has the collective's."""
     names = {part.name: f"{name} {part.name}" for part in parts[:-1]} | {parts[-1].name: name}
     renamed = []
     for part in parts:
@@ -266,7 +238,7 @@ def _named(parts: Sequence[Gang], name: str, behind: tuple[str, ...]) -> list[Ga
 
 
 def _layer(kernels: Sequence[Tiled], name: str, behind: tuple[str, ...]) -> list[Tiled]:
-    """A layer's kernels one after another, under names of their own; the last one has the layer's."""
+    """Return a layer's kernels one after another, under names of their own; the last one has the layer's."""
     named: list[Tiled] = []
     for place, kernel in enumerate(kernels):
         label = name if place + 1 == len(kernels) else f"{name} {place}"
@@ -274,6 +246,4 @@ def _layer(kernels: Sequence[Tiled], name: str, behind: tuple[str, ...]) -> list
     return named
 
 
-@functools.lru_cache(maxsize=64)
-def _kernels(node: Node, step: Step, way: Pass, limit: int | None) -> tuple[Tiled, ...]:
-    return layer_kernels(node.machine, step, way, limit)
+_kernels = remembered(*ON_A_GPU, maxsize=64)(layer_kernels)

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.blocks import Channels, Footprint, Grid, has_room, most_blocks, occupancy, share_of_speed
+from sidelane_lab.model.blocks import BlockFootprint, Channels, Grid, has_room, most_blocks, occupancy, share_of_speed
 from sidelane_lab.model.device import DeviceRun
 from sidelane_lab.sim import Interval
 
@@ -127,7 +127,7 @@ class _Units:
             most -= number
             self.began.setdefault(state.kernel.name, self.now)
 
-    def _fits(self, units: _Class, new: Footprint) -> bool:
+    def _fits(self, units: _Class, new: BlockFootprint) -> bool:
         held = [(self.active[name].kernel.footprint, number) for (name, _), number in units.held.items()]
         return has_room(self.machine, held, new)
 
@@ -181,7 +181,7 @@ class _Units:
         return sum(u.count * number for u in self.classes for (held, _), number in u.held.items() if held == name)
 
     def _alone(self, units: _Class) -> list[float]:
-        """Share of its work that each of a class's blocks does in a microsecond; 0: a channel."""
+        """Return the share of its work that each of a class's blocks does in a microsecond; 0: a channel."""
         grids = [self.active[name].kernel for name, _ in units.held]
         blocks = sum(number for kernel, number in zip(grids, units.held.values(), strict=True) if type(kernel) is Grid)
         return [
@@ -197,7 +197,7 @@ class _Units:
         return min(1.0, state.placed / state.kernel.need) / full / state.kernel.alone_us
 
     def _slow(self, alone: Sequence[Sequence[float]]) -> float:
-        """The share of their speed that all kernels keep beside what the others move.
+        """Return the share of their speed that all kernels keep beside what the others move.
 
         Memory that is full is shared in proportion. The cache that all units share slows before it is full.
         """

@@ -14,11 +14,11 @@ from sidelane_lab.machines.spec import Fused, Machine
 from sidelane_lab.model.blocks import occupancy as unit_limits
 
 THREADS = 256
-"""Of a workgroup: four rows of 64 lanes, as PyTorch's embedding bags have them."""
+"""Threads of a workgroup: four rows of 64 lanes, as PyTorch's embedding bags have them."""
 
 
 def fused_figures(machine: Machine) -> Fused:
-    """The machine's figures of workgroups that compute and send.
+    """Return the machine's figures of workgroups that compute and send.
 
     Raises:
         ValueError: it has none.
@@ -29,7 +29,7 @@ def fused_figures(machine: Machine) -> Fused:
 
 
 def resident(machine: Machine, occupancy: float = 1.0) -> int:
-    """Workgroups that a GPU holds at once, at an occupancy from 0 to 1 of the threads of its units.
+    """Return the workgroups that a GPU holds at once, at an occupancy from 0 to 1 of the threads of its units.
 
     Raises:
         ValueError: another occupancy.
@@ -52,7 +52,7 @@ def stream_gbps(machine: Machine, workgroups: float) -> float:
 
 
 def gather_gbps(machine: Machine, workgroups: float) -> float:
-    """Bandwidth of workgroups that read scattered rows. Occupancy at the knee reaches what kernels do."""
+    """Return the bandwidth of workgroups that read scattered rows. Occupancy at the knee reaches what kernels do."""
     fused, share = fused_figures(machine), share_of(machine, workgroups)
     half, knee = float(fused.half_share), float(fused.knee_share)
     rise = share / (share + half) * (knee + half) / knee

@@ -1,7 +1,7 @@
 """Heuristics held against the best of a sweep: what each would take for a pair, why, and what that loses.
 
 Pure: a pair's times under every strategy in, verdicts out. The times are measured (``studies/c3/heuristics.py``) or
-those of a described machine (``model/swept.py``).
+those of a described machine (``model/heuristic.py``).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The papers that Sidelane rests on: their claims, and their figures drawn from predictions."""
+"""Papers: what each claims and draws, held against the model; and predictions of the same studies for any machine."""

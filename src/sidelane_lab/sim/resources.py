@@ -15,7 +15,7 @@ BYTES_PER_US = 1e3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What a command asks of a machine.
+    """Demand of a command on a machine.
 
     Attributes:
         nbytes: of progress, counted at the source.
@@ -49,7 +49,7 @@ class Resources:
                 self._orders.setdefault(queue.rank, set()).add(served)
 
     def demand(self, command: Move | Reduce, rank: int, engine: Engine) -> Demand:
-        """What a command of a queue asks for."""
+        """Return the demand of a command of a queue."""
         weights: dict[int, float] = {}
         match command:
             case Copy(dst, src):

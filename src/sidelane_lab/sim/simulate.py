@@ -37,7 +37,7 @@ class DeadlockError(SidelaneError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Run:
+class SimulatedRun:
     """A simulated run.
 
     Attributes:
@@ -64,7 +64,7 @@ def simulate(
     edges: Set[Flag] = frozenset(),
     fires: Mapping[Flag, float] = MappingProxyType({}),
     record: bool = False,
-) -> Run:
+) -> SimulatedRun:
     """Run a program once.
 
     Args:
@@ -132,7 +132,7 @@ class _Simulation:
         self.finish_us = 0.0
         self.host_us = 0.0
 
-    def run(self) -> Run:
+    def run(self) -> SimulatedRun:
         lanes = [_Lane(queue) for queue in self.program.queues]
         self._hand_over(lanes)
         self._loop()
@@ -144,7 +144,7 @@ class _Simulation:
             )
             raise DeadlockError(f"simulate: {len(stuck)} queues never end: {text}")
         count = sum(len(queue.commands) for queue in self.program.queues)
-        return Run(self.finish_us, self.host_us, count, tuple(self.timeline), self.stamps, self.raised)
+        return SimulatedRun(self.finish_us, self.host_us, count, tuple(self.timeline), self.stamps, self.raised)
 
     def _hand_over(self, lanes: list[_Lane]) -> None:
         """Let the host threads prepare the queues, in the program's order."""

@@ -10,7 +10,7 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import tables_console
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.machines.spec import Machine, Source
+from sidelane_lab.machines.spec import Machine, NumberSource
 
 
 def main(json: Path | None = None) -> int:
@@ -35,9 +35,9 @@ def machines_table(machines: list[Machine]) -> Table:
     for machine in machines:
         row = _flat(machine)
         sources = row["sources"]
-        known = sum(sources[source] for source in (Source.DATASHEET, Source.PAPER, Source.MEASURED))
+        known = sum(sources[source] for source in (NumberSource.DATASHEET, NumberSource.PAPER, NumberSource.MEASURED))
         cells = (row["name"], row["title"], str(row["units"]), row["topology"], f"{row['link_gbps']:g}")
-        lines.append(Line((*cells, str(known), str(sources[Source.FITTED]), str(sources[Source.ASSUMED]))))
+        lines.append(Line((*cells, str(known), str(sources[NumberSource.FITTED]), str(sources[NumberSource.ASSUMED]))))
     columns = ("<name", "<machine", "units", "<links", "GB/s", "known", "fitted", "assumed")
     note = (
         "--machine takes a name, or a TOML or JSON file (docs/internals/model.md). units: of a GPU; GB/s: DMA copies "
@@ -55,5 +55,5 @@ def _flat(machine: Machine) -> dict[str, Any]:
         "units": int(machine.gpu.units),
         "topology": str(machine.links.topology),
         "link_gbps": float(machine.links.usable_gbps),
-        "sources": {str(source): sources[source] for source in Source},
+        "sources": {str(source): sources[source] for source in NumberSource},
     }

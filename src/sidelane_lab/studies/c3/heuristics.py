@@ -28,8 +28,8 @@ from sidelane_lab.harness.running import check_targets, publish
 from sidelane_lab.harness.study import FlatRow, Picture, Results, Study, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.heuristic import KINDS, isolated_of_machine, sweep_of
 from sidelane_lab.model.study import TABLE_II, table_ii_workload
-from sidelane_lab.model.swept import KINDS, isolated_of_machine, sweep_of
 from sidelane_lab.pairs.heuristics import HeuristicVerdict, Sweep, Way, judge
 from sidelane_lab.pairs.thirds import GEMM, SMALL, small_of
 from sidelane_lab.studies.c3 import study as c3_study

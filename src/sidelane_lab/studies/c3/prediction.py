@@ -23,8 +23,8 @@ from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.strategies import objection, predict
-from sidelane_lab.papers.claims.results import predict_together
-from sidelane_lab.papers.claims.verdicts import in_between, nearest
+from sidelane_lab.papers.claims import in_between, nearest
+from sidelane_lab.papers.row_predictions import predict_together
 from sidelane_lab.studies.c3.rows import C3Row
 
 

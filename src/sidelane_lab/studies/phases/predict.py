@@ -12,15 +12,15 @@ from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.papers.simulated.study import write_numbers
+from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.studies.phases.programs import OPERATIONS, Operation, operations
 from sidelane_lab.studies.phases.rows import PREDICTED, PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import Phases, predict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """What to predict.
+class PhasePredictionOptions:
+    """Operations to predict.
 
     Attributes:
         machine: name in the catalogue, or a TOML or JSON file.
@@ -39,11 +39,8 @@ class PredictOptions:
     report: Path | None = None
 
 
-def main(options: PredictOptions) -> int:
+def main(options: PhasePredictionOptions) -> None:
     """Print, and write what the options ask for.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, operation or variant.
@@ -58,14 +55,12 @@ def main(options: PredictOptions) -> int:
     console.print(f"Phases predicted for {machine.title}", style="bold")
     for table in phase_tables(rows):
         console.print(table.to_rich())
-    files = [path for path in (options.json, options.report and options.report / "phases_predicted.json") if path]
-    for path in files:
-        write_numbers(path, "phases", machine, [row.to_dict() for row in rows])
+    numbers = [row.to_dict() for row in rows]
+    files = write_report(options.json, options.report, "phases", machine, numbers, "phases_predicted")
     if options.report is not None:
         with mpl.rc_context(RC):
             draw_phases(rows, machine.title, options.report)
     say_written(files)
-    return 0
 
 
 def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str = "") -> PhaseRow:

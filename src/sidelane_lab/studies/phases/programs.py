@@ -18,7 +18,7 @@ from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane_lab.harness.study import LAUNCHES
-from sidelane_lab.model.published import bare
+from sidelane_lab.model.collectives import bare
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
 EAGER, GRAPH = LAUNCHES

@@ -1,47 +1,56 @@
-"""``sidelane power --machine``: power and energy that the model predicts for a machine that need not be here."""
+"""``sidelane power --machine``: power and energy that the model predicts for a machine that need not be here.
+
+Of collectives alone, or with ``--gemm`` of GEMMs next to collectives, under each strategy whose watts are described.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 import matplotlib as mpl
 
+from sidelane.c3.workload import Workload, parse_gemm
+from sidelane.cli.table import Line, Table, number
 from sidelane.cli.terminal import say_written, tables_console
-from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.power import Draw, dma_power, hybrid_power, library_power
-from sidelane_lab.model.published import PUBLISHED_VARIANTS
-from sidelane_lab.papers.simulated.bands import Curves, bands
-from sidelane_lab.papers.simulated.curves import BANDS
-from sidelane_lab.papers.simulated.study import write_numbers
+from sidelane_lab.model.collectives import IN_PLACE
+from sidelane_lab.model.power import PairDraw, PowerDraw, dma_power, hybrid_power, library_power, pair_power, powered
+from sidelane_lab.papers.figures import BANDS
+from sidelane_lab.papers.numbers import write_report
+from sidelane_lab.papers.row_predictions import PREDICTED_VARIANTS
 from sidelane_lab.studies.power.rows import LIBRARY, Ends, PowerRow, draw_power, power_tables
 
-PREDICTED_VARIANTS: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
-    {**PUBLISHED_VARIANTS, **{kind: variants(kind) for kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}}
-)
-"""Of the copy engines, by collective. No model speaks to the power of Sidelane's kernels, nor to a broadcast."""
-
 TAKEN_FOR = "taken for an all_gather: as many bytes over the same links, and no figures of its own"
-
-IN_PLACE = (Kind.ALL_GATHER, Kind.ALL_REDUCE)
-"""Where both places exist, the one that is predicted: what the DMA collectives paper ran, and what the library has."""
+COLUMNS = (
+    "<strategy",
+    "time\nus",
+    "mean\nW",
+    "both at\nonce, W",
+    "GEMM slower\nat the cap, %",
+    "energy\nmJ",
+    "plausible\nmJ",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """What to predict.
+class PowerPredictionOptions:
+    """Collectives to predict, alone or next to GEMMs.
 
     Attributes:
         machine: name in the catalogue, or a TOML or JSON file with a section ``power``.
         collectives: keys of ``PREDICTED_VARIANTS``.
         sizes: bytes.
+        gemms: tags of the ConCCL paper's Table I, or ``m,n,k``; empty: collectives alone.
         json: file for the rows, or ``written.STDOUT``; None writes none.
         report: folder for pictures and the rows; None writes none.
     """
@@ -49,37 +58,46 @@ class PredictOptions:
     machine: str
     collectives: tuple[Kind, ...]
     sizes: tuple[int, ...]
+    gemms: tuple[str, ...] = ()
     json: Path | None = None
     report: Path | None = None
 
+    def __post_init__(self) -> None:
+        for kind in self.collectives:
+            if kind not in PREDICTED_VARIANTS:
+                measured = "" if self.gemms else "; without --machine it is measured"
+                allowed = f"{', '.join(PREDICTED_VARIANTS)}{measured}"
+                raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
 
-def main(options: PredictOptions) -> int:
+
+def main(options: PowerPredictionOptions) -> None:
     """Print, and write what the options ask for.
 
-    Returns:
-        0.
-
     Raises:
-        ValueError: no such machine, no power figures in its description, or another collective.
+        ValueError: no such machine, no power figures in its description, or no such GEMM.
     """
-    for kind in options.collectives:
-        if kind not in PREDICTED_VARIANTS:
-            allowed = f"{', '.join(PREDICTED_VARIANTS)}; without --machine it is measured"
-            raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
-    machine = find(options.machine)
-    console = tables_console(options.json)
-    rows = [row for kind in options.collectives for nbytes in options.sizes for row in predicted(machine, kind, nbytes)]
+    machine, console = find(options.machine), tables_console(options.json)
+    asked = itertools.product(options.collectives, options.sizes)
+    if options.gemms:
+        gemms = [parse_gemm(text.replace(",", "x")) for text in options.gemms]
+        workloads = [Workload(gemm, kind, nbytes) for gemm, (kind, nbytes) in itertools.product(gemms, asked)]
+        numbers = []
+        for workload in workloads:
+            draws = [pair_power(machine, workload, strategy, ranges=True) for strategy in powered(machine)]
+            console.print(pair_table(machine, workload, draws).to_rich())
+            numbers += [_flat(workload, draw) for draw in draws]
+        say_written(write_report(options.json, options.report, "power_pairs", machine, numbers))
+        return
+    rows = [row for kind, nbytes in asked for row in predicted(machine, kind, nbytes)]
     console.print(f"Power and energy predicted for {machine.title}", style="bold")
     for table in power_tables(rows):
         console.print(table.to_rich())
-    files = [path for path in (options.json, options.report and options.report / "power_predicted.json") if path]
-    for path in files:
-        write_numbers(path, "power", machine, [row.to_dict() for row in rows])
+    numbers = [row.to_dict() for row in rows]
+    files = write_report(options.json, options.report, "power", machine, numbers, "power_predicted")
     if options.report is not None:
         with mpl.rc_context(RC):
             draw_power(rows, f"{machine.title}, predicted ({BANDS})", options.report, plausible(machine, rows))
     say_written(files)
-    return 0
 
 
 def predicted(machine: Machine, kind: Kind, nbytes: int) -> list[PowerRow]:
@@ -100,7 +118,7 @@ def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends
     """Least and most watts and energy of every row, over the plausible values of the watts by component."""
     asked = list(dict.fromkeys((Kind(row.collective), row.bytes) for row in rows))
 
-    def curves(changed: Machine) -> Curves[int]:
+    def curves(changed: Machine) -> dict[int, list[float]]:
         found = [row for kind, nbytes in asked for row in predicted(changed, kind, nbytes)]
         return {place: [row.watts or 0.0, row.energy_mj or 0.0] for place, row in enumerate(found)}
 
@@ -112,7 +130,7 @@ def plausible(machine: Machine, rows: Sequence[PowerRow]) -> dict[PowerRow, Ends
     return found
 
 
-def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: Draw) -> PowerRow:
+def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant: str, draw: PowerDraw) -> PowerRow:
     assert machine.power is not None, "the model refuses a machine without"
     idle_w = float(machine.power.idle_w)
     energy_mj = draw.energy_mj * machine.gpus
@@ -131,3 +149,50 @@ def _row(machine: Machine, kind: Kind, nbytes: int, implementation: str, variant
         energy_above_idle_mj=energy_mj - idle_w * machine.gpus * draw.time_us / 1e3,
         counters_agree_percent=None,
     )
+
+
+def pair_table(machine: Machine, workload: Workload, draws: Sequence[PairDraw]) -> Table:
+    """One GPU's watts and energy under each strategy; the least energy is set off."""
+    least = min(draw.energy_mj for draw in draws)
+    lines = [
+        Line(
+            (
+                draw.strategy,
+                number(draw.time_us),
+                number(draw.watts),
+                number(draw.wanted_w) if draw.both_us else "",
+                _slower(draw),
+                number(draw.energy_mj),
+                f"{number(draw.low_mj)} .. {number(draw.high_mj)}",
+            ),
+            best=draw.energy_mj == least,
+        )
+        for draw in draws
+    ]
+    title = f"{workload.name} on {machine.title}: W and energy of one GPU, predicted"
+    idle, cap = draws[0].idle_w, draws[0].cap_w
+    notes = (
+        f"idle {idle:.0f} W, the GEMM by itself {draws[0].gemm_w:.0f} W, the cap {cap:.0f} W; what is above it is cut",
+        "slower: by how much operations last longer beside the collective to keep to the cap; times do not have it",
+        "plausible: over the ranges of the description's watts; times as sidelane c3 --machine predicts them",
+    )
+    return Table(title, COLUMNS, tuple(lines), notes)
+
+
+def _slower(draw: PairDraw) -> str:
+    least, most = draw.slower
+    return f"{100 * least:.0f} .. {100 * most:.0f}" if most > 0 else ""
+
+
+def _flat(workload: Workload, draw: PairDraw) -> dict[str, Any]:
+    gemm = workload.gemm
+    return {
+        "gemm": gemm.tag or f"{gemm.m},{gemm.n},{gemm.k}",
+        "collective": str(workload.collective),
+        "bytes": workload.nbytes,
+        **dataclasses.asdict(draw),
+        "watts": draw.watts,
+        "wanted_w": draw.wanted_w,
+        "energy_mj": draw.energy_mj,
+        "slower": [share if math.isfinite(share) else None for share in draw.slower],
+    }

@@ -10,20 +10,21 @@ from typing import Any
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.load import find
+from sidelane_lab.machines.ranges import ends, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
-from sidelane_lab.papers.simulated.study import write_numbers
+from sidelane_lab.papers.numbers import write_numbers
 
 OF_COLLECTIVES = ("links", "dma", "library")
 SECTIONS = ("gpu", "matmul", "interference", *OF_COLLECTIVES)
-"""Of a description, whose numbers a step depends on."""
+"""Sections of a description whose numbers a step depends on."""
 WORTH = 0.01
 """Share of a step that a change must save to be named."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedStep:
     """A step under one strategy, and what stays exposed over the plausible values of the description's numbers."""
 
     strategy: str
@@ -32,7 +33,7 @@ class Planned:
     high_us: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``--json`` writes it."""
+        """Return the object that ``--json`` writes."""
         return {
             "strategy": self.strategy,
             **dataclasses.asdict(self.times),
@@ -43,8 +44,8 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What ``sidelane plan`` takes.
+class PlanOptions:
+    """Options of ``sidelane plan``.
 
     Attributes:
         machine: in the catalogue, or a file.
@@ -73,11 +74,8 @@ class Options:
             raise ValueError(f"plan: --layers (value={self.layers}, allowed=1 or more)")
 
 
-def main(options: Options) -> int:
+def main(options: PlanOptions) -> None:
     """Print a step under each strategy, and what to change.
-
-    Returns:
-        0.
 
     Raises:
         ValueError: no such machine, several nodes, or tokens that are no whole sequences.
@@ -93,43 +91,32 @@ def main(options: Options) -> int:
     console.print(plan_table(machine, step, found).to_rich())
     for line in advice(machine, step, found):
         say(console, line)
-    if options.json is not None:
-        asked = {"model": model.name, "layers": model.layers, "tokens": step.tokens, "sequence": step.sequence}
-        write_numbers(options.json, "plan", machine, [{**asked, **one.to_dict()} for one in found])
-        say_written([options.json])
-    return 0
+    asked = {"model": model.name, "layers": model.layers, "tokens": step.tokens, "sequence": step.sequence}
+    say_written(write_numbers(options.json, "plan", machine, [{**asked, **one.to_dict()} for one in found]))
 
 
-def plan(machine: Machine, step: Step) -> list[Planned]:
-    """A step under every strategy, with ranges: one number at a time at both ends of its own; squares add."""
+def plan(machine: Machine, step: Step) -> list[PlannedStep]:
+    """Predict a step under every strategy, with ranges: one number at a time at both ends of its own; squares add."""
     compute = compute_us(machine, step)
     least = compute_us(machine, step, straight=True) - compute
     times = {strategy: step_times(machine, step, strategy, compute) for strategy in STRATEGIES}
-    squares = {(strategy, side): 0.0 for strategy in STRATEGIES for side in (-1, 1)}
-    for path, quantity in machine.quantities().items():
-        section = path.partition(".")[0]
-        for value in (quantity.low, quantity.high) if section in SECTIONS else ():
-            if value is None:
-                continue
-            changed = machine.with_value(path, value)
-            alone = compute if section in OF_COLLECTIVES else compute_us(changed, step)
-            for strategy, known in times.items():
-                if section == "dma" and not WAYS[strategy].gathers:
-                    continue  # the library does without engines
-                by = step_times(changed, step, strategy, alone, known.units or None).exposed_us - known.exposed_us
-                squares[strategy, 1 if by > 0 else -1] += by * by
-    return [
-        Planned(
-            strategy,
-            found,
-            max(least if WAYS[strategy].straight else 0.0, found.exposed_us - math.sqrt(squares[strategy, -1])),
-            found.exposed_us + math.sqrt(squares[strategy, 1]),
-        )
-        for strategy, found in times.items()
-    ]
+    varied: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for variation in variations(machine, SECTIONS):
+        section = variation.path.partition(".")[0]
+        alone = compute if section in OF_COLLECTIVES else compute_us(variation.machine, step)
+        for strategy, known in times.items():
+            if section == "dma" and not WAYS[strategy].gathers:
+                continue  # the library does without engines
+            changed = step_times(variation.machine, step, strategy, alone, known.units or None)
+            varied[strategy].append(changed.exposed_us)
+    found = []
+    for strategy, known in times.items():
+        low, high = ends(known.exposed_us, varied[strategy])
+        found.append(PlannedStep(strategy, known, max(least if WAYS[strategy].straight else 0.0, low), high))
+    return found
 
 
-def plan_table(machine: Machine, step: Step, found: list[Planned]) -> Table:
+def plan_table(machine: Machine, step: Step, found: list[PlannedStep]) -> Table:
     """Milliseconds of a step, of its computation and of its communication, alone and exposed."""
     lines = [
         Line(
@@ -157,8 +144,8 @@ def plan_table(machine: Machine, step: Step, found: list[Planned]) -> Table:
     return Table(title, columns, tuple(lines), notes)
 
 
-def advice(machine: Machine, step: Step, found: list[Planned]) -> list[str]:
-    """What to change, most first: a strategy that exposes less, or more tokens where nothing can hide it all."""
+def advice(machine: Machine, step: Step, found: list[PlannedStep]) -> list[str]:
+    """Say what to change, most first: a strategy that exposes less, or more tokens where nothing can hide it all."""
     library, best = found[0].times, min(found, key=lambda one: one.times.time_us)
     saved = library.time_us - best.times.time_us
     lines = []
@@ -178,7 +165,7 @@ def advice(machine: Machine, step: Step, found: list[Planned]) -> list[str]:
     return lines
 
 
-def _recipe(one: Planned) -> str:
+def _recipe(one: PlannedStep) -> str:
     way = WAYS[one.strategy]
     if not way.gathers:
         return f"Give the library's kernels {one.times.units} units of their own"
@@ -187,7 +174,7 @@ def _recipe(one: Planned) -> str:
     return f"Run {moved} on {where}"
 
 
-def _named(one: Planned) -> str:
+def _named(one: PlannedStep) -> str:
     return one.strategy.replace("own units", f"{one.times.units} own units") if one.times.units else one.strategy
 
 

@@ -1,23 +1,29 @@
-"""What the DMA collectives paper claims about DMA collectives on eight MI300X, as the model predicts it."""
+"""The DMA collectives paper: copy engines of eight MI300X. What it claims, and its figures, predicted."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from sidelane.c3.workload import parse_gemm
 from sidelane.program.builders import build
 from sidelane.program.collective import Kind, broadcast
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness.drawing import BLUE, VERMILLION
+from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import HostThreads, Machine
-from sidelane_lab.model.claims import TOLERANCE, Check, Role, published
+from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, bare, dma_run, geomean, published_program
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.power import dma_power, library_power
-from sidelane_lab.model.published import PUBLISHED_VARIANTS, bare, dma_run, geomean, published_program
-from sidelane_lab.model.study import SIZES, DmaStudy, dma_study
+from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
+from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
+from sidelane_lab.papers.figures import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
 from sidelane_lab.sim import simulate
+
+MI300X = "mi300x8"
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
@@ -29,27 +35,38 @@ BORDER = 1 + TOLERANCE
 PRODUCERS = (1024, 2048, 4096, 8192)
 """Sides of the GEMM in front of the all_gather; those of figure 16 are not in the text, so it must hold for all."""
 AS_GOOD = 1.02
+"""Share of the library's time up to which a time counts as good as it."""
+PHASED = tuple(4 * KB << step for step in range(10))
+"""Bytes of the copies whose phases are shown."""
 
 
 class DmaContext:
-    """The study of one machine, made when first asked for."""
+    """Numbers of one machine that claims are about."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, version: str = "") -> None:
         self.machine = machine
 
     @functools.cached_property
     def study(self) -> DmaStudy:
         return dma_study(self.machine)
 
+    def with_producer(self, side: int, on_engines: bool) -> dict[int, float]:
+        """Return microseconds of a square GEMM and an all_gather behind it, by bytes; engines need the host's relay."""
+        dma, gemm = self.machine.dma, gemm_us(self.machine, parse_gemm(f"{side}x{side}x{side}"))
+        # The GEMM's stream writes, the host sees it and pulls the triggers.
+        relay = float(dma.signal_us + dma.wait_us)
+        best, library = self.study.best_us, self.study.library_us
+        return {n: gemm + (relay + best(AG, n) if on_engines else library[AG, n]) for n in SIZES}
+
     def us(self, kind: Kind, variant: str, nbytes: int, prelaunched: bool = False) -> float:
         return self.study.dma_us[kind, variant, prelaunched, nbytes]
 
     def gain(self, kind: Kind, slow: str, fast: str, sizes: Sequence[int]) -> float:
-        """Geometric mean of a variant's time over another's."""
+        """Return the geometric mean of a variant's time over another's."""
         return geomean(self.us(kind, slow, n) / self.us(kind, fast, n) for n in sizes)
 
     def behind_library(self, kind: Kind, variant: str, sizes: Sequence[int]) -> float:
-        """Geometric mean of a variant's time over the library's."""
+        """Return the geometric mean of a variant's time over the library's."""
         return geomean(self.us(kind, variant, n) / self.study.library_us[kind, n] for n in sizes)
 
     def stack_behind_library(self, kind: Kind, last: str, sizes: Sequence[int]) -> float:
@@ -61,7 +78,7 @@ class DmaContext:
         return geomean(min(self.us(kind, v, n) for v in stack) / self.study.library_us[kind, n] for n in sizes)
 
     def best_behind_library(self, kind: Kind, sizes: Sequence[int]) -> float:
-        """The same for the best variant of each size."""
+        """Return the same for the best variant of each size."""
         return geomean(self.study.best_us(kind, n) / self.study.library_us[kind, n] for n in sizes)
 
     def prelaunch_gain(self, variant: str) -> float:
@@ -82,7 +99,7 @@ class DmaContext:
 
     def phases_in_order(self) -> bool:
         """Holds copy > schedule ~ sync >> control, at every size of figure 6."""
-        shares = [self.phases(4 * KB << step) for step in range(10)]
+        shares = [self.phases(n) for n in PHASED]
         return all(
             s["copy"] > s["schedule"] > 5 * s["control"] and 0.75 <= s["schedule"] / s["sync"] <= 1.33 for s in shares
         )
@@ -107,7 +124,7 @@ class DmaContext:
         return max(SIZES[0], 2 * self.behind_up_to(kind, others, prelaunched))
 
     def table(self, kind: Kind) -> list[tuple[str, int, int]]:
-        """The best implementation by ranges of sizes, as Tables 1 and 2: (name, from, to)."""
+        """Return the best implementation by ranges of sizes, as Tables 1 and 2: (name, from, to)."""
         ranges: list[tuple[str, int, int]] = []
         for nbytes in SIZES:
             variant, prelaunched = self.study.best(kind, nbytes)
@@ -122,21 +139,14 @@ class DmaContext:
         """Size in MB from which a GEMM and then a DMA all_gather, with host relay, is as good as with the library,
         whichever of the GEMMs it is.
         """
-        dma = self.machine.dma
-        relay = dma.signal_us + dma.wait_us  # the GEMM's stream writes, the host sees it and pulls the triggers
-        worse = [
-            n
-            for side in PRODUCERS
-            for gemm in [gemm_us(self.machine, parse_gemm(f"{side}x{side}x{side}"))]
-            for n in SIZES
-            if gemm + relay + self.study.best_us(AG, n) > AS_GOOD * (gemm + self.study.library_us[AG, n])
-        ]
+        both = [(self.with_producer(side, True), self.with_producer(side, False)) for side in PRODUCERS]
+        worse = [n for dma, library in both for n in SIZES if dma[n] > AS_GOOD * library[n]]
         return 2 * max(worse) / MB if worse else SIZES[0] / MB
 
 
 def checks() -> list[Check[DmaContext]]:
     """Every claim of the paper that the model speaks to."""
-    inp, fit, seen, held = Role.INPUT, Role.FITTED, Role.SEEN, Role.HELD_OUT
+    inp, fit, seen, held = ClaimRole.INPUT, ClaimRole.FITTED, ClaimRole.SEEN, ClaimRole.HELD_OUT
     small = [n for n in SIZES if n < 32 * MB]
     large = [n for n in SIZES if n > 32 * MB]
     to_4mb, below_1mb = [n for n in SIZES if n <= 4 * MB], [n for n in SIZES if n < MB]
@@ -200,7 +210,7 @@ def checks() -> list[Check[DmaContext]]:
     ]
     tables = [claim_id for claim_id in published() if re.fullmatch(r"DM-T[12]-\d", claim_id)]
     found += [Check(claim_id, held, _table_line(claim_id), within=_not_refused) for claim_id in tables]
-    return [dataclasses.replace(check, miss=MISSES.get(check.claim_id, "")) for check in found]
+    return found
 
 
 GIVEN = {"DM-RG-01": "model.study.SIZES are these"}
@@ -223,7 +233,7 @@ NOT_MODELLED = {
 
 
 def relative_text(ratio: float) -> str:
-    """A time over the library's, in the paper's words.
+    """Write a time over the library's in the paper's words.
 
     >>> relative_text(1.3), relative_text(1 / 1.2)
     ('30% slower', '20% faster')
@@ -241,12 +251,12 @@ def _text_near(wanted: dict[str, str], got: dict[str, str]) -> bool:
 
 
 def _up_to(most: list[float], got: list[float]) -> bool:
-    """The claim says "up to": nowhere more, and near that where the share is largest."""
+    """True if nowhere more than the claim's "up to", and near that where the share is largest."""
     return all(x <= limit for x, limit in zip(got, most, strict=True)) and got[-1] >= 0.6 * most[-1]
 
 
 def _power_saved(machine: Machine) -> float:
-    """Percent by which the best DMA all_gather draws less than the library's, 64 MB and up."""
+    """Return the percent by which the best DMA all_gather draws less than the library's, 64 MB and up."""
     sizes = [n for n in SIZES if n >= 64 * MB]
     return 100 * (
         1 - geomean(dma_power(machine, AG, n, "pcpy").total_w / library_power(machine, AG, n).total_w for n in sizes)
@@ -258,7 +268,7 @@ def _compute_ratio(machine: Machine) -> float:
 
 
 def _saved_between(machine: Machine, variant: str, sizes: Sequence[int]) -> list[float]:
-    """Percent by which a prelaunched variant draws less than prelaunched pcpy, least and most."""
+    """Return the percent by which a prelaunched variant draws less than prelaunched pcpy, least and most."""
     saved = [
         100 * (1 - dma_power(machine, AG, n, variant, True).total_w / dma_power(machine, AG, n, "pcpy", True).total_w)
         for n in sizes
@@ -340,7 +350,7 @@ def _table_line(claim_id: str) -> Callable[[DmaContext], str]:
 
 
 def _range_of(context: DmaContext, claim_id: str) -> str:
-    """The predicted range of the variant that a line of Table 1 or 2 names, with ``not`` where it disagrees."""
+    """Return the predicted range of the variant that a line of Table 1 or 2 names, with ``not`` where it disagrees."""
     claim = published()[claim_id]
     kind = NAMES[claim["claim"].split()[1]]
     low, high = claimed_range(claim["claim"])
@@ -358,7 +368,7 @@ def _range_of(context: DmaContext, claim_id: str) -> str:
 
 
 def claimed_range(text: str) -> tuple[int, int | None]:
-    """Bytes from and to, out of a claim's sentence.
+    """Return the bytes from and to, out of a claim's sentence.
 
     >>> claimed_range("Best allgather implementation for 512MB <= size < inf")
     (536870912, None)
@@ -374,3 +384,158 @@ def _size(nbytes: int) -> str:
         if nbytes >= factor:
             return f"{nbytes // factor}{unit}"
     return str(nbytes)
+
+
+OF_ENGINES = ("control", "doorbell", "fetch", "copy", "next_copy", "wait", "signal", "trigger", "sync")
+NUMBERS = (
+    "links.usable_gbps",
+    "dma.engine_gbps",
+    *(f"dma.{name}_us" for name in OF_ENGINES),
+    "library",
+    "matmul.efficiency",
+    "matmul.launch_us",
+    "power",
+)
+"""Numbers of a description that the figures depend on."""
+SIDES = (1024, 4096, 8192)
+"""Sides of the GEMM in front of the all_gather in the figure."""
+PHASES = ("control", "schedule", "sync", "copy")
+"""Phases from the bottom up: what is no copy lies below, as the paper counts it together."""
+UP_TO, FROM = 32 * MB, 64 * MB
+"""Bytes to which the gap to the library is published, and from which the power saved is."""
+
+
+def _phase_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    def shares(changed: Machine) -> Curves[str]:
+        found = [DmaContext(changed).phases(n) for n in PHASED]
+        other = [100 - share["copy"] for share in found]
+        return {**{phase: [share[phase] for share in found] for phase in PHASES}, "not copy": other}
+
+    found = bands(machine, shares, NUMBERS if ranges else ())
+    values = [published()[f"DM-PH-0{number}"]["value"] for number in (1, 2)]
+    marks = [
+        PublishedValue("published: no copy", (values[0],), (0.12,), line=""),
+        PublishedValue("published: at most, above 1 MB", (values[1],), (len(PHASED) - 1 + 0.12,), line="", point="v"),
+    ]
+    return [
+        Panel(
+            curves={phase: found[phase] for phase in PHASES},
+            total=found["not copy"],
+            x=[format_bytes(n) for n in PHASED],
+            marks=marks if machine.name == MI300X else [],
+            xlabel="bytes (lines: plausible share of what is no copy)",
+            ylabel="share of the time, %",
+            high=115,
+            legend={"ncols": 6},
+        )
+    ]
+
+
+def _speedup_panels(kind: Kind) -> Callable[[Machine, bool], list[Panel]]:
+    """Every variant, with and without prelaunch, over the library."""
+    variants = [(v, prelaunched) for v in PUBLISHED_VARIANTS[kind] for prelaunched in (False, True)]
+    words = {key: key[0] + ("+prelaunch" if key[1] else "") for key in variants}
+
+    def gains(changed: Machine) -> Curves[str]:
+        study = dma_study(changed)
+        library = [study.library_us[kind, n] for n in SIZES]
+        return {
+            words[variant, prelaunched]: [
+                us / study.dma_us[kind, variant, prelaunched, n] for us, n in zip(library, SIZES, strict=True)
+            ]
+            for variant, prelaunched in variants
+        }
+
+    def panels(machine: Machine, ranges: bool) -> list[Panel]:
+        word = next(name for name, known in NAMES.items() if known is kind)
+        gap, slow, faster = (published()[claim]["value"][word] for claim in ("DM-BB-05", "DM-PC-02", "DM-PC-01"))
+        small, large = (float(SIZES[0]), float(UP_TO)), (float(FROM), float(SIZES[-1]))
+        marks = [
+            PublishedValue("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
+            PublishedValue("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
+            PublishedValue("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
+        ]
+        return [
+            Panel(
+                curves=bands(machine, gains, NUMBERS if ranges else ()),
+                styles={words[key]: (COLOURS[place // 2], int(key[1])) for place, key in enumerate(variants)},
+                marks=marks if machine.name == MI300X else [],
+                level=1,
+                roomy=True,
+                ylabel="speedup over the library",
+                legend={"ncols": 4, "loc": "upper center"},
+                **over_sizes(SIZES),
+            )
+        ]
+
+    return panels
+
+
+def _producer_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    def ratios(changed: Machine) -> Curves[str]:
+        context, found = DmaContext(changed), {}
+        for side in SIDES:
+            engines, library = (context.with_producer(side, on_engines) for on_engines in (True, False))
+            found[f"GEMM {side}"] = [library[n] / engines[n] for n in SIZES]
+        return found
+
+    start = float(published()["DM-SY-01"]["value"] * MB)
+    marks = [PublishedValue("published: as good or better above 4 MB", (1,), (start, float(SIZES[-1])))]
+    curves = bands(machine, ratios, NUMBERS if ranges else ())
+    here = marks if machine.name == MI300X else []
+    return [Panel(curves=curves, marks=here, level=1, ylabel="library / DMA", **over_sizes(SIZES))]
+
+
+def _power_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    if machine.power is None:
+        return []
+
+    def watts(changed: Machine) -> Curves[str]:
+        study = dma_study(changed)
+        return {
+            "library": [library_power(changed, AG, n).total_w for n in SIZES],
+            "best DMA": [dma_power(changed, AG, n, *study.best(AG, n)).total_w for n in SIZES],
+        }
+
+    found: dict[str, Band] = bands(machine, watts, NUMBERS if ranges else ())
+    large = [(n, watt) for n, watt in zip(SIZES, found["library"].values, strict=True) if n >= FROM]
+    mean = statistics.fmean(watt for _, watt in large) * (1 - published()["DM-PW-01"]["value"] / 100)
+    ends = (float(large[0][0]), float(large[-1][0]))
+    marks = [PublishedValue("published: best DMA below the library from 64 MB", (mean,), ends)]
+    return [
+        Panel(
+            curves=found,
+            styles={"library": (VERMILLION, 0), "best DMA": (BLUE, 1)},
+            marks=marks if machine.name == MI300X else [],
+            low=0,
+            ylabel="W a GPU",
+            **over_sizes(SIZES),
+        )
+    ]
+
+
+def _figures() -> tuple[PaperFigure, ...]:
+    title = "{machine}, predicted"
+    gathers, exchanges = (f"DMA {kind} over the library: {title}" for kind in COLLECTIVES)
+    producer = f"GEMM, then all_gather: time with the library over time with DMA, {title}"
+    declared: tuple[tuple[str, str, str, Callable[[Machine, bool], list[Panel]]], ...] = (
+        ("6", "dma-phases", f"Phases of one DMA copy: {title}", _phase_panels),
+        ("13", "dma-all_gather", gathers, _speedup_panels(AG)),
+        ("14", "dma-all_to_all", exchanges, _speedup_panels(AA)),
+        ("16", "dma-producer", producer, _producer_panels),
+        ("15", "dma-power", f"Power during an all_gather: {title} from assumed parts", _power_panels),
+    )
+    return tuple(PaperFigure(numbers=(n,), name=name, title=words, panels=make) for n, name, words, make in declared)
+
+
+PAPER = Paper(
+    numbers=("003",),
+    machine=MI300X,
+    context=DmaContext,
+    checks=checks(),
+    sections=frozenset({"gpu", "links", "dma", "library", "matmul", "power"}),
+    misses=MISSES,
+    given=GIVEN,
+    not_modelled=NOT_MODELLED,
+    figures=_figures(),
+)

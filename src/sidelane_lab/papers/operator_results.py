@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.cli.table import Line, Table, grouped, number
+from sidelane.cli.terminal import say_written, tables_console
 from sidelane_lab.harness import study as files
+from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.claims import error_of
-from sidelane_lab.model.gemm_operators import DispatchGemm, GatherGemm, GemmReduce
-from sidelane_lab.model.norm_operator import AllReduceNorm
-from sidelane_lab.model.operators import OBLIVIOUS, REMOTE_FIRST, TiledGemm, predict_fused, predict_unfused
+from sidelane_lab.model.operators import (
+    OBLIVIOUS,
+    REMOTE_FIRST,
+    AllReduceNorm,
+    counts_of,
+    predict_fused,
+    predict_unfused,
+)
 from sidelane_lab.model.split import chain_us, ours_us, split_us
-from sidelane_lab.papers.simulated.fused_shapes import operators_of
+from sidelane_lab.papers.claims import error_of
+from sidelane_lab.papers.numbers import write_numbers
+from sidelane_lab.papers.operators import FusedPredictionOptions, operators_of
 from sidelane_lab.studies.fused.rows import ALONE, FusedRow
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
@@ -46,7 +54,7 @@ OUR_KERNEL = "our kernel"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class OperatorComparison:
     """A time that was measured, and what was predicted. ``schedule``: of a fused kernel."""
 
     op: str
@@ -58,17 +66,30 @@ class Held:
 
     @property
     def error(self) -> float:
-        """Of the prediction, next to the measured time; without a sign."""
+        """Error of the prediction, next to the measured time; without a sign."""
         error = error_of(self.measured_us, self.predicted_us)
         assert error is not None
         return error
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``--json`` writes it."""
+        """Return the object that ``--json`` writes."""
         return {**dataclasses.asdict(self), "error_percent": 100 * self.error}
 
 
-def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
+def main(options: FusedPredictionOptions) -> None:
+    """Print how far predictions are off what a file has measured.
+
+    Raises:
+        ValueError: no such machine, or as :func:`hold`.
+    """
+    assert options.results is not None
+    machine, held, unknown = hold(find(options.machine), options.results)
+    for table in held_tables(machine, held, unknown):
+        tables_console(options.json).print(table.to_rich())
+    say_written(write_numbers(options.json, "fused_held", machine, [one.to_dict() for one in held]))
+
+
+def hold(machine: Machine, path: Path) -> tuple[Machine, list[OperatorComparison], int]:
     """Predict what a file has measured.
 
     Args:
@@ -89,7 +110,7 @@ def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
     if not rows:
         raise ValueError(f"fused: --results (value={path}, allowed=a file of sidelane fused on GPUs, with graphs)")
     machine = dataclasses.replace(machine, gpus=results.ranks, nodes=1)
-    found: list[Held] = []
+    found: list[OperatorComparison] = []
     unknown = 0
     for (op, shape), alike in grouped(rows, lambda row: (row.op, row.shape), ordered=False):
         held = [] if shape.endswith((EVENLY, EXPERTS)) else list(_of_shape(machine, op, shape, alike))
@@ -103,7 +124,7 @@ def hold(machine: Machine, path: Path) -> tuple[Machine, list[Held], int]:
     return machine, found, unknown
 
 
-def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[Table]:
+def held_tables(machine: Machine, found: Sequence[OperatorComparison], unknown: int) -> list[Table]:
     """Errors by operator and part: the median, and the worst with its shape."""
     lines = []
     for op, alike in grouped(found, lambda one: one.op, ordered=False):
@@ -124,7 +145,7 @@ def held_tables(machine: Machine, found: Sequence[Held], unknown: int) -> list[T
     return [Table(title, columns, tuple(lines), notes, keys=2)]
 
 
-def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[Held]:
+def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -> Iterator[OperatorComparison]:
     sizes = tuple(map(int, re.findall(r"\d+", shape)[: len(MEANING[op])]))
     ways = [(made, predict_unfused(machine, made)) for made, _ in operators_of(op, sizes, machine.world_size)]
     made, times = min(ways, key=lambda way: way[1].compute_us)
@@ -135,30 +156,31 @@ def _of_shape(machine: Machine, op: str, shape: str, rows: Sequence[FusedRow]) -
         alone = [row.time_us for row in rows if row.implementation == "compute" and row.time_us]
         computed = min(alone, default=computed)
     if computed is not None:
-        yield Held(op, shape, COMPUTE, "", computed, times.compute_us)
+        yield OperatorComparison(op, shape, COMPUTE, "", computed, times.compute_us)
     if first.comm_us is not None and times.collective_us and machine.world_size > 1:
-        uneven = isinstance(made, TiledGemm | DispatchGemm) and made.counts  # of which a kernel of ours knows nothing
-        ours = times.collective_us if uneven else ours_us(machine, made.kind, made.collective_bytes())
+        uneven = counts_of(made)  # of which a kernel of ours knows nothing
+        nbytes = made.collective_bytes(machine.world_size)
+        ours = times.collective_us if uneven else ours_us(machine, made.kind, nbytes)
         fastest_us = min(times.collective_us, ours)  # the best of all implementations was measured
-        yield Held(op, shape, COLLECTIVE, "", first.comm_us, fastest_us)
+        yield OperatorComparison(op, shape, COLLECTIVE, "", first.comm_us, fastest_us)
     unfused = [row for row in rows if row.implementation == "unfused_nccl"]
     if unfused:
         row = min(unfused, key=lambda one: one.time_us or 0.0)
-        yield Held(op, shape, UNFUSED, row.schedule, row.time_us or 0.0, times.unfused_us)
+        yield OperatorComparison(op, shape, UNFUSED, row.schedule, row.time_us or 0.0, times.unfused_us)
     chain = [row.time_us for row in rows if row.implementation == "unfused_sidelane" and row.time_us]
     predicted = chain_us(machine, made)
     if chain and predicted is not None:  # auto takes kernels where they are faster: held against the fastest
-        yield Held(op, shape, CHAIN, "", min(chain), predicted)
+        yield OperatorComparison(op, shape, CHAIN, "", min(chain), predicted)
     for row in rows:
         pieces = re.fullmatch(r"mm in parts, (\d+) a peer", row.schedule)
         if row.implementation == "fused" and pieces:
             in_parts = split_us(machine, made, int(pieces[1]))
             assert in_parts is not None
-            yield Held(op, shape, PARTS, row.schedule, row.time_us or 0.0, in_parts)
+            yield OperatorComparison(op, shape, PARTS, row.schedule, row.time_us or 0.0, in_parts)
         is_known = row.implementation == "fused" and (op, row.schedule) not in UNKNOWN
         order = SCHEDULES.get(row.schedule) if is_known else None
-        if order is not None and not isinstance(made, GemmReduce | GatherGemm):
+        if order is not None and made.has_kernel:
             if isinstance(made, AllReduceNorm):
                 made = dataclasses.replace(made, pushed=row.schedule == "pushed")
             fused = predict_fused(machine, made, order).fused
-            yield Held(op, shape, FUSED, row.schedule, row.time_us or 0.0, fused.time_us)
+            yield OperatorComparison(op, shape, FUSED, row.schedule, row.time_us or 0.0, fused.time_us)

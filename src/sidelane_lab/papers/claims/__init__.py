@@ -1,1 +1,0 @@
-"""What the papers claim and what was measured, held against the model."""

@@ -1,0 +1,439 @@
+"""``sidelane claims``: what the papers claim, what the model predicts, and whether that was fitted or foretold."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import rich.console
+import rich.padding
+import rich.text
+from matplotlib.figure import Figure
+
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Line, Table, without_empty_columns
+from sidelane.cli.terminal import progress_console, say_written, tables_console
+from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
+from sidelane_lab.machines.load import find, named
+from sidelane_lab.machines.ranges import Variation, variations
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.papers import conccl, dma, fused, overlap, slowdown
+from sidelane_lab.papers.claims import (
+    AT_LEAST,
+    STRICTER,
+    ClaimRole,
+    ClaimVerdict,
+    Paper,
+    judge,
+    numbers,
+    problems,
+    published,
+    with_ranges,
+)
+from sidelane_lab.papers.figures import draw_all
+from sidelane_lab.papers.numbers import write_numbers
+from sidelane_lab.papers.results import compare, role_problems
+
+PAPERS: tuple[Paper[Any], ...] = (conccl.PAPER, dma.PAPER, overlap.PAPER, fused.PAPER, slowdown.PAPER)
+MI300X, VERSIONS = conccl.MI300X, conccl.PAPER.numbers
+SHADES = {
+    ClaimRole.INPUT: (ORANGE, "^"),
+    ClaimRole.FITTED: (GREEN, "s"),
+    ClaimRole.SEEN: (PURPLE, "D"),
+    ClaimRole.HELD_OUT: (BLUE, "o"),
+}
+"""Colour and form of the marks of each role."""
+LEFT, RIGHT = 0.2, 10
+"""Ends of the picture of claims; what goes beyond has an arrow there."""
+MOST = 150
+"""Numbers that have a line each in it; more of them share one by what they are about."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClaimsOptions:
+    """Options of ``sidelane claims``.
+
+    Attributes:
+        machine: name in the catalogue, or a file.
+        json: file for a list of objects, or ``written.STDOUT``; None writes none.
+        results: folder of measurements, with one folder for each machine; used where no paper is about the machine.
+        version: of the ConCCL paper, where its two versions disagree: ``000`` or ``002``.
+        report: folder for ``claims.json``, which says what it was made with, and a picture of predicted against
+            published; with ranges about a paper's machine, for the sensitivity as well. None: nothing.
+        ranges: predict over the plausible values of the machine's numbers as well (some twenty times the work).
+    """
+
+    machine: str = MI300X
+    json: Path | None = None
+    results: Path = Path("results")
+    version: str = "000"
+    report: Path | None = None
+    ranges: bool = True
+
+    def __post_init__(self) -> None:
+        if self.version not in VERSIONS:
+            raise ValueError(f"claims: version (value={self.version!r}, allowed={', '.join(VERSIONS)})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Survival:
+    """Held-out claims with one number at one end of its range.
+
+    Attributes:
+        path: of the number, ``dma.trigger_us`` for example.
+        source: of the number.
+        value: at this end.
+        high: which end.
+        met: held-out claims that are met.
+        of: held-out claims that are comparable.
+        lost, won: ids of those that are missed, or met, at this end only.
+    """
+
+    path: str
+    source: str
+    value: float
+    high: bool
+    met: int
+    of: int
+    lost: tuple[str, ...] = ()
+    won: tuple[str, ...] = ()
+
+
+def main(options: ClaimsOptions) -> int:
+    """Print every claim with its prediction: the papers' for the machine that they are about, else our measurements.
+
+    Returns:
+        0; 1 if a role is missing or a number was fitted to a held-out claim. Wrong predictions are shown, not punished.
+
+    Raises:
+        ValueError: no such machine, or one that neither a paper nor a measurement is about.
+    """
+    machine = find(options.machine)
+    progress = progress_console()
+    survivals: list[Survival] = []
+    others: list[Machine] = []
+    with progress.status("simulating") as status:
+        if machine.name != MI300X:
+            folder = options.results / machine.name
+            verdicts = compare(machine, folder, ranges=options.ranges, progress=status.update)
+            wrong = role_problems(machine)
+        else:
+            others = machines_of(machine)[1:]
+            verdicts, wrong, survivals = evaluate(machine, options.version, options.ranges, status.update)
+    met = sum(verdict.ok for verdict in verdicts if verdict.role is ClaimRole.HELD_OUT)
+    rows = [verdict.to_dict() for verdict in verdicts]
+    files = [] if options.json is None else [write_json(options.json, rows)]
+    if options.report is not None:
+        draw_claims(verdicts, f"Claims about {machine.title}", options.report)
+        files += write_numbers(options.report / "claims.json", "claims", machine, rows, others)
+        if survivals:
+            draw_all(slowdown.PAPER.figures, machine, options.report)
+            draw_sensitivity(survivals, met, f"Held-out claims about {machine.title}", options.report)
+            found = [dataclasses.asdict(survival) for survival in survivals]
+            path = options.report / "claims-sensitivity.json"
+            files += write_numbers(path, "claims_sensitivity", machine, found, others)
+    tables = tables_console(options.json)
+    show(verdicts, tables)
+    if survivals:
+        tables.print(sensitivity_table(survivals, met).to_rich())
+    say_written(files)
+    for line in wrong:
+        progress.print(f"claims: {line}", style="red")
+    return 1 if wrong else 0
+
+
+def machines_of(machine: Machine) -> list[Machine]:
+    """Return the machines that claims are about, the one that is asked for first."""
+    others = {paper.machine for paper in PAPERS if paper.machine} - {machine.name}
+    return [machine, *map(named, sorted(others))]
+
+
+def evaluate(
+    machine: Machine,
+    version: str = "000",
+    ranges: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    papers: Sequence[Paper[Any]] = PAPERS,
+) -> tuple[list[ClaimVerdict], list[str], list[Survival]]:
+    """Predict every claim that is about a machine.
+
+    Args:
+        machine: of the catalogue, or with changed numbers; its name decides which claims are about it.
+        version: of the ConCCL paper.
+        ranges: add ranges over the plausible values of its uncertain numbers.
+        progress: told what is being done.
+        papers: whose claims.
+
+    Returns:
+        The verdicts; what is wrong with the roles; and with ranges what becomes of held-out claims at both ends of the
+        range of each number.
+
+    Raises:
+        ValueError: no claim is about this machine.
+    """
+    if machine.name not in {paper.machine for paper in papers}:
+        raise ValueError(f"claims: no claim is about this machine (value={machine.name!r}, allowed={MI300X})")
+    machines = machines_of(machine)
+    about = {one.name: one for one in machines} | {"": machine}
+    contexts = [paper.context(about[paper.machine], version) for paper in papers]
+    checks = [
+        (paper, check, context) for paper, context in zip(papers, contexts, strict=True) for check in paper.checks
+    ]
+    verdicts = [
+        judge(check, check.predict(context), paper.misses.get(check.claim_id, "")) for paper, check, context in checks
+    ]
+    wrong = problems(papers, machines)
+    if not ranges:
+        return verdicts, wrong, []
+    survivals, varied = [], []
+    for variation, predicted in vary(papers, machines, version, [one.predicted for one in verdicts], progress):
+        varied.append(predicted)
+        changed = [judge(check, value) for (_, check, _), value in zip(checks, predicted, strict=True)]
+        name = (
+            variation.path if variation.machine.name == machine.name else f"{variation.machine.name} {variation.path}"
+        )
+        survivals.append(survival(name, variation, verdicts, changed))
+    ranged = [with_ranges(one, [values[place] for values in varied]) for place, one in enumerate(verdicts)]
+    return ranged, wrong, survivals
+
+
+def vary(
+    papers: Sequence[Paper[Any]],
+    machines: Sequence[Machine],
+    version: str,
+    unchanged: Sequence[Any],
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[Variation, list[Any]]]:
+    """Predict every check with one uncertain number at one end of its range, all in turn.
+
+    Of machines behind the first only the numbers that their claims depend on are varied. Claims that do not depend on a
+    number keep what is ``unchanged``.
+    """
+    for place, machine in enumerate(machines):
+        mine = [paper.sections for paper in papers if paper.machine == machine.name]
+        for variation in variations(machine, frozenset().union(*mine) if place else None):
+            progress(f"{variation.path} = {variation.value:g}")
+            predicted, before = [], iter(unchanged)
+            for paper in papers:
+                section = variation.path.partition(".")[0]
+                concerned = paper.machine == machine.name and section in paper.sections
+                context = paper.context(variation.machine, version) if concerned else None
+                for check in paper.checks:
+                    known = next(before)
+                    predicted.append(check.predict(context) if concerned else known)
+            yield variation, predicted
+
+
+def survival(
+    path: str, variation: Variation, before: Sequence[ClaimVerdict], after: Sequence[ClaimVerdict]
+) -> Survival:
+    """Compare verdicts with a number at an end of its range with those at its value."""
+    quantity = variation.machine.quantities()[variation.path]
+    known = [(a, b) for a, b in zip(before, after, strict=True) if a.role is ClaimRole.HELD_OUT and not a.incomparable]
+    lost = tuple(a.claim_id for a, b in known if a.ok and not b.ok)
+    won = tuple(a.claim_id for a, b in known if b.ok and not a.ok)
+    met = sum(b.ok for _, b in known)
+    return Survival(path, str(quantity.source), variation.value, variation.high, met, len(known), lost, won)
+
+
+def show(verdicts: Sequence[ClaimVerdict], console: rich.console.Console) -> None:
+    """Print every prediction, and how many of each role are right."""
+    if any("/" in verdict.claim_id for verdict in verdicts):
+        console.print(measured_table(verdicts).to_rich())
+    else:
+        _show_published(verdicts, console)
+    for line in counted(verdicts):
+        console.print(line)
+
+
+def counted(verdicts: Sequence[ClaimVerdict]) -> list[str]:
+    """Say how many claims of each role are met, at the tolerance and at stricter ones, and how many are not judged."""
+    lines = []
+    for role in ClaimRole:
+        of_role = [verdict for verdict in verdicts if verdict.role is role and not verdict.incomparable]
+        right = sum(verdict.ok for verdict in of_role)
+        line = f"{role}: {right} of {len(of_role)} right"
+        if role is not ClaimRole.INPUT and of_role:
+            shares = [f"{sum(v.met_at(share) for v in of_role)} at {words}" for share, words in STRICTER]
+            line += f" ({'; '.join(shares)})"
+        lines.append(line)
+    # A rule that mends a miss makes it "seen": this sum is what no change of role can better.
+    told = [v for v in verdicts if v.role in (ClaimRole.SEEN, ClaimRole.HELD_OUT) and not v.incomparable]
+    if any(verdict.role is ClaimRole.SEEN for verdict in told):
+        lines.append(f"seen and held out together: {sum(verdict.ok for verdict in told)} of {len(told)} right")
+    apart = [verdict for verdict in verdicts if verdict.incomparable]
+    lines += [f"not comparable: {len(apart)}"] if apart else []
+    if not any("/" in verdict.claim_id for verdict in verdicts):
+        lines.append(f"repeated, so not judged: {sum(len(paper.given) for paper in PAPERS)}")
+        reasons = Counter(reason for paper in PAPERS for reason in paper.not_modelled.values())
+        lines.append(f"not spoken to: {reasons.total()} of {len(published())}")
+        lines += [f"  {count}: {reason}" for reason, count in reasons.most_common()]
+    return lines
+
+
+def _show_published(verdicts: Sequence[ClaimVerdict], console: rich.console.Console) -> None:
+    """Print a line or two for what a claim says; what is held against it stands below, indented."""
+    for verdict in verdicts:
+        console.print(rich.text.Text(f"{verdict.claim_id}  {verdict.text}", "bold"))
+        parts = [f"published {_text(verdict.claimed)}", f"predicted {_text(verdict.predicted)}"]
+        if verdict.low is not None and verdict.low != verdict.high:
+            parts.append(f"plausible {_text(verdict.low)} .. {_text(verdict.high)}")
+        if verdict.error is not None:
+            parts.append(f"error {verdict.error:.3g}" + (" points" if verdict.points else ""))
+        mark = ("not comparable", "yellow") if verdict.incomparable else ("yes", "") if verdict.ok else ("NO", "red")
+        line = rich.text.Text("; ".join([*parts, f"{verdict.role}: "])).append(*mark)
+        if verdict.incomparable or verdict.why:
+            line.append(f" ({verdict.incomparable or verdict.why})")
+        console.print(rich.padding.Padding(line, (0, 0, 0, 4), expand=False))
+
+
+def measured_table(verdicts: Sequence[ClaimVerdict]) -> Table:
+    """Make a line for each row of a result file, whose id says what it is."""
+    lines = []
+    for verdict in verdicts:
+        claimed, predicted = f"{verdict.claimed:.0f}", f"{verdict.predicted:.0f}"
+        error = "" if verdict.error is None else f"{verdict.error:.1%}"
+        if verdict.points:
+            claimed, predicted, error = f"{claimed}%", f"{predicted}%", f"{verdict.error:.1f} points"
+        plausible = "" if verdict.low is None else f"{verdict.low:.0f} .. {verdict.high:.0f}"
+        if verdict.error is None:  # a limit
+            side = ">=" if verdict.text.startswith(AT_LEAST) else "<="
+            claimed, predicted = f"{side} {claimed}%", f"{verdict.predicted:.1f}%"
+            plausible = f"{verdict.low:.1f} .. {verdict.high:.1f}%" if plausible else ""
+        name = verdict.claim_id.partition("/")[2].replace("/", " ")
+        ok = "yes" if verdict.ok else "NO"
+        lines.append(Line((name, claimed, predicted, plausible, error, str(verdict.role), ok)))
+    columns = ("<us", "measured", "predicted", "plausible", "error", "<role", "<ok")
+    return without_empty_columns(Table("Predicted and measured times", columns, tuple(lines)))
+
+
+def sensitivity_table(found: Sequence[Survival], met: int) -> Table:
+    """Make a line for each number whose range changes a verdict, the most sensitive first."""
+    lines = []
+    moving, others = _moving(found)
+    for path, (low, high) in moving.items():
+        lost = sorted({*low.lost, *high.lost})
+        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        values = (f"{low.value:.4g}", str(low.met), f"{high.value:.4g}", str(high.met))
+        lines.append(Line((path, low.source, *values, names)))
+    columns = ("<number", "<source", "low", "met", "high", "met", "<missed there")
+    title = f"Held-out claims met with one number at an end of its range ({met} of {found[0].of} at its value)"
+    note = f"{others} other uncertain numbers change none"
+    return Table(title, columns, tuple(lines), (note,))
+
+
+def draw_claims(verdicts: Sequence[ClaimVerdict], title: str, folder: Path) -> Path:
+    """Draw predicted over published, on a logarithmic scale; 1 is right. Inputs are left out, which are always right,
+    what is no number but a limit, and what cannot be compared.
+
+    Returns:
+        The PNG; an SVG lies next to it.
+    """
+    marks = [
+        mark
+        for verdict in verdicts
+        if verdict.role is not ClaimRole.INPUT and verdict.error is not None and not verdict.incomparable
+        for mark in _ratios(verdict)
+    ]
+    shared = len(marks) > MOST
+    names = [_group(name) if shared else name for name, *_ in marks]
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))} if shared else {}
+    lines = list(places) or names
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(9, 1.4 + 0.17 * len(lines)), layout="constrained")
+        axes = figure.subplots()
+        for number, (_, role, ratio, low, high) in enumerate(marks):
+            colour, form = SHADES[role]
+            place = places.get(names[number], number)
+            axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
+            for end, beyond, mark in ((LEFT, low < LEFT, "<"), (RIGHT, high > RIGHT, ">")):
+                if beyond:  # goes on outside of the picture
+                    axes.plot(end, place, color=colour, marker=mark, markersize=6, clip_on=False)
+            axes.plot(ratio, place, color=colour, marker=form, markersize=4, linestyle="none")
+        for role, (colour, form) in SHADES.items():
+            if role is not ClaimRole.INPUT:
+                axes.plot([], [], color=colour, marker=form, linestyle="none", label=str(role))
+        axes.axvline(1, color=BLACK, linewidth=0.8)
+        axes.axvspan(0.75, 1.25, color="#eeeeee", zorder=0)
+        axes.set_xscale("log", base=2)
+        ticks = (0.25, 0.5, 0.75, 1, 1.25, 2, 4)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xlim(LEFT, RIGHT)
+        axes.set_yticks(range(len(lines)), lines, fontsize=6)
+        axes.set_ylim(len(lines), -1)
+        axes.set_ylabel("what was measured, at all sizes" if shared else "claim, and which number of it")
+        axes.set_xlabel("predicted / published or measured (grey: within 25%)")
+        axes.set_title(title)
+        axes.legend(fontsize=7)
+        return save_both(figure, "claims", folder, dpi=130)
+
+
+def draw_sensitivity(found: Sequence[Survival], met: int, title: str, folder: Path) -> Path:
+    """Draw both ends of each number whose range changes a verdict on a line, and the count at its value as a rule.
+
+    Returns:
+        The PNG; an SVG lies next to it.
+    """
+    ends, others = _moving(found)
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(9, 1.8 + 0.22 * len(ends)), layout="constrained")
+        axes = figure.subplots()
+        for place, (low, high) in enumerate(ends.values()):
+            axes.plot([low.met, high.met], [place, place], color=BLACK, linewidth=0.8)
+            axes.plot(low.met, place, "<", color=BLUE, markersize=5)
+            axes.plot(high.met, place, ">", color=ORANGE, markersize=5)
+        axes.plot([], [], "<", color=BLUE, label="least plausible value")
+        axes.plot([], [], ">", color=ORANGE, label="greatest plausible value")
+        axes.axvline(met, color=BLACK, linewidth=0.8, linestyle=":", label="its value")
+        axes.set_yticks(range(len(ends)), [f"{path} ({pair[0].source})" for path, pair in ends.items()], fontsize=8)
+        axes.set_ylim(len(ends), -1)
+        axes.set_xlim(0, found[0].of)
+        axes.set_xlabel(f"held-out claims met, of {found[0].of} ({others} other uncertain numbers change none)")
+        axes.set_ylabel("number of the description")
+        axes.set_title(title)
+        axes.legend(fontsize=7, loc="lower left")
+        return save_both(figure, "claims-sensitivity", folder, dpi=130)
+
+
+def _moving(found: Sequence[Survival]) -> tuple[dict[str, tuple[Survival, Survival]], int]:
+    """Pick both ends of each number that changes a verdict, most lost claims first; count those that change none."""
+    ends: dict[str, list[Survival]] = {}
+    for one in found:
+        ends.setdefault(one.path, []).append(one)
+    order = sorted(ends, key=lambda path: min(one.met for one in ends[path]))
+    moving = [path for path in order if any(one.lost or one.won for one in ends[path])]
+    return {path: (ends[path][0], ends[path][1]) for path in moving}, len(ends) - len(moving)
+
+
+def _group(name: str) -> str:
+    """Return what a row of measurements is about, without its sizes and places."""
+    parts = [
+        part for part in name.split("/") if not part[:1].isdigit() and "of place" not in part and part != "in place"
+    ]
+    return " ".join(part for part in parts if not re.search(r"\d[KMG]?$", part))
+
+
+def _ratios(verdict: ClaimVerdict) -> Iterator[tuple[str, ClaimRole, float, float, float]]:
+    """Yield name, role, ratio and its range for each number of a claim that has a ratio."""
+    predicted, low, high = (numbers(value) for value in (verdict.predicted, verdict.low, verdict.high))
+    for key, value in numbers(verdict.claimed).items():
+        found = predicted.get(key, 0)
+        if value > 0 and found > 0:
+            name = f"{verdict.claim_id.partition('/')[2] or verdict.claim_id} {key.strip('/')}".strip()
+            least = max(low.get(key, found), 1e-3 * value)
+            yield name, verdict.role, found / value, least / value, high.get(key, found) / value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return str(value)
+    if isinstance(value, int | float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
+    return "[" + ", ".join(_text(part) for part in value) + "]"

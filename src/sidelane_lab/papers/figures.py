@@ -1,0 +1,276 @@
+"""Figures of papers, drawn again from predictions: a declaration says what is in the panels, one function draws them.
+
+Curves and bars have bands of plausible values around them (``machines/ranges.py``), and marks of what is published.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from sidelane.execute.timeline import Interval
+from sidelane.sizes import format_bytes
+from sidelane_lab.harness import drawing
+from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RC, SKY, STYLES, VERMILLION
+from sidelane_lab.machines.ranges import Band
+from sidelane_lab.machines.spec import Machine
+
+COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
+BANDS = "bands: plausible numbers"
+UNITS = "on compute units (number of workgroups)"
+"""Kind of the intervals of kernels that hold compute units."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PublishedValue:
+    """A published value.
+
+    Attributes:
+        label: in the legend; "_" leaves it out.
+        y: its height, or several.
+        x: from where to where, or of each height; empty: across the whole panel.
+        line: dash; "" for points, as ``point`` has them.
+        point: form of the points.
+    """
+
+    label: str
+    y: tuple[float, ...]
+    x: tuple[float, ...] = ()
+    line: str = ":"
+    point: str = "D"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves over numbers, or bars over names.
+
+    Attributes:
+        curves: by the word of the legend.
+        x: numbers for curves, names for bars.
+        xlabel, ylabel, title: of the axes.
+        marks: what is published.
+        styles: colour, and number of dash and mark, by curve; else one after another.
+        total: of bars that stand on each other: what their plausible values are drawn of. None: bars side by side.
+        ticks: words at some of the numbers; None: as they come. Bytes have their own, see :func:`over_sizes`.
+        log: numbers grow by factors.
+        level: of a line across, as of a ratio of 1; None: none.
+        low, high: of the axis of values; None: as it comes.
+        roomy: leave room for the legend above the curves.
+        legend: how it is placed.
+    """
+
+    curves: Mapping[str, Band]
+    x: Sequence[float] | Sequence[str]
+    xlabel: str
+    ylabel: str = ""
+    title: str = ""
+    marks: Sequence[PublishedValue] = ()
+    styles: Mapping[str, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    total: Band | None = None
+    ticks: Mapping[float, str] | None = None
+    log: bool = True
+    level: float | None = None
+    low: float | None = None
+    high: float | None = None
+    roomy: bool = False
+    legend: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def draw(self, axes: Axes) -> None:
+        """Draw into axes."""
+        places = range(len(self.x))
+        bars = isinstance(self.x[0], str)
+        width, bottom = 0.8 / len(self.curves), [0.0] * len(places)
+        for number, (label, band) in enumerate(self.curves.items()):
+            colour, style = self.styles.get(label, (COLOURS[number % len(COLOURS)], number))
+            if not bars:
+                _curve(axes, self.x, band, label, colour, style)
+            elif self.total is not None:
+                axes.bar(places, band.values, 0.7, bottom=bottom, color=colour, label=label)
+                bottom = [low + value for low, value in zip(bottom, band.values, strict=True)]
+            else:
+                beside = [place + (number - (len(self.curves) - 1) / 2) * width for place in places]
+                axes.bar(beside, band.values, width, color=colour, label=label)
+                _whiskers(axes, beside, band)
+        if self.total is not None:
+            _whiskers(axes, places, self.total)
+        for mark in self.marks:
+            style_of: Any = {
+                "linestyle": mark.line or "none",
+                "marker": "" if mark.line else mark.point,
+                "markersize": 5,
+            }
+            if mark.x:
+                heights = mark.y if len(mark.y) == len(mark.x) else mark.y * len(mark.x)
+                axes.plot(mark.x, heights, color=BLACK, linewidth=1.5, label=mark.label, **style_of)
+                continue
+            for number, height in enumerate(mark.y):
+                axes.axhline(height, color=BLACK, linewidth=1, linestyle=mark.line, label="_" if number else mark.label)
+        self._finish(axes, bars)
+
+    def _finish(self, axes: Axes, bars: bool) -> None:
+        if self.level is not None:
+            axes.axhline(self.level, color=BLACK, linewidth=0.8)
+        if bars:
+            axes.set_xticks(range(len(self.x)), list(map(str, self.x)), fontsize=7)
+            if len(self.x) * max(len(str(name).partition("\n")[0]) for name in self.x) > 120:
+                axes.tick_params(axis="x", rotation=45)
+        elif self.log:
+            axes.set_xscale("log", base=2)
+        if self.ticks is not None:
+            axes.set_xticks(list(self.ticks), list(self.ticks.values()))
+        axes.set_xlabel(self.xlabel)
+        axes.set_ylabel(self.ylabel)
+        axes.set_title(self.title)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            axes.legend(**{"fontsize": 7, **self.legend})
+
+    def limit(self, axes: Axes) -> None:
+        """Set the ends of the axis of values, once all panels that share it are drawn."""
+        axes.set_ylim(self.low, self.high)
+        if self.roomy:
+            axes.set_ylim(0, 1.4 * axes.get_ylim()[1])
+        mark_cut(axes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PaperFigure:
+    """Declaration of a figure.
+
+    Attributes:
+        numbers: of the paper's figures that it stands for.
+        name: of the file.
+        title: with ``{machine}`` for what the machine is called.
+        panels: makes the panels for a machine, with ranges or without; none where its description has not all of it.
+        shared: panels have one axis of values.
+        size: of the picture, inches; None takes the usual one.
+    """
+
+    numbers: tuple[str, ...]
+    name: str
+    title: str
+    panels: Callable[[Machine, bool], Sequence[Panel]]
+    shared: bool = False
+    size: tuple[float, float] | None = None
+
+    def draw(self, machine: Machine, folder: Path, *, ranges: bool = True) -> Path | None:
+        """Write the picture, and return the PNG; an SVG lies next to it. None where there is nothing to draw."""
+        panels = self.panels(machine, ranges)
+        if not panels:
+            return None
+        several = len(panels) > 1
+        with mpl.rc_context(RC):
+            figure = Figure(figsize=self.size or ((11, 3.3) if several else (9, 4)), layout="constrained")
+            many = figure.subplots(1, len(panels), sharey=self.shared, squeeze=False)[0]
+            for axes, panel in zip(many, panels, strict=True):
+                panel.draw(axes)
+            for axes, panel in zip(many, panels, strict=True):
+                panel.limit(axes)
+            title = self.title.format(machine=machine.title)
+            if several:
+                figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+            else:
+                many[0].set_title(title, fontweight="bold")
+            return drawing.save_both(figure, self.name, folder)
+
+
+def draw_all(figures: Sequence[PaperFigure], machine: Machine, folder: Path, *, ranges: bool = True) -> list[Path]:
+    """Write every picture that the machine's description has all of."""
+    drawn = [figure.draw(machine, folder, ranges=ranges) for figure in figures]
+    return [path for path in drawn if path is not None]
+
+
+def over_sizes(sizes: Sequence[int], every: Sequence[int] = ()) -> dict[str, Any]:
+    """Return how a panel over bytes names them: a tick at every fourth of some sizes."""
+    ticks = {float(n): format_bytes(n) for n in (every or sizes)[::4] if n >= min(sizes)}
+    return {"x": sizes, "ticks": ticks, "xlabel": f"bytes ({BANDS})"}
+
+
+def draw_dots(axes: Axes, rows: Sequence[tuple[str, float, float, float]], colour: str = BLUE) -> None:
+    """Draw a line each from the least to the greatest plausible value, with a dot: name, least, value, greatest."""
+    for place, (_, low, value, high) in enumerate(rows):
+        axes.plot([low, high], [place, place], color=colour, linewidth=1.2)
+        axes.plot(value, place, "o", color=colour, markersize=4)
+    axes.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.axvline(0, color=BLACK, linewidth=0.8)
+
+
+def mark_cut(axes: Axes) -> None:
+    """Draw two strokes across the axis of values, if it does not begin at 0."""
+    if axes.get_ylim()[0] > 0:
+        for height in (0.025, 0.05):
+            ends = (-0.012, 0.012), (height - 0.012, height + 0.012)
+            axes.plot(*ends, transform=axes.transAxes, color=BLACK, linewidth=1.2, clip_on=False, zorder=9)
+
+
+def _curve(axes: Axes, x: Sequence[Any], band: Band, name: str, colour: str, style: int) -> None:
+    dash, marker = STYLES[style % len(STYLES)]
+    axes.fill_between(x, band.low, band.high, color=colour, alpha=0.14, linewidth=0)
+    axes.plot(x, band.values, color=colour, linestyle=dash, marker=marker, markersize=3.5, linewidth=1.3, label=name)
+
+
+def _whiskers(axes: Axes, places: Sequence[float], band: Band) -> None:
+    below = [max(0.0, value - low) for value, low in zip(band.values, band.low, strict=True)]
+    above = [max(0.0, high - value) for value, high in zip(band.values, band.high, strict=True)]
+    axes.errorbar(places, band.values, [below, above], fmt="none", ecolor=BLACK, elinewidth=0.8, capsize=2)
+
+
+def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Path:
+    """Draw one lane for each queue, engine or kernel, over time."""
+    intervals = _joined(intervals)
+    lanes = list(dict.fromkeys((interval.group, interval.lane) for interval in intervals))
+    kinds = list(dict.fromkeys(_kind_of(interval) for interval in intervals))
+    end = max((interval.end_us for interval in intervals), default=1.0)
+    scale, unit = (1e3, "ms") if end > 10_000 else (1.0, "us")
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(11, 1.2 + 0.24 * len(lanes)), layout="constrained")
+        axes = figure.subplots()
+        for index, kind in enumerate(kinds):
+            colour = COLOURS[index % len(COLOURS)]
+            for place, lane in enumerate(lanes):
+                mine = [i for i in intervals if (i.group, i.lane) == lane and _kind_of(i) == kind]
+                bars = [(i.start_us / scale, (i.end_us - i.start_us) / scale) for i in mine]
+                if bars:
+                    axes.broken_barh(bars, (place - 0.4, 0.8), color=colour, linewidth=0)
+            axes.plot([], [], color=colour, linewidth=6, label=kind)
+        for i in intervals:
+            if _kind_of(i) == UNITS and i.end_us - i.start_us > 0.04 * end:
+                middle = (i.start_us + i.end_us) / 2 / scale
+                place = lanes.index((i.group, i.lane))
+                axes.text(middle, place, i.label.split()[0], color="white", fontsize=7, ha="center", va="center")
+        names = [lane if group in ("links", "GPU") else f"{group} {lane}" for group, lane in lanes]
+        axes.set_yticks(range(len(lanes)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"time, {unit}")
+        axes.set_ylabel("who is at work")
+        axes.set_title(title)
+        axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
+        return drawing.save_both(figure, name, folder)
+
+
+def _joined(intervals: Sequence[Interval]) -> list[Interval]:
+    """Join neighbours of one lane that say the same: rates change more often than what runs."""
+    joined: list[Interval] = []
+    last: dict[tuple[str, str], int] = {}
+    for interval in intervals:
+        place = last.get((interval.group, interval.lane))
+        before = None if place is None else joined[place]
+        same = before is not None and _kind_of(interval) == UNITS and before.label == interval.label
+        if place is not None and before is not None and same and abs(before.end_us - interval.start_us) < 1e-6:
+            joined[place] = dataclasses.replace(before, end_us=interval.end_us)
+        else:
+            last[interval.group, interval.lane] = len(joined)
+            joined.append(interval)
+    return joined
+
+
+def _kind_of(interval: Interval) -> str:
+    """Return what decides the colour: the kind of command, or for a kernel whether it holds compute units."""
+    words = interval.label.split()
+    return UNITS if words[-1] == "workgroups" else interval.label if words[0] == "on" else words[0]

@@ -1,0 +1,283 @@
+"""The fused operators paper: its operators on four MI210, and on two nodes of one. Its study, claims and figures.
+
+Only Figure 13, time over occupancy, was fitted to. Labels of the figures are lost in the text. What is known of the
+shapes, and what stands in for the rest, was written down before anything was compared:
+
+    embedding   batches and tables that the text names (256, 1024, 2048; 256 tables), and those between and below;
+                dimension 256 (section IV), pooling 70 (Table II)
+    GEMV        up to M = 64K (IV-B): widths H of transformers, the second layer of an MLP whose 4 H columns are spread
+                over the ranks (Figure 3)
+    GEMM        the second layer of an expert, from 4 H to H, for usual H and tokens; each row goes to two ranks
+
+A mean over shapes is compared where the text has what decides it, and it never has: of embeddings it names batches,
+tables and the dimension, but the pooling of the simulation only; of GEMVs the rows, of GEMMs nothing. Those are
+predicted at these shapes, and not compared. What holds for any of them is: signs, orders, and where the gain is least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+
+from sidelane_lab.machines.ranges import bands
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.operators import (
+    OBLIVIOUS,
+    ORDERS,
+    REMOTE_FIRST,
+    Embedding,
+    FusedTimes,
+    Gemv,
+    OperatorModel,
+    TiledGemm,
+    predict_fused,
+)
+from sidelane_lab.model.workgroups import fused_figures
+from sidelane_lab.papers.claims import Check, ClaimRole, Paper, published
+from sidelane_lab.papers.figures import Panel, PaperFigure, PublishedValue
+
+BATCHES, TABLES, POOLING = (256, 512, 1024, 2048), (64, 128, 256), 70
+EMBEDDINGS = tuple(Embedding(batch, tables, POOLING) for batch in BATCHES for tables in TABLES)
+PROFILED = Embedding(1024, 256, POOLING)
+"""The operator whose time over occupancy is published (Figure 13)."""
+GEMVS = tuple(Gemv(width, 4 * width) for width in (8192, 16384, 32768, 65536))
+WIDTHS, TOKENS = (1024, 2048, 4096), (2048, 4096, 8192)
+GEMMS = tuple(TiledGemm(tokens, 4 * h, h, copies=2, by_library=False) for h in WIDTHS for tokens in TOKENS)
+
+
+def scale_out(machine: Machine) -> Machine:
+    """Two nodes with one of a machine's GPUs each, joined by its network."""
+    return dataclasses.replace(machine, name=f"{machine.name}, two nodes of one", gpus=1, nodes=2)
+
+
+class FusedStudy:
+    """Everything that the paper's figures show, each made when first asked for.
+
+    Args:
+        machine: four GPUs of one node, and a network.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.across = scale_out(machine)
+
+    @functools.cached_property
+    def embeddings(self) -> list[FusedTimes]:
+        """Figure 8, as :data:`EMBEDDINGS`."""
+        return [predict_fused(self.machine, operator) for operator in EMBEDDINGS]
+
+    @functools.cached_property
+    def gemvs(self) -> list[FusedTimes]:
+        """Figure 9, as :data:`GEMVS`."""
+        return [predict_fused(self.machine, operator) for operator in GEMVS]
+
+    @functools.cached_property
+    def gemms(self) -> list[FusedTimes]:
+        """Figure 10, as :data:`GEMMS`."""
+        return [predict_fused(self.machine, operator) for operator in GEMMS]
+
+    @functools.cached_property
+    def embeddings_across(self) -> list[FusedTimes]:
+        """Figure 12, as :data:`EMBEDDINGS`."""
+        return [predict_fused(self.across, operator) for operator in EMBEDDINGS]
+
+    def occupied_us(self, occupancy: float) -> float:
+        """Figure 13: time of :data:`PROFILED` at an occupancy."""
+        return predict_fused(self.across, PROFILED, occupancy=occupancy).fused.time_us
+
+    def skew_percent(self, order: str) -> float:
+        """Figure 14: by how much the second node ends later than the first, mean over :data:`EMBEDDINGS`."""
+        return statistics.fmean(skew_percent(self.across, operator, order) for operator in EMBEDDINGS)
+
+
+def skew_percent(machine: Machine, operator: OperatorModel, order: str) -> float:
+    """Return by how much the last rank ends later than the first rank, percent of the first one's time."""
+    ended = predict_fused(machine, operator, order).fused.ended_us
+    return 100 * (ended[-1] / ended[0] - 1)
+
+
+MACHINE = "mi210x4"
+"""The paper's, in the catalogue."""
+SECTIONS = frozenset({"gpu", "links", "library", "matmul", "fused"})
+"""Sections of a description whose numbers matter to fused operators."""
+SMALL_BATCH = 256
+"""Where the text says that the gain exceeds what hiding all communication gives (IV-C)."""
+
+
+def mean(times: Sequence[FusedTimes]) -> float:
+    """Return the percent by which fused times are lower, mean over shapes."""
+    return statistics.fmean(one.lower_percent for one in times)
+
+
+def best(times: Sequence[FusedTimes]) -> float:
+    """Return the same for the shape that gains most."""
+    return max(one.lower_percent for one in times)
+
+
+def checks() -> list[Check[FusedStudy]]:
+    """Every claim of the paper that the model speaks to."""
+    inp, fit, held = ClaimRole.INPUT, ClaimRole.FITTED, ClaimRole.HELD_OUT
+    bags = "rows of a bag are not in the text (Table II's 70 are the simulation's), and the figure follows from them"
+    gemv = "the matrices' columns are not in the text, and the gain follows from them"
+    gemm = "no dimension of the matrices is in the text, and the gain follows from them"
+    found: list[Check[FusedStudy]] = [
+        Check("FU-HW-01", inp, lambda s: _one_node(s)),
+        Check("FU-HW-02", inp, lambda s: _two_nodes(s)),
+        Check("FU-SUM-01", held, lambda s: _extremes(s), incomparable=f"its lower end is the GEMM's: {gemm}"),
+        Check("FU-EMB-01", held, lambda s: mean(s.embeddings), incomparable=bags),
+        Check("FU-EMB-02", held, lambda s: best(s.embeddings), incomparable=bags),
+        Check("FU-EMB-03", held, lambda s: mean(s.embeddings_across), incomparable=bags),
+        Check("FU-EMB-04", held, lambda s: best(s.embeddings_across), incomparable=bags),
+        Check("FU-EMB-05", held, lambda s: _beats_hiding(s)),
+        Check("FU-GEMV-01", held, lambda s: mean(s.gemvs), incomparable=gemv),
+        Check("FU-GEMV-02", held, lambda s: best(s.gemvs), incomparable=gemv),
+        Check("FU-GEMV-03", held, lambda s: {"M": _least(s)}),
+        Check("FU-GEMM-01", held, lambda s: mean(s.gemms), incomparable=gemm),
+        Check("FU-GEMM-02", held, lambda s: best(s.gemms), incomparable=gemm),
+        Check("FU-OCC-01", inp, lambda s: 100 * (1 - fused_figures(s.machine).kept_share)),
+        Check("FU-OCC-02", fit, lambda s: 100 * (s.occupied_us(0.75) / s.occupied_us(0.25) - 1)),
+        Check("FU-OCC-03", fit, lambda s: 100 * (s.occupied_us(0.875) / s.occupied_us(0.75) - 1)),
+        Check("FU-SKEW-01", held, lambda s: s.skew_percent(OBLIVIOUS), incomparable=bags),
+        Check("FU-SKEW-02", held, lambda s: s.skew_percent(REMOTE_FIRST)),
+    ]
+    return found
+
+
+MISSES = {
+    "FU-SKEW-02": "two equal nodes that send first do the same, whatever the bags: the model has no noise",
+}
+
+GIVEN = {
+    "FU-GRAN-01": "bags of model.operators.Embedding(2048, 256, 70) over its slice_bags",
+    "FU-GRAN-02": "model.operators.Embedding takes a slice's bags as an argument",
+}
+"""Claims that the model repeats."""
+
+SIMULATED = "128 nodes in a simulator: batches, tables and the torus's sides are not stated"
+NOT_MODELLED = {
+    **dict.fromkeys(("FU-SIM-01", "FU-SIM-02", "FU-SIM-03"), SIMULATED),
+    "FU-SIM-04": "how the paper measured",
+    **dict.fromkeys(("FU-PRI-01", "FU-PRI-02", "FU-PRI-03"), "prior work"),
+}
+
+
+def _one_node(study: FusedStudy) -> dict[str, object]:
+    machine = study.machine
+    both_ways = 2 * float(machine.links.usable_gbps)
+    return {"gpus": machine.gpus, "gpu": machine.title.split()[-1], "link_GBps": both_ways}
+
+
+def _two_nodes(study: FusedStudy) -> dict[str, float]:
+    machine = study.across
+    return {"nodes": machine.nodes, "gpus_per_node": machine.gpus, "ib_GBps": float(machine.links.network_gbps)}
+
+
+def _extremes(study: FusedStudy) -> list[float]:
+    means = [mean(times) for times in (study.embeddings, study.gemvs, study.gemms, study.embeddings_across)]
+    return [min(means), max(means)]
+
+
+def _beats_hiding(study: FusedStudy) -> bool:
+    """True if no small batch, fused, takes as long as computation or collective alone."""
+    pairs = zip(EMBEDDINGS, study.embeddings_across, strict=True)
+    return all(one.fused.time_us < one.bound_us for operator, one in pairs if operator.batch == SMALL_BATCH)
+
+
+def _least(study: FusedStudy) -> int:
+    """Return the number of rows of the GEMV that gains least."""
+    pairs = zip(GEMVS, study.gemvs, strict=True)
+    return min(pairs, key=lambda pair: pair[1].lower_percent)[0].rows
+
+
+GAINS: tuple[tuple[str, str, Callable[[FusedStudy], float]], ...] = (
+    ("FU-EMB-01", "embedding\none node\nmean", lambda s: mean(s.embeddings)),
+    ("FU-EMB-02", "embedding\none node\nbest", lambda s: best(s.embeddings)),
+    ("FU-EMB-03", "embedding\ntwo nodes\nmean", lambda s: mean(s.embeddings_across)),
+    ("FU-EMB-04", "embedding\ntwo nodes\nbest", lambda s: best(s.embeddings_across)),
+    ("FU-GEMV-01", "GEMV\nmean", lambda s: mean(s.gemvs)),
+    ("FU-GEMV-02", "GEMV\nbest", lambda s: best(s.gemvs)),
+    ("FU-GEMM-01", "GEMM\nmean", lambda s: mean(s.gemms)),
+    ("FU-GEMM-02", "GEMM\nbest", lambda s: best(s.gemms)),
+)
+"""Claim, words, and its prediction at usual shapes: the paper's text has not all of them."""
+OCCUPANCIES = tuple(eighths / 8 for eighths in range(1, 9))
+
+
+def _published(*claim_ids: str) -> PublishedValue:
+    heights = tuple(published()[claim_id]["value"] for claim_id in claim_ids)
+    return PublishedValue("published", heights, tuple(range(len(heights))), line="")
+
+
+def _gain_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    def gains(changed: Machine) -> dict[str, list[float]]:
+        study = FusedStudy(changed)
+        return {"predicted, at shapes that stand in for the paper's": [predict(study) for _, _, predict in GAINS]}
+
+    return [
+        Panel(
+            curves=bands(machine, gains, SECTIONS if ranges else ()),
+            x=[words for _, words, _ in GAINS],
+            marks=[_published(*(claim_id for claim_id, *_ in GAINS))],
+            level=0,
+            xlabel="operator",
+            ylabel="time lower than unfused, %",
+        )
+    ]
+
+
+def _occupancy_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    def times(changed: Machine) -> dict[str, list[float]]:
+        study = FusedStudy(changed)
+        return {"predicted, fitted": [study.occupied_us(share) / study.occupied_us(0.75) for share in OCCUPANCIES]}
+
+    rise, fall = (published()[f"FU-OCC-0{number}"]["value"] for number in (2, 3))
+    heights = (1 / (1 + rise / 100), 1.0, 1 + fall / 100)
+    return [
+        Panel(
+            curves=bands(machine, times, SECTIONS if ranges else ()),
+            x=OCCUPANCIES,
+            marks=[PublishedValue("published", heights, (0.25, 0.75, 0.875), line="")],
+            log=False,
+            low=0,
+            xlabel="occupancy",
+            ylabel="time over that at 75%",
+        )
+    ]
+
+
+def _skew_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    def skews(changed: Machine) -> dict[str, list[float]]:
+        return {"predicted; bags are not in the text": [FusedStudy(changed).skew_percent(order) for order in ORDERS]}
+
+    return [
+        Panel(
+            curves=bands(machine, skews, SECTIONS if ranges else ()),
+            x=ORDERS,
+            marks=[_published("FU-SKEW-02", "FU-SKEW-01")],
+            xlabel="order of the work",
+            ylabel="second node later, %",
+        )
+    ]
+
+
+FIGURES = tuple(
+    PaperFigure(numbers=numbers, name=name, title=f"{words}: {{machine}}, predicted", panels=panels)
+    for numbers, name, words, panels in (
+        (("8", "9", "10", "12"), "fused-published-gains", "Fused operators paper, gains", _gain_panels),
+        (("13",), "fused-published-occupancy", "Fused operators paper, time over occupancy", _occupancy_panels),
+        (("14",), "fused-published-skew", "Fused operators paper, skew", _skew_panels),
+    )
+)
+PAPER = Paper(
+    numbers=("001",),
+    machine=MACHINE,
+    context=lambda machine, version: FusedStudy(machine),
+    checks=checks(),
+    sections=SECTIONS,
+    misses=MISSES,
+    given=GIVEN,
+    not_modelled=NOT_MODELLED,
+    figures=FIGURES,
+)

@@ -1,1 +1,0 @@
-"""Studies on machines that need not be here."""
