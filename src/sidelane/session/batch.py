@@ -21,7 +21,7 @@ from sidelane.session.lists import ListedCall, Tensors
 class Batched:
     """Collects collectives, and runs all of them as one call when its ``with`` block ends (``Communicator.batch``).
 
-    Its methods take the arguments of the communicator's methods, including lists; they check nothing and return nothing.
+    Its methods take the arguments of the communicator's methods, lists included; they check and return nothing.
     The collectives have no order among each other: none may read or write the bytes that another one writes. A block
     that ends with an error runs none of them.
 

@@ -228,7 +228,7 @@ class BoundProgram:
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
-        """Fire a trigger at once. The work that computes the bytes that it releases must have ended. See :meth:`trigger`."""
+        """Fire a trigger at once (see :meth:`trigger`). The work that computes its bytes must have ended."""
         self._check_number("trigger_from_host", number)
         self._refuse_graphs("trigger_from_host")
         with self._calls.failing_for_good():

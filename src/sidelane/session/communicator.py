@@ -118,7 +118,7 @@ class Communicator:
         Raises:
             MismatchError: the sizes differ between ranks; nothing was allocated.
             PeerTimeoutError: a rank did not make the call in time.
-            UnavailableError: the device has no more memory, or ``Config.memory_bytes`` are reserved; on all ranks alike.
+            UnavailableError: there is no more memory, or ``Config.memory_bytes`` are reserved; on all ranks alike.
         """
         return self._empty(size, dtype)
 
@@ -421,8 +421,9 @@ class Communicator:
             flags: number of flags that it has for each sender.
 
         Returns:
-            The loaded kernel (docs/guide/own-kernels.md): ``push = communicator.load_kernel(push_tiles, flags=8)``, then
-            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank.
+            The kernel, to be launched on every rank (docs/guide/own-kernels.md):
+            ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)``.
 
         Raises:
             TypeError, ValueError: ``kernel`` is no kernel, or ``flags`` is out of range; nothing was allocated.
@@ -462,7 +463,7 @@ class Communicator:
 
     @leaving_modes
     def reach(self, tensor: torch.Tensor) -> Reached:
-        """Return the way in which peers reach a tensor (``symmetric``, ``mapped``, ``staged``), and why. Not collective.
+        """Return how peers reach a tensor (``symmetric``, ``mapped`` or ``staged``), and why. Not collective.
 
         A ``mapped`` tensor is staged nevertheless if the tensor of another rank is, and in asynchronous calls that do
         not go ahead (docs/internals/reach.md; :meth:`last_choice` tells whether a call did). A tensor in a
