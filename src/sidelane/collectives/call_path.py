@@ -152,7 +152,9 @@ class CallPath:
 
         Args:
             asked: kind and arguments of the call.
-            variant, beside, async_op: see ``Communicator.all_gather``.
+            variant: see ``Communicator.all_gather``.
+            beside: see ``Communicator.all_gather``.
+            async_op: see ``Communicator.all_gather``.
             remember: compiled code may make the call when it comes again.
 
         Raises:

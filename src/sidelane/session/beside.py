@@ -31,7 +31,8 @@ def beside(
     """See ``Communicator.beside``.
 
     Args:
-        gemm, us: see there.
+        gemm: see there.
+        us: see there.
         device: device of the communicator.
         capturing: a graph is being captured.
         slowest_of: replaces each value of a tensor by the greatest of all ranks. Collective.

@@ -359,7 +359,8 @@ class Communicator:
         """Make an :meth:`all_gather` ready to be submitted ahead of its call and fired later. Collective.
 
         Args:
-            output, input: see :meth:`all_gather`; the handle keeps both.
+            output: see :meth:`all_gather`; the handle keeps it.
+            input: see :meth:`all_gather`; the handle keeps it.
             variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
             host_trigger: allow ``trigger_from_host()``; the engines then see any trigger a little later.
             beside: see :meth:`all_gather`.

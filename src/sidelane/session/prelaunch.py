@@ -265,7 +265,9 @@ def prepare_prelaunched(
         path: call path of the lane.
         kind: ``all_gather`` or ``all_to_all``.
         tensors: output and input.
-        variant, host_trigger, beside: see ``Communicator.prepare_all_gather``.
+        variant: see ``Communicator.prepare_all_gather``.
+        host_trigger: see ``Communicator.prepare_all_gather``.
+        beside: see ``Communicator.prepare_all_gather``.
         details: see ``CallRequest``.
 
     Raises:
