@@ -29,14 +29,14 @@ WARPS = 16
 
 
 def arrange(site: LaunchSite, outputs: tuple[int, ...], input: int, part_bytes: int, *, distinct: bool) -> Launch:
-    """How to move one part a pair of ranks.
+    """Make the launch that moves one part for each pair of ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         outputs: address of each rank's output of ``world_size`` parts.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
-        part_bytes: of a part.
-        distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
+        part_bytes: size of a part.
+        distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
     """
     constants = {
         "N": site.world_size,

@@ -51,15 +51,15 @@ def arrange(
     total_bytes: int,
     reduction: Reduction,
 ) -> Launch:
-    """How to reduce shards, and give the results to all.
+    """Make the launch that reduces shards and stores the results on all ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         outputs: address of each rank's output of ``total_bytes``.
         input: address of as many.
         stagings: address of each rank's staging, aligned to 16 bytes: ``Chunks.peer_bytes`` for each of its peers.
-        shard_bytes: of a shard, a whole number of elements.
-        total_bytes: of an input; its last shards may be shorter or empty.
+        shard_bytes: size of a shard, a whole number of elements.
+        total_bytes: size of an input; its last shards may be shorter or empty.
         reduction: operation and dtype.
     """
     chunks = reduce_chunks.chunks_of(shard_bytes, site.most_blocks)
@@ -120,7 +120,7 @@ def _reduce_push(
 
 @triton.jit
 def _in_slot(tile, chunk, rounds, source, owner, peer_bytes, TILE_BYTES: tl.constexpr):
-    """Where in its staging the owner of a tile has what ``source``, another rank, sent in some chunk."""
+    """Return the offset, in the staging of a tile's owner, of the bytes that ``source``, another rank, sent in a chunk."""
     peer = source - (source > owner).to(tl.int64)
     slot = (chunk % SLOTS - chunk) * rounds * tl.num_programs(0)
     return peer * peer_bytes + (tile + slot) * TILE_BYTES
@@ -186,7 +186,7 @@ def _reduce_tile(
     N: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
     INPUT_ALIGNED: tl.constexpr, OUTPUT_ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce what all ranks have of a tile, in the order of the ranks."""
+    """Reduce a tile over all ranks, in the order of the ranks."""
     offsets = tl.arange(0, TILE)
     mask = None if WHOLE else offsets < tl.minimum(tl.maximum(length - tile * TILE, 0), TILE).to(tl.int32)
     begin = (rank * shard + tile * TILE) * ELEMENT_BYTES
