@@ -120,7 +120,7 @@ def _reduce_push(
 
 @triton.jit
 def _in_slot(tile, chunk, rounds, source, owner, peer_bytes, TILE_BYTES: tl.constexpr):
-    """Return the offset, in the staging of a tile's owner, of the bytes that ``source``, another rank, sent in a chunk."""
+    """Return the offset, in the staging of a tile's owner, of bytes that another rank, ``source``, sent in a chunk."""
     peer = source - (source > owner).to(tl.int64)
     slot = (chunk % SLOTS - chunk) * rounds * tl.num_programs(0)
     return peer * peer_bytes + (tile + slot) * TILE_BYTES
