@@ -85,7 +85,7 @@ class SymmetricHeap:
         self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
         self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
-        self._gone_pools: collections.deque[str] = collections.deque()  # by whoever has the last reference
+        self._gone_pools: collections.deque[str] = collections.deque()  # filled where a last reference is dropped
         self._lock = forks.rlock()
         _know(self)
 
@@ -238,7 +238,7 @@ class LaneMemory:
         self._numbers = itertools.count(number * _LANE_NUMBERS)
         self._pool = BlockAllocator(world_size)
         self._segments: dict[int, SymmetricBlock] = {}
-        self._dropped: collections.deque[int] = collections.deque()  # by whoever has the last reference
+        self._dropped: collections.deque[int] = collections.deque()  # filled where a last reference is dropped
         self._unsaid: list[int] = []
 
     def what_is_dropped(self) -> str:

@@ -15,7 +15,7 @@ has tiles of every owner in turn.
 Equivalent: ``exchange_cells`` or ``reduce_cells`` for each tensor. In place is fine: a block stages all that lies where
 it writes before it writes.
 
-Legend: N ranks; SHARDS shards in what is staged (1 or N); GATHER: two shots; PIECES and WORDS as in ``list_table``;
+Legend: N ranks; SHARDS shards in the staging (1 or N); GATHER: two shots; PIECES and WORDS as in ``list_table``;
 NARROW the bytes of an access in tiles that are not wide; UNIT and TILE as in ``memory``; OP is empty for what only
 moves. Stagings are in the order of the ranks.
 """
@@ -47,7 +47,7 @@ WARPS = 16
 
 
 def tile_bytes(reduction: Reduction | None) -> int:
-    """Size of a tile."""
+    """Return the size of a tile in bytes."""
     return MOVED_TILE_BYTES if reduction is None else REDUCED_TILE_BYTES
 
 

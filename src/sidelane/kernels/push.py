@@ -6,9 +6,9 @@
     rank 0   ready? | input -> part 0 of every output | done?
     rank 1   ready? | input -> part 1 of every output | done?
 
-``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed whatever used
-the output before. ``done``: until it has stored everything. Block b of every rank moves the same tiles of each part, so
-blocks depend on blocks of their number only.
+``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed all work that
+used the output before. ``done``: until that block has stored everything. Block b of every rank moves the same tiles of
+each part, so that blocks depend on blocks of their number only.
 
 Equivalent: see ``exchange_cells``. In place for all_gather only: an all_to_all would overwrite what peers have to send.
 

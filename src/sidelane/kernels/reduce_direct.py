@@ -7,8 +7,8 @@
     rank 1   ready? | shard 1 of every input -> reduce -> output (two shots: every output) | done?
 
 ``ready``: each block waits until the block of its number runs on every peer, whose stream has then written the input
-and passed whatever used the output before. ``done``: until it has read and stored everything. Block b of every rank
-handles the same tiles of each shard, so blocks depend on blocks of their number only.
+and passed all work that used the output before. ``done``: until that block has read and stored everything. Block b of
+every rank handles the same tiles of each shard, so that blocks depend on blocks of their number only.
 
 Equivalent: see ``reduce_cells``. For an all_reduce in one shot there is one shard, which every rank reduces. In place
 is fine but for that: shard r of any input is read by rank r only, before shard r of any output is stored, by rank r.

@@ -5,13 +5,12 @@
 
     rank 0   ready? | chunk 0 of every shard -> stagings, signal | chunk 1 -> stagings, signal | ...
                                             chunk 0 from all? reduce -> every output | ...         | done?
-    rank 1   likewise
+    rank 1   the same, with its shard
 
-``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed whatever used
-its staging and its output before. Then it works in chunks
-(``program/reduce_chunks.py``): while those of its peers are on their way, it reduces the ones before out of its own
-staging. Block b of every rank handles the same tiles of each shard, so blocks depend on blocks of their number only.
-``done``: until all results have been stored.
+``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed all work that
+used its staging and its output before. Then it works in chunks (``program/reduce_chunks.py``): while those of its peers
+are on their way, it reduces the previous ones from its own staging. Block b of every rank handles the same tiles of
+each shard, so that blocks depend on blocks of their number only. ``done``: until all results have been stored.
 
 An input may be an output: shard r is overwritten by rank r, in tiles that all others have sent to it.
 

@@ -157,7 +157,7 @@ class Exchange:
                 self._look_around(what, ranks)
             if now - began > self._timeout_s:
                 named = ", ".join(map(str, ranks))
-                if self._number == 1:  # nobody has met
+                if self._number == 1:  # the ranks have never met
                     named += ": every rank of the group makes its communicators, in one order"
                 raise PeerTimeoutError(
                     f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "

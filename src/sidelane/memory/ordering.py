@@ -1,4 +1,4 @@
-"""The one memory fence of the host code, for data that another process reads while nobody holds a common lock.
+"""The one memory fence of the host code, for data that another process reads without a common lock.
 
 Why a fence at all. A rank writes bytes, then a word that says "the bytes are there". x86 makes the stores of one core
 visible in order. ARM does not: another process may see the word first. Python offers no barrier by name. The GIL is

@@ -489,7 +489,7 @@ class _Planner:
         first = [(n, command) for n, (index, command) in enumerate(main) if not self.stream_of[index]]
         last_move = max((n for n, c in first if not isinstance(c, Signal | Wait | Stamp)), default=-1)
         while (last_move + 1, Stamp) in [(n, type(c)) for n, c in first]:
-            last_move += 1  # what is stamped there is the end of the copies, not of what joins them
+            last_move += 1  # the stamp marks the end of the copies, not of the streams that join
         marks = {c.flag for n, c in first if n <= last_move and isinstance(c, Signal)}
         if not all(self._waited(stream) <= marks for stream in asides):
             return [], len(self.commands)

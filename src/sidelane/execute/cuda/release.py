@@ -37,7 +37,7 @@ READ_CAPACITY = 512
 
 _READ_PATIENCE_S = 0.02
 _RELEASE_PATIENCE_S = 0.1
-_LEAVING_S = 5.0  # that a copy may take to be asked for once the streams have been let go
+_LEAVING_S = 5.0  # seconds that submitting a copy may take once the streams have been released
 _MAX_BATCH = 255
 
 
@@ -52,7 +52,7 @@ class FlagRescue:
         self._scratch = driver.host_words(len(self._lanes) * MAX_NODE_RANKS * READ_CAPACITY)
         self._reader: threading.Thread | None = None
         self._reads_on: int | None = None  # the lane that it is busy with
-        # By address of a flag memory of this rank: how many flags, and the values that waits for equality ask for.
+        # By address of a flag memory of this rank: number of flags, and the values of waits for equality.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
 
     def register(self, program: Program, rank: int, addresses: Addresses) -> None:

@@ -171,7 +171,7 @@ class CudaSite:
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
-        self.programs: Alike[Any] = Alike()  # of copy engines; whoever loads knows their types
+        self.programs: Alike[Any] = Alike()  # of copy engines; the code that loads them knows their types
         self.kernels: Alike[Any] = Alike()
         self.timeout_s = timeout_s
         self.closed = False
@@ -197,7 +197,7 @@ class CudaSite:
             self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
             self._tables = DeviceTables(self.driver, self.create_stream())
-            for trigger in (self.trigger_word, self.host_trigger.address):  # whoever has passed one writes DONE itself
+            for trigger in (self.trigger_word, self.host_trigger.address):  # streams that pass one write DONE
                 self.rescue.register_word(trigger)
         self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
@@ -278,7 +278,7 @@ class CudaSite:
         with self.driver.current():
             if self not in _stuck:
                 with self.lock:
-                    self._tables.close()  # while the thread still lets go what waits in vain
+                    self._tables.close()  # while the thread still releases waits that cannot end
             self._end_watch()
             self.rescue.close()
             for event in (self.into, self.out_of, self._turn):

@@ -75,7 +75,7 @@ class _Search:
     def stall(self, rank: int) -> Stall:
         own = [(queue, index) for queue in self.program.queues_of(rank) if (index := self._stop(queue)) is not None]
         waiting = "; ".join(_where(queue, index) for queue, index in own)
-        # Follow who waits for whom, from every open wait of this rank; whoever is not held back itself is at fault.
+        # Follow the waits-for graph from every open wait of this rank; a rank without an open wait is at fault.
         culprits: dict[int, str] = {}
         seen: set[tuple[int, str]] = set()
         todo = [
@@ -96,7 +96,7 @@ class _Search:
                 elif key not in seen:
                     seen.add(key)
                     todo.append((sender, stop))
-        if not culprits:  # everybody waits for somebody: name those that this rank waits for
+        if not culprits:  # all ranks wait for each other: name those for which this rank waits
             for queue, index in own:
                 senders = self._senders_of(queue, index)
                 for sender, position in senders:

@@ -46,7 +46,7 @@ class DeviceTables:
         self._chunks: list[int] = []
         self._rest: Block = (0, 0)
         self._free: dict[int, list[int]] = collections.defaultdict(list)
-        self._released: collections.deque[Block] = collections.deque()  # nobody refers to them any more
+        self._released: collections.deque[Block] = collections.deque()  # no longer referenced
         self._waiting: collections.deque[tuple[int, list[Block]]] = collections.deque()  # behind an event
         self._events: list[int] = []
 

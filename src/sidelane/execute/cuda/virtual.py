@@ -166,7 +166,7 @@ class DriverVirtualMemory:
             try:
                 self._driver.call("cuMemMap", self._api.CUdeviceptr(address), nbytes, 0, handle, 0)
             finally:
-                self._driver.call("cuMemRelease", handle)  # what is mapped stays
+                self._driver.call("cuMemRelease", handle)  # the mapping stays
             try:
                 access = self._api.CUmemAccessDesc()
                 access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

@@ -93,7 +93,7 @@ class CapturedMemory:
 
 STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
 HOST_WORDS = BOARD + BOARD_WORDS
-_GRACE_S = 0.2  # a peer that died may have done its part: what is in flight may still end well
+_GRACE_S = 0.2  # a peer that died may have done its part, and the invocation may still complete
 _READ_S = 1.0
 _LONGEST_SLEEP_S = 1e-3
 
@@ -141,7 +141,7 @@ class DeviceWatch:
         self._running: collections.deque[tuple[int, tuple[Program, Addresses]]] = collections.deque()
         self._first: WatchedProgram | None = None
         self._captured: list[WatchedProgram] = []
-        self._captured_memory, self._last_busy = CapturedMemory(), 0  # of what was recorded last
+        self._captured_memory, self._last_busy = CapturedMemory(), 0  # of the last recorded program
         self._subject: WatchedProgram | None = None
         self._since: float | None = None
         self._doomed_since: float | None = None
