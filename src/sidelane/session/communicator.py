@@ -392,7 +392,7 @@ class Communicator:
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
-        """Prove a program of one's own and bind it to tensors, to call it like a collective. Collective.
+        """Prove the caller's own program and bind it to tensors, to call it like a collective. Collective.
 
         Args:
             program: the same on every rank (docs/internals/programs.md). Its claim is a collective, with the buffers
@@ -414,7 +414,7 @@ class Communicator:
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
-        """Give a Triton kernel of one's own flags, by which it meets its peers. Collective.
+        """Give the caller's own Triton kernel its flags, by which it synchronizes with its peers. Collective.
 
         Args:
             kernel: made by ``triton.jit``. Its first argument is the context, for the functions of

@@ -273,7 +273,7 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 @untraced
 class Lane:
-    """An order of calls: calls of one lane follow each other on every rank, calls of two lanes do not wait.
+    """An order of calls: calls of one lane follow each other, calls of two lanes do not wait for each other.
 
     Made by :meth:`Session.lane`. ``Communicator(lane)`` makes its collectives; tensors from ``empty`` of any lane are
     symmetric in all lanes of the session. Each lane has streams and threads of its own, and is used by one thread at a
