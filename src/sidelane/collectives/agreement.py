@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? Compared through the control block, before any of them moves a byte."""
+"""Comparison of a call between all ranks, through the control block, before any of them moves a byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Splits:
 
 
 OFFER = " offer "
-"""Stands behind the split sizes, in front of the memory that a rank offers (``reach``)."""
+"""Separator in a post between the split sizes and the memory that the rank offers (``reach``)."""
 
 
 def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> None:
@@ -42,7 +42,7 @@ def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> No
         MismatchError: two ranks made different calls; both are named.
     """
     texts = [post.common for post in posts]
-    # What a rank posts that compared first repeats what is found here.
+    # The refusal of a rank that compared first (it blames another one) only repeats the cause that is found here.
     refused = [(post.rank, post.refusal) for post in posts if post.refusal is not None and post.blames is None]
     if refused:
         culprit, reason = refused[0]
@@ -52,7 +52,7 @@ def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> No
         found = f"call {call}: ranks made different calls: rank 0: {texts[0]}; rank {other}: {texts[other]}"
     else:
         return
-    # A rank that had made its call before did not compare; it finds the refusal while it waits for this one.
+    # A rank that knew the call from before has not compared; it finds the refusal while it waits for this rank.
     control.post_call(call, posts[control.rank].signature, refusal=found, blames=culprit)
     if refused:
         raise PeerError(found, ranks=[rank for rank, _ in refused])
@@ -62,17 +62,18 @@ def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> No
 def with_splits(
     head: str, output_bytes: Sequence[int], input_bytes: Sequence[int], output: Region, input: Region
 ) -> str:
-    """The signature of an uneven all_to_all: ``head`` is compared, the rest is for :func:`agree_on_splits`."""
+    """Return the signature of an uneven all_to_all: ``head`` is compared, :func:`agree_on_splits` reads the rest."""
     own = [list(input_bytes), list(output_bytes), _shown(input), _shown(output)]
     return head + SPLITS + json.dumps(own, separators=(",", ":"))
 
 
 def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> Splits:
-    """Put together what the ranks posted.
+    """Combine the split sizes and tensor places that all ranks posted, after comparing the calls.
 
     Raises:
-        As :func:`compare`, and MismatchError where a rank expects other sizes than its peer sends, or where tensors lie
-            in different places.
+        PeerError: as :func:`compare`.
+        MismatchError: as :func:`compare`; also where a rank expects other sizes than its peer sends, or where tensors
+            lie in different places.
     """
     compare(control, call, posts)
     sent, expected, inputs, outputs = zip(
@@ -86,13 +87,13 @@ def agree_on_splits(control: ControlBlock, call: int, posts: Sequence[PostedCall
                     f"which expects {expected[dst][src]}"
                 )
     output_place = _common(call, "output", outputs)
-    # Where the output can be written by the peers, it does not matter where an input lies.
+    # If the peers can write into the output, the place of an input does not matter.
     input_place = None if output_place is not None else _common(call, "input", inputs)
     return Splits(tuple(tuple(row) for row in sent), input_place, output_place)
 
 
 def _shown(region: Region) -> object:
-    """What the others need to know: nothing of a tensor without bytes, else its place (0: ordinary memory)."""
+    """Return the place of a tensor as peers read it: None without bytes, 0 for ordinary memory, else block, offset."""
     return None if not region.nbytes else list(region.place) if region.place else 0
 
 

@@ -1,4 +1,7 @@
-"""Which bytes of its segments a lane has given out. The same on all ranks, which decide alike from what all know."""
+"""Allocator of symmetric memory: the bytes of a lane's segments that are in use.
+
+Every rank runs the same allocator on the same input, so that all of them give out the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 ALIGNMENT = 512
-"""Of what is given out, in bytes and in place."""
+"""Bytes to which sizes and offsets of allocations are rounded."""
 
 SEGMENT_BYTES = 2 << 20
-"""Segments are multiples of this, as the memory of GPUs is."""
+"""Bytes of which the size of a segment is a multiple: the granularity of GPU memory."""
 
 MOST_TEXT = 900
-"""Characters in which a rank says what it has dropped; what does not fit is said next time."""
+"""Largest number of characters in which a rank lists dropped ranges; those that do not fit follow in its next list."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,10 +25,10 @@ class MemoryUse:
     """Symmetric memory of one rank, in bytes; the same on all ranks.
 
     Attributes:
-        reserved: in segments, which stay until the end of the lane.
-        used: given out, and not yet given back by all ranks.
-        most: that may be reserved; None for what the device has.
-        own: what calls have for themselves beside that: flags, and staging for ordinary tensors.
+        reserved: bytes in segments, which stay until the end of the lane.
+        used: bytes that are given out and that not all ranks have dropped yet.
+        most: largest number of bytes that may be reserved; None: as many as the device has.
+        own: further bytes that calls need: flags, and staging for ordinary tensors.
     """
 
     reserved: int
@@ -35,7 +38,7 @@ class MemoryUse:
 
     @classmethod
     def of_all(cls, uses: Iterable[MemoryUse]) -> MemoryUse:
-        """Several together."""
+        """Add up several of them."""
         found = tuple(uses)
         sums = (sum(getattr(use, name) for use in found) for name in ("reserved", "used", "own"))
         reserved, used, own = sums
@@ -47,9 +50,9 @@ class Range:
     """Bytes of a segment.
 
     Attributes:
-        segment: its number.
-        offset: in it.
-        nbytes: multiple of ``ALIGNMENT``.
+        segment: number of the segment.
+        offset: first byte in the segment.
+        nbytes: size in bytes, a multiple of ``ALIGNMENT``.
     """
 
     segment: int
@@ -61,7 +64,7 @@ class BlockAllocator:
     """Gives out ranges of segments, smallest hole first, and takes them back.
 
     Args:
-        world_size: ranks that must have dropped a range.
+        world_size: number of ranks that must have dropped a range before it is free.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -78,7 +81,7 @@ class BlockAllocator:
         return sum(found.nbytes for found in self._given.values())
 
     def take(self, nbytes: int) -> tuple[int, Range] | None:
-        """Give out ``nbytes`` (> 0): a number, of which there is one only, and where. None where there is no room."""
+        """Give out ``nbytes`` (> 0). Return the allocation's unique number and range; None if there is no room."""
         wanted = rounded(nbytes, ALIGNMENT)
         fitting = [hole for hole in self._holes if hole.nbytes >= wanted]
         if not fitting:
@@ -92,12 +95,12 @@ class BlockAllocator:
         return number, found
 
     def grow(self, segment: int, nbytes: int) -> None:
-        """Have one more segment."""
+        """Add a segment."""
         self.reserved += nbytes
         bisect.insort(self._holes, Range(segment, 0, nbytes), key=_place)
 
     def drop(self, numbers: Iterable[int]) -> list[Range]:
-        """A rank has dropped ranges. Those that all ranks have dropped by now, which can be given out again."""
+        """Note that one rank has dropped ranges. Return those that all ranks have dropped and that are free now."""
         free: list[Range] = []
         for number in numbers:
             self._dropped[number] += 1
@@ -121,7 +124,7 @@ class BlockAllocator:
 
 
 def rounded(nbytes: int, multiple: int) -> int:
-    """The next multiple.
+    """Round up to the next multiple.
 
     >>> rounded(1, 512), rounded(512, 512), rounded(513, 512)
     (512, 512, 1024)
@@ -130,7 +133,7 @@ def rounded(nbytes: int, multiple: int) -> int:
 
 
 def as_text(numbers: Sequence[int]) -> tuple[str, int]:
-    """Numbers that grow, and how many of them fit into the text.
+    """Write ascending numbers as text. Return the text, and how many of the numbers fit into ``MOST_TEXT``.
 
     >>> as_text([3, 4, 5, 9])
     ('3-5,9', 4)
@@ -150,7 +153,7 @@ def as_text(numbers: Sequence[int]) -> tuple[str, int]:
 
 
 def from_text(text: str) -> list[int]:
-    """What :func:`as_text` has written.
+    """Read the numbers that :func:`as_text` has written.
 
     >>> from_text("3-5,9"), from_text("")
     ([3, 4, 5, 9], [])

@@ -1,4 +1,4 @@
-"""Calls whose programs take turns (``program/builders/alternating.py``): whose turn it is, and where slots lie."""
+"""Alternating calls (``program/builders/alternating.py``): which of two programs runs next, and their slots."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 
 OPENING = TURNS
-"""The turn of the opening program."""
+"""Turn number of the opening program."""
 
 SLOTS_BYTES = staging_of(SLOT_BYTES)
-"""What the eager calls of a rank need, and once more what those in graphs need."""
+"""Bytes of slots for the eager calls of a rank; the calls in graphs need as many again."""
 
 FLAGS = flags_of(MAX_NODE_RANKS)
-"""What programs need that may share flags."""
+"""Number of flags for all alternating programs together: they may share them."""
 
 
 class CallTurns:
     """Counts the alternating calls of one communicator, as every rank of it does.
 
     Args:
-        capture_of: number of the capture that a place is in, never used twice.
+        capture_of: returns the number of the capture that a place is in; numbers are never used twice.
 
     Attributes:
-        next_eager: the next eager turn.
+        next_eager: number of the next eager turn, 0 or 1.
     """
 
     def __init__(self, capture_of: Callable[[Place], int]) -> None:
@@ -46,7 +46,7 @@ class CallTurns:
         """Take the next turn of a graph: ``OPENING``, which is a turn 0, and then 1, 0, 1, 0 ..."""
         capture = self._capture_of(place)
         if capture != self._capture:
-            # Captures that take turns themselves each begin anew: an opening may follow anything.
+            # Each capture starts with an opening, which may follow any call.
             self._capture, self._captured = capture, 1
             return OPENING
         turn = self._captured
@@ -55,14 +55,14 @@ class CallTurns:
 
 
 class AlternatingProgram:
-    """The programs of an alternation, loaded: each call runs that of its turn.
+    """The loaded programs of an alternation. Each call runs the program of its turn.
 
     Args:
-        alternation: what to run.
+        alternation: the programs.
         load: loads one program.
-        turns: of the communicator.
-        captured: for a graph.
-        late: load each program when its turn comes: it may never be that of the other.
+        turns: turn counter of the communicator.
+        captured: the call is recorded into a graph.
+        late: load each program when its turn first comes, since the call may be made only once.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class AlternatingProgram:
         self._programs: tuple[Program, ...] = (*alternation.turns, *opening)
         self._load, self._turns, self._captured = load, turns, captured
         self._take_turn = turns.captured if captured else turns.eager
-        # A call in a graph has one turn for good. Others will have both: loaded now, off the path of the calls.
+        # A call in a graph keeps one turn. Eager calls take both, so that both programs are loaded before any call.
         self._loaded = [None if opening or late else load(program) for program in self._programs]
 
     @property
     def program(self) -> Program:
-        """That of turn 0."""
+        """The program of turn 0."""
         return self._programs[0]
 
     def repetition(self, place: Place) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`; what every other call does."""
+        """Return the repetition of the program that every other call runs (see ``execute.base.Runnable``)."""
         turns = self._turns
         turn = 1 - turns.next_eager
         loaded = self._loaded[turn]
@@ -97,7 +97,7 @@ class AlternatingProgram:
         return dataclasses.replace(found, turn=(turns, "next_eager", turn, 1 - turn))
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`; likewise."""
+        """Return the movable form of the program that every other call runs (see ``execute.base.Runnable``)."""
         turn = 1 - self._turns.next_eager
         loaded = self._loaded[turn]
         found = None if self._captured or loaded is None else loaded.movable(place, buffers)

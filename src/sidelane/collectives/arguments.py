@@ -1,4 +1,7 @@
-"""From the tensors of a call to what is asked: shapes, dtypes, devices and overlaps are checked here only."""
+"""Validation of a call's tensors, and their translation into a request.
+
+Shapes, dtypes, devices and overlaps are checked here only.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,13 @@ EMPTY = Region(0, 0)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """One rank's view of a call: the collective, and where its own input and output lie (in place: the same bytes)."""
+    """One rank's view of a call: the collective, and the regions of its own input and output (in place: they overlap).
+
+    Attributes:
+        collective: the collective.
+        input, output: bytes of the rank's own tensors.
+        dtype: element type of both.
+    """
 
     collective: Collective
     input: Region
@@ -32,11 +41,11 @@ class Request:
 
     @property
     def whole(self) -> Region:
-        """In place, the bytes that hold both input and output: the only buffer that the program knows."""
+        """The region that holds both input and output of an in-place call: the only buffer that its program knows."""
         return self.output if self.output.nbytes >= self.input.nbytes else self.input
 
     def region(self, buffer: Buffer) -> Region:
-        """The bytes that a program knows as ``input`` or ``output``."""
+        """Return the region that a program knows as ``input`` or ``output``."""
         return self.whole if self.collective.in_place else self.input if buffer == Buffer.INPUT else self.output
 
     @property
@@ -44,18 +53,25 @@ class Request:
         """Places of input and output as far as all ranks must agree on them; None: ordinary memory, or any place."""
         kind = self.collective.kind
         if self.collective.in_place:
-            # Each rank's part lies elsewhere in the whole, which is what has to be at one place on all ranks.
+            # Each rank's part has its own offset in the whole; it is the whole that must be at one place on all ranks.
             return self.whole.place, self.whole.place
         if kind in REDUCING:
             return self.input.place, None if kind is Kind.REDUCE_SCATTER else self.output.place
         output = None if kind is Kind.GATHER else self.output.place
-        # Where peers write into the output, it is its own rank's business where an input lies.
+        # If peers write into the output, nobody but its own rank uses the place of an input.
         return None if kind is Kind.SCATTER or output is not None else self.input.place, output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arguments:
-    """Turns tensors into requests for one lane on one device."""
+    """Translates tensors into requests for one lane on one device.
+
+    Attributes:
+        rank, world_size: this process and its group.
+        device: the only device whose tensors are accepted.
+        heap: symmetric memory of the session.
+        compared: tensors in pools whose places the ranks have compared.
+    """
 
     rank: int
     world_size: int
@@ -64,7 +80,7 @@ class Arguments:
     compared: ComparedStorages = dataclasses.field(default_factory=ComparedStorages)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Request:
-        """``output`` holds ``world_size`` times the elements of ``input``."""
+        """Check an all_gather: ``output`` must hold ``world_size`` times the elements of ``input``."""
         self._same_dtype("all_gather", output, input)
         if output.numel() != self.world_size * input.numel():
             raise ValueError(
@@ -77,7 +93,7 @@ class Arguments:
         return Request(collective, input_region, output_region, input.dtype)
 
     def all_to_all(self, output: torch.Tensor, input: torch.Tensor, copies_own: object = True) -> Request:
-        """Equal splits: both tensors hold ``world_size`` equal parts."""
+        """Check an all_to_all with equal splits: both tensors must hold ``world_size`` equal parts."""
         _check_own(copies_own)
         self._same_dtype("all_to_all", output, input)
         if output.numel() != input.numel() or input.numel() % self.world_size:
@@ -124,7 +140,10 @@ class Arguments:
     def all_to_all_uneven(
         self, output: torch.Tensor, input: torch.Tensor, agreed: Splits, copies_own: bool = True
     ) -> Request:
-        """What ``agree.agree_on_splits`` found; this rank's own splits were checked before."""
+        """Return the request of an uneven all_to_all from the splits of all ranks (``agreement.agree_on_splits``).
+
+        This rank's own splits have been checked before, by :meth:`split_bytes`.
+        """
         output_region, input_region = (
             dataclasses.replace(region, block=place[0], offset=place[1]) if place else region
             for region, place in zip(
@@ -135,7 +154,7 @@ class Arguments:
         return Request(collective, input_region, output_region, input.dtype)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
-        """``input`` holds ``world_size`` times the elements of ``output``."""
+        """Check a reduce_scatter: ``input`` must hold ``world_size`` times the elements of ``output``."""
         self._same_dtype("reduce_scatter", output, input)
         if input.numel() != self.world_size * output.numel():
             raise ValueError(
@@ -149,7 +168,7 @@ class Arguments:
         return Request(collective, input_region, output_region, input.dtype)
 
     def all_reduce(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
-        """Both tensors hold the same number of elements, any number."""
+        """Check an all_reduce: both tensors must hold the same number of elements, which may be any number."""
         self._same_dtype("all_reduce", output, input)
         if output.numel() != input.numel():
             raise ValueError(
@@ -164,14 +183,14 @@ class Arguments:
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Request:
-        """In place: the root's bytes replace everybody's."""
+        """Check a broadcast, which is in place: the root's bytes replace those of all other ranks."""
         check_tensors("broadcast", tensor)
         (region,) = self.regions("broadcast", tensor)
         collective = define.broadcast(tensor.nbytes, self.world_size, root, in_place=True)
         return Request(collective, region, region, tensor.dtype)
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, root: int) -> Request:
-        """The root's ``input`` holds ``world_size`` times the elements of each rank's ``output``."""
+        """Check a scatter: the root's ``input`` must hold ``world_size`` times the elements of ``output``."""
         check_tensors("scatter", output)
         collective = define.scatter([output.nbytes] * self.world_size, root)
         self._rooted_argument("scatter", "input", input, output, root)
@@ -182,7 +201,7 @@ class Arguments:
         return Request(collective, input_region, output_region, output.dtype)
 
     def gather(self, output: torch.Tensor | None, input: torch.Tensor, root: int) -> Request:
-        """The root's ``output`` holds ``world_size`` times the elements of each rank's ``input``."""
+        """Check a gather: the root's ``output`` must hold ``world_size`` times the elements of ``input``."""
         check_tensors("gather", input)
         collective = define.gather([input.nbytes] * self.world_size, root)
         self._rooted_argument("gather", "output", output, input, root)
@@ -210,7 +229,7 @@ class Arguments:
             )
 
     def regions(self, function: str, *tensors: torch.Tensor) -> tuple[Region, ...]:
-        """Where tensors lie. Raises ValueError for those that no call takes."""
+        """Return the regions of tensors. Raises ValueError for tensors that no call accepts."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise ValueError(f"{function}: layout (value={tensor.layout}, allowed=torch.strided)")
@@ -228,10 +247,10 @@ class Arguments:
         return tuple(self.locate(tensor) for tensor in tensors)
 
     def locate(self, tensor: torch.Tensor) -> Region:
-        """Where a contiguous tensor lies. One in a pool is symmetric once the ranks have compared where it lies.
+        """Return the region of a contiguous tensor; in a pool it is symmetric once the ranks have compared places.
 
         Raises:
-            As ``SymmetricHeap.locate``.
+            ValueError: as ``SymmetricHeap.locate``.
         """
         region = self.heap.locate(tensor)
         if region.nbytes and self.heap.pool_at(region.address) is not None and not self.compared.alike(tensor):
@@ -239,28 +258,28 @@ class Arguments:
         return region
 
     def anchor(self, tensor: torch.Tensor, address: int, nbytes: int, dtype: torch.dtype) -> int | None:
-        """Where symmetric memory lies, 0 for ordinary memory; None for a tensor that :meth:`regions` must look at.
+        """Return the address of a symmetric tensor, 0 for ordinary memory; None if :meth:`regions` must check it.
 
         Args:
             tensor: contiguous, no negated or conjugated view, and in no pool.
-            address: of it, not 0.
-            nbytes: of it, not 0.
-            dtype: of it.
+            address: its address, not 0.
+            nbytes: its size in bytes, not 0.
+            dtype: its element type.
         """
         if tensor.device != self.device or tensor.layout is not torch.strided:
             return None
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * dtype.itemsize + nbytes:
-            return None  # there is less memory than its shape says
+            return None  # the storage is smaller than the shape requires
         return self.heap.anchor(address, nbytes)
 
     def pooled(self, tensors: Sequence[torch.Tensor | None]) -> tuple[bool | None, ...] | None:
-        """For each tensor in a pool whether it is symmetric, None for others; None if there are no others."""
+        """Return for each tensor in a pool whether it is symmetric, None for others; None if none is in a pool."""
         if not self.heap.pools:
             return None
         found = tuple(
             None
             if not isinstance(tensor, torch.Tensor) or not tensor.nbytes or self.heap.pool_at(_address(tensor)) is None
-            else self.world_size == 1 or self.compared.alike(tensor)  # a rank by itself has nobody to ask
+            else self.world_size == 1 or self.compared.alike(tensor)  # a single rank has no peers to compare with
             for tensor in tensors
         )
         return None if all(each is None for each in found) else found
@@ -273,7 +292,7 @@ class Arguments:
             )
 
     def _in_place(self, function: str, whole: Region, part: Region, offset: int) -> bool:
-        """True if ``part`` is exactly the bytes of ``whole`` at ``offset``; any other overlap is an error."""
+        """Return True if ``part`` is exactly the bytes of ``whole`` at ``offset``; any other overlap is an error."""
         if not self.overlap(whole, part):
             return False
         if part.address == whole.address + offset:
@@ -289,7 +308,7 @@ class Arguments:
 
     @staticmethod
     def overlap(a: Region, b: Region) -> bool:
-        """True if two regions share bytes."""
+        """Return True if two regions share bytes."""
         return bool(a.nbytes and b.nbytes) and a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
     @staticmethod
@@ -311,15 +330,15 @@ def _check_own(copies_own: object) -> None:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it has none, as sparse ones
+    except RuntimeError:  # it has no address, such as a sparse tensor
         return 0
 
 
 def check_tensors(function: str, *tensors: object) -> None:
-    """Refuse what is not a tensor.
+    """Refuse arguments that are not tensors.
 
     Raises:
-        TypeError: with the type that was given.
+        TypeError: an argument is no tensor; its type is named.
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -327,9 +346,9 @@ def check_tensors(function: str, *tensors: object) -> None:
 
 
 def identities(tensors: Sequence[object]) -> Hashable:
-    """Everything about the tensors of a call that validation looks at.
+    """Return all properties of a call's tensors that validation depends on.
 
-    Every call comes here, and each question takes time: two ordinary tensors, as most calls have, are asked in a row.
+    Every call comes here, and reading a property takes time: the common case of two ordinary tensors is written out.
     """
     if len(tensors) == 2:
         a, b = tensors
@@ -339,7 +358,7 @@ def identities(tensors: Sequence[object]) -> Hashable:
             except RuntimeError:  # one has no address
                 at_a = at_b = 0
             dtype = a.dtype
-            # Where one dtype is complex and the other is not, the call is refused whatever else they are.
+            # If one dtype is complex and the other is not, validation refuses the call anyway.
             if at_a and at_b and not dtype.is_complex:
                 return (
                     (at_a, a.nbytes, dtype, a.is_contiguous(), a.is_neg()),
@@ -349,29 +368,29 @@ def identities(tensors: Sequence[object]) -> Hashable:
 
 
 def identity(tensor: object) -> Hashable:
-    """Everything about one tensor that validation looks at."""
+    """Return all properties of one tensor that validation depends on."""
     if not isinstance(tensor, torch.Tensor):
         return str(type(tensor))
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # it has none, as sparse ones
+    except RuntimeError:  # it has no address, such as a sparse tensor
         return str(type(tensor))
     dtype = tensor.dtype
     # Only complex tensors can be conjugated.
     ordinary = tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
-    if address:  # which lies on one device
+    if address:  # it tells the device, too
         return (address, tensor.nbytes, dtype, ordinary)
     return (address, tensor.nbytes, dtype, ordinary, tensor.device, tensor.layout)
 
 
 def op_name(op: object) -> str:
-    """``sum`` for ``"sum"`` and for ``torch.distributed.ReduceOp.SUM``."""
-    given = getattr(op, "op", op)  # ReduceOp(ReduceOp.SUM), as PyTorch hands it on, holds one
+    """Return the name of a reduction: ``sum`` for ``"sum"`` and for ``torch.distributed.ReduceOp.SUM``."""
+    given = getattr(op, "op", op)  # PyTorch passes ReduceOp(ReduceOp.SUM), whose attribute op is ReduceOp.SUM
     return given if isinstance(given, str) else str(getattr(given, "name", given)).lower()
 
 
 def aligned_shards(nbytes: int, world_size: int, alignment: int) -> tuple[int, ...]:
-    """Split bytes into one shard a rank, all but the last non-empty one equal and multiples of ``alignment``.
+    """Split bytes into one shard per rank. All but the last non-empty shard are equal multiples of ``alignment``.
 
     >>> aligned_shards(1000, 4, 256)
     (256, 256, 256, 232)

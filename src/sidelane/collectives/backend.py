@@ -1,4 +1,4 @@
-"""What a device adds to a communicator: its memory, its executor, and how a call is ordered with the caller's work."""
+"""Interface between a communicator and a device type: memory, executor, and order of calls with the caller's work."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class SubmittedAhead(Protocol):
 
     @property
     def trigger_address(self) -> int:
-        """Where a kernel of this rank fires by storing the epoch."""
+        """Address of the trigger: a kernel of this rank fires the invocation by storing the epoch there."""
         ...
 
     def arm(self, epoch: int) -> None:
-        """Submit an invocation, to follow all calls so far and to wait for its trigger."""
+        """Submit an invocation that follows all calls so far and waits for its trigger."""
         ...
 
     def fire(self) -> None:
-        """Fire behind the caller's work so far; the caller's next work follows the end."""
+        """Fire behind the caller's work so far; the caller's next work follows the end of the invocation."""
         ...
 
     def fire_from_host(self) -> None:
@@ -40,19 +40,19 @@ class SubmittedAhead(Protocol):
         ...
 
     def wait(self, *, begun: bool) -> None:
-        """Order the caller behind the end. ``begun``: it was fired from here; else a kernel fires it."""
+        """Order the caller behind the end of the invocation. ``begun``: the host fired it; else a kernel does."""
         ...
 
     def finish(self) -> None:
-        """Block the host until what was fired from here has ended."""
+        """Block the host until the invocation that it fired has ended."""
         ...
 
     def give_up(self) -> None:
-        """End what is armed and was not fired: cancel it, or else fire it and block until it has ended."""
+        """End an armed invocation that was not fired: cancel it, or fire it and block until it has ended."""
         ...
 
     def drain(self) -> None:
-        """After a failure, block until nothing of this rank can touch the tensors any more. Raises nothing."""
+        """Block, after a failure, until nothing of this rank can touch the tensors any more. Raises nothing."""
         ...
 
 
@@ -69,18 +69,18 @@ class Trigger(Protocol):
 
 
 class Arrival(Protocol):
-    """Flags of this rank that are signalled while a program is under way, when its caller may read."""
+    """Flags of this rank that are signalled while a program is under way, as soon as its caller may read."""
 
     def follow(self, epoch: int, place: Place, work: Work | None) -> None:
-        """Let the caller's next work follow the arrival; ``work`` of the program may be waited for in its place."""
+        """Let the caller's next work follow the arrival, or the end of ``work``, the whole program."""
         ...
 
 
 class Marked(Protocol):
-    """A program with triggers or arrivals on its way into a graph, where these are dependencies."""
+    """A program with triggers or arrivals that is being captured into a graph, where these become dependencies."""
 
     def mark(self, number: int, place: Place) -> None:
-        """Let what waits for a trigger follow the caller's work so far."""
+        """Let the commands that wait for a trigger follow the caller's work so far."""
         ...
 
     def follow(self, number: int, place: Place) -> None:
@@ -89,32 +89,32 @@ class Marked(Protocol):
 
 
 class SecondMapping(Protocol):
-    """A second mapping of a symmetric block. It goes with its last reference."""
+    """A second mapping of a symmetric block, which is unmapped with its last reference."""
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where this process reaches each rank's part, equally far apart."""
+        """Addresses of the ranks' parts in this process, at equal distances."""
         ...
 
 
 class KernelRunnable(Runnable, Protocol):
-    """A launch of a kernel of the caller's own."""
+    """A launch of the caller's own kernel."""
 
     @property
     def is_prepared(self) -> bool:
-        """True if it can be run again, with the same arguments, and does not keep them."""
+        """True if the launch can be repeated with the same arguments, without keeping them alive."""
         ...
 
 
 class HostPath(NamedTuple):
-    """What a call that is not asynchronous asks before it runs.
+    """The host's checks in front of a call that is not asynchronous, as data for compiled code.
 
     Attributes:
-        questions: where the caller stands.
-        last: object and attribute that hold the stream of the last call, None before the first: on another one a call
-            must be ordered behind that.
-        lock: of the executor, held while commands are submitted.
-        guards: (object, attribute, what it is while nothing stands in the way of a call).
+        questions: the queries that tell the caller's stream and whether it is captured.
+        last: object and attribute that hold the stream of the last call, None before the first. A call on another
+            stream must be ordered behind that one.
+        lock: lock of the executor, held while commands are submitted.
+        guards: (object, attribute, value) triples; a call may run only while each attribute has its value.
     """
 
     questions: Questions
@@ -124,19 +124,19 @@ class HostPath(NamedTuple):
 
 
 class Backend(Protocol):
-    """One device type's part of a communicator."""
+    """The device-specific part of a communicator."""
 
     @property
     def memory(self) -> SymmetricMemory: ...
 
     @property
     def ordinary(self) -> OrdinaryMemory | None:
-        """How peers reach other memory; None where they do not."""
+        """The means by which peers map ordinary memory; None if they cannot."""
         ...
 
     @property
     def hosts_meet(self) -> bool:
-        """True where a call waits for its peers' hosts anyway."""
+        """True if every call waits for the hosts of its peers anyway."""
         ...
 
     @property
@@ -144,7 +144,7 @@ class Backend(Protocol):
 
     @property
     def abilities(self) -> Abilities:
-        """What ``auto`` may choose among; the same on all ranks."""
+        """The implementations that ``auto`` may choose among; the same on all ranks."""
         ...
 
     def spread(self, block: SymmetricBlock) -> SecondMapping | None:
@@ -152,20 +152,20 @@ class Backend(Protocol):
         ...
 
     def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, frozen: bool) -> LoadedProgram:
-        """Bind a collective that one kernel runs. ``frozen``: for a graph under capture.
+        """Bind a collective that one kernel runs. ``frozen``: it is being captured into a graph.
 
         Raises:
-            UnavailableError: this device runs none (``abilities`` says so).
+            UnavailableError: this device runs no such kernels (see ``abilities``).
         """
         ...
 
     @property
     def board(self) -> int:
-        """Address of what kernels and the host tell each other (``device/layout.py``)."""
+        """Address of the board, the words that kernels and the host exchange (``device/layout.py``)."""
         ...
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> KernelRunnable:
-        """Make a kernel of the caller's own ready to be launched. ``compiles``: see to it that it can be.
+        """Prepare the caller's own kernel for its launch. ``compiles``: compile it now, so that a failure shows here.
 
         Raises:
             UnavailableError: this device does not run it.
@@ -174,31 +174,31 @@ class Backend(Protocol):
         ...
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Trigger:
-        """Make flags of this rank, (address, value) of each, ready to be signalled while ``loaded`` waits for them.
+        """Prepare signals of this rank's flags, (address, value) each, for which the commands of ``loaded`` wait.
 
         Raises:
-            UnavailableError: no trigger could get through to it.
+            UnavailableError: a trigger could not be delivered while ``loaded`` runs: it holds all hardware channels.
         """
         ...
 
     def bind_arrival(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> Arrival:
-        """Make flags of this rank, (address, value) of each, ready to be waited for while ``loaded`` is under way."""
+        """Prepare waits for this rank's flags, (address, value) each, which ``loaded`` signals on its way."""
         ...
 
     def hold(self, program: Program, addresses: Addresses, host_trigger: bool) -> SubmittedAhead:
-        """Bind a program with one trigger on each rank (``transform.hold``). ``host_trigger``: the host fires it, too.
+        """Bind a program with one trigger on each rank (``transform.hold``). ``host_trigger``: the host may fire it.
 
         Raises:
-            UnavailableError: no trigger could get through to it.
+            UnavailableError: the trigger could not be delivered: the armed program holds all hardware channels.
         """
         ...
 
     def place(self) -> Place:
-        """Where the caller stands. Asked once a call, since to ask takes time."""
+        """Return the caller's current stream, and whether it is captured. Called once per call, since it takes time."""
         ...
 
     def capture_of(self, place: Place) -> int:
-        """Number of the capture that ``place`` is in, which no other capture has or had; 0 outside of captures."""
+        """Return the number of the capture that ``place`` is in, which is never used twice; 0 outside of captures."""
         ...
 
     def run(
@@ -206,21 +206,21 @@ class Backend(Protocol):
     ) -> Work | None:
         """Start a program behind the caller's work so far. Without ``async_op``, the caller's next work follows it.
 
-        ``place``: where the caller stands. If it is being captured, the program was made for that.
+        ``place``: the caller's stream. If it is being captured, the program was made for a capture.
         """
         ...
 
     def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """The call that was captured just now uses memory that may be freed: say so, and that it is replayed then.
+        """Watch the memory of the call that was captured last, to report replays that run after it was freed.
 
         Args:
-            what: the call and its tensors, for people.
-            is_gone: whether some of that was freed. Called by another thread.
+            what: description of the call and its tensors for the report.
+            is_gone: returns True once some of the memory was freed. Called by another thread.
         """
         ...
 
     def host_path(self) -> HostPath | None:
-        """What repeated calls ask on their way; None if they cost no time that matters."""
+        """Return the host's checks in front of a repeated call; None if their time does not matter on this device."""
         ...
 
     def follow_all(self) -> None:
@@ -228,30 +228,30 @@ class Backend(Protocol):
         ...
 
     def note_stream(self) -> None:
-        """Memory is allocated for the work of the caller's stream."""
+        """Note that memory is allocated for the work of the caller's stream (see :meth:`follow_all`)."""
         ...
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Let waits of calls take so long from now on."""
+        """Set the time-out of the waits of calls, in seconds."""
         ...
 
     def synchronize(self) -> None:
-        """Block the host until every call has finished. Raises what went wrong."""
+        """Block the host until every call has finished. Raises the error of a call that failed."""
         ...
 
     def settle(self) -> None:
-        """Return when what torch was told to store so far is there."""
+        """Return once all stores that torch has submitted so far are in memory."""
         ...
 
     def renew(self, call: int) -> None:
-        """Let words of its own that follow calls count as set by ``call``; return when what was stored so far is there.
+        """Set the backend's own flag words as if ``call`` had set them; return once all stores so far are in memory.
 
-        Nothing may be under way.
+        No call may be under way.
         """
         ...
 
     def disown(self, error: SidelaneError) -> None:
-        """This process is a forked copy: whoever waits for anything here gets ``error``, and nothing is touched."""
+        """Disable this backend in a forked copy of the process: waits raise ``error``, and no memory is touched."""
         ...
 
     def close(self) -> None: ...

@@ -96,24 +96,24 @@ class CpuBackend:
 
     def _run(self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None]) -> None:
         loaded.run(epoch, NO_STREAM)
-        # Calls that are known are not compared beforehand; whoever has signalled this rank in it has posted its own.
+        # Known calls are not compared before they run. Every peer that has signalled this rank has posted its call.
         self._control.check_same(epoch)
 
     def submit(self, function: Callable[..., None], *arguments: object) -> CpuWork:
-        """Run something behind all asynchronous calls so far, and in front of whatever comes next."""
+        """Run a function behind all asynchronous calls so far, and before all later calls."""
         try:
             self._last = self._thread.submit(function, *arguments)
-        except RuntimeError as error:  # no thread: the peers make the call
+        except RuntimeError as error:  # no thread could be started, and the peers make the call
             rank = self.executor.rank
             self._control.abort(f"rank {rank} could not make its call: {error}", (rank,))
             raise
         return CpuWork(self._last, self)
 
     def guard_captured(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """Nothing: here is no capture."""
+        """Do nothing: there are no captures on CPU ranks."""
 
     def host_path(self) -> None:
-        """None: bytes are moved by threads, which take longer."""
+        """Return None: threads move the bytes, which takes longer than any check of the host."""
 
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = timeout_s
@@ -124,7 +124,7 @@ class CpuBackend:
             self._last = None
 
     def result(self, future: CallFuture) -> None:
-        """Wait for an asynchronous call; raise what went wrong."""
+        """Wait for an asynchronous call, and raise its error if it failed."""
         if self._disowned is not None and not future.done():  # its thread is in another process
             raise self._disowned
         try:
@@ -133,17 +133,17 @@ class CpuBackend:
         except concurrent.futures.CancelledError:
             raise CommunicatorClosedError("the communicator was closed before this call began") from None
         except KeyboardInterrupt:
-            # It reached this thread, not the one that runs the collective: end that one, which tells the peers.
+            # It is raised in this thread; another one runs the collective: end that one, which tells the peers.
             self.executor.close()
             raise
         if error is not None:
             raise anew(error)
 
     def follow_all(self) -> None:
-        """Nothing: callers wait for their calls, and whatever runs on a thread keeps its tensors."""
+        """Do nothing: callers wait for their calls, and an asynchronous call keeps its tensors."""
 
     def note_stream(self) -> None:
-        """Nothing: there are no streams."""
+        """Do nothing: there are no streams."""
 
     def settle(self) -> None:
         full_fence()
@@ -156,13 +156,13 @@ class CpuBackend:
         self._disowned = error
 
     def end(self, until: float) -> None:
-        """At exit, as :meth:`close`."""
+        """End at exit of the interpreter: as :meth:`close`, but waiting for ``ending.LEAVING_S`` at most."""
         self.executor.close()
         self._thread.cancel()
         self._thread.end(time.monotonic() + ending.LEAVING_S)
 
     def close(self) -> None:
-        self.executor.close()  # first: it ends what the thread may be waiting for
+        self.executor.close()  # first: this ends the waits of the thread's call
         self._thread.close()
         self._last = None
 
@@ -183,8 +183,9 @@ class CpuTrigger:
 
 
 class CpuArrival:
-    """See :class:`sidelane.collectives.backend.Arrival`. Threads that copy and a caller that computes share cores, so
-    that nothing is gained by reading early: it waits for the end.
+    """Implementation of :class:`sidelane.collectives.backend.Arrival` that waits for the end of the whole call.
+
+    The threads that copy share cores with the caller's computation, so that reading early gains nothing.
     """
 
     def follow(self, epoch: int, place: Place, work: Work | None) -> None:
@@ -193,8 +194,9 @@ class CpuArrival:
 
 
 class CpuHeld:
-    """See :class:`sidelane.collectives.backend.Held`: engine threads that hold a program until they are told to go, or
-    until a kernel that Triton's interpreter runs has stored the epoch.
+    """Implementation of :class:`sidelane.collectives.backend.SubmittedAhead`: engine threads wait for their trigger.
+
+    The host fires the trigger, or a kernel that runs in Triton's interpreter stores the epoch.
     """
 
     def __init__(self, backend: CpuBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
@@ -217,7 +219,7 @@ class CpuHeld:
         self._loaded.start(self._epoch, None).wait()
 
     def fire_from_host(self) -> None:
-        if not self._has_host_trigger:  # nothing here needs it; a program that runs here is to run on GPUs
+        if not self._has_host_trigger:  # CPU ranks could, but the same code on GPUs could not
             raise ValueError("trigger_from_host: prepared without it (allowed=prepare with host_trigger=True)")
         self._work = self._backend.submit(self._loaded.start(self._epoch, None).wait)
 

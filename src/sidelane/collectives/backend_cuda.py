@@ -1,4 +1,4 @@
-"""Collectives on GPUs: a call takes its place on the current stream; an asynchronous one has a stream of its own."""
+"""Collectives on GPUs: a call runs in order on the current stream, an asynchronous call on another stream."""
 
 from __future__ import annotations
 
@@ -184,26 +184,26 @@ class CudaBackend:
             self._last = handle
 
     def follow(self, handle: int) -> None:
-        """The next call comes behind the work of this stream."""
+        """Order the next call behind the work of this stream."""
         self._last = handle
 
     def last_handle(self) -> int | None:
-        """Handle of the stream behind whose work the last call has ended; None before the first."""
+        """Return the handle of the stream behind whose work the last call ends; None before the first call."""
         return None if self._last is None or self.executor.driver.is_capturing(self._last) else self._last
 
 
 class CudaHeld:
-    """See :class:`sidelane.collectives.backend.Held`: a loaded program, and the trigger that fires it.
+    """Implementation of :class:`sidelane.collectives.backend.SubmittedAhead`: a loaded program and its trigger.
 
     Args:
-        backend: of the lane. One of its programs may be armed at a time, and nothing else may start meanwhile.
-        program: made by ``transform.hold``.
-        addresses: used as they are: the caller keeps the memory until an armed invocation has ended.
-        host_trigger: the trigger lies in pinned host memory, where the host reaches it, instead of in the device's,
+        backend: backend of the lane. Only one of its programs may be armed at a time, and no other call may start then.
+        program: program that ``transform.hold`` returned.
+        addresses: addresses of its buffers. The caller keeps this memory until an armed invocation has ended.
+        host_trigger: the trigger lies in pinned host memory, where the host can fire it, instead of in device memory,
             where the engines see a change sooner.
 
     Raises:
-        UnavailableError: armed, it would hold every hardware channel, so that no trigger came through.
+        UnavailableError: the armed program would hold every hardware channel, so that its trigger could not be set.
     """
 
     def __init__(self, backend: CudaBackend, program: Program, addresses: Addresses, host_trigger: bool) -> None:
@@ -229,7 +229,7 @@ class CudaHeld:
     def fire(self) -> None:
         place = self._backend.place()
         self._trigger.fire(self._epoch, place)
-        self._backend.follow(place[0])  # which waits for the end: the next call needs no event to come behind it
+        self._backend.follow(place[0])  # this stream waits for the end: the next call on it needs no event
 
     def fire_from_host(self) -> None:
         if not self._has_host_trigger:
@@ -252,7 +252,7 @@ class CudaHeld:
             self._finish(fire=False)
 
     def _finish(self, *, fire: bool) -> None:
-        """Block until the last invocation has ended. Where it fails, until all is drained."""
+        """Block until the last invocation has ended; if it fails, until all work is drained."""
         try:
             self._executor.check_usable("close")
             if fire:
@@ -299,17 +299,19 @@ class CudaWork(Work):
         side = torch.cuda.Stream(device)
         side.wait_event(self._event)
         with torch.cuda.stream(side):
-            future.set_result(list(self.outputs))  # it remembers this stream, and lets those of callbacks wait for it
+            future.set_result(list(self.outputs))  # the streams of callbacks wait for this stream
         return future
 
 
 class CudaMarkedWork(CudaWork):
-    """A program in which callers have a part, on its way into a graph. Where each trigger would be fired, the caller's
-    stream gets a mark; behind the last one, the program is captured, whose copies depend on the marks.
+    """A program with triggers or arrivals that is being captured into a graph.
+
+    Where each trigger would be fired, the caller's stream gets a mark. After the last mark the program is captured,
+    and its copies depend on the marks.
 
     Args:
-        backend: of the communicator.
-        stream: where it goes.
+        backend: backend of the communicator.
+        stream: stream on which the program is captured.
         loaded: the program.
     """
 
@@ -321,7 +323,7 @@ class CudaMarkedWork(CudaWork):
             self._capture()
 
     def mark(self, number: int, place: Place) -> None:
-        """Let what waits for a trigger follow the caller's work so far. Raises DriverError."""
+        """Let the commands that wait for a trigger follow the caller's work so far. Raises DriverError."""
         self._loaded.mark(number, place[0])
         self._unmarked.discard(number)
         if not self._unmarked:

@@ -1,4 +1,4 @@
-"""What a caller asks for, before anything is known about it: the forms of a call, which all take one path."""
+"""Forms of a call: one tensor or pair, a list, a batch. All of them take the one path of ``call_path``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ AnyRequest = Request | ListRequest
 
 
 class CallRequest(NamedTuple):
-    """A collective on one or many tensors, as its caller asked for it.
+    """The arguments of a collective on one or many tensors.
 
     Attributes:
-        kind: which.
+        kind: kind of the collective.
         given: outputs and inputs, or the one argument that is both.
-        details: root or operation.
+        details: root or reduction.
     """
 
     kind: Kind
@@ -32,18 +32,18 @@ class CallRequest(NamedTuple):
 
 
 def own_part(copied: object) -> tuple[Hashable, ...]:
-    """Details of an all_to_all. Nothing where it copies own parts, as torch's does: most calls are known by that."""
+    """Return the details of an all_to_all: empty if it copies own parts, which is the default and the common case."""
     return () if copied is True else (copied if copied is False else repr(copied),)
 
 
 class CallForm(Protocol):
-    """A call as ``CallPath`` takes it.
+    """The interface of a call to ``CallPath``.
 
     Attributes:
-        name: of the call: its kind, or ``BATCH``.
-        details: all that is asked besides tensors and variant.
-        tensors: of the caller; None where this rank has none.
-        repeated_as: what compiled code knows it by when it comes again; None for one collective on single tensors.
+        name: kind of the collective, or ``BATCH``.
+        details: all arguments besides tensors and variant.
+        tensors: the caller's tensors; None where this rank has none.
+        repeated_as: key by which compiled code finds the call again; None for one collective on single tensors.
     """
 
     @property
@@ -59,28 +59,28 @@ class CallForm(Protocol):
     def repeated_as(self) -> CallRequest | None: ...
 
     def identities(self) -> Hashable:
-        """Everything about the tensors that :meth:`request` looks at. Raises as that does, or not at all."""
+        """Return all properties of the tensors that :meth:`request` depends on. May raise the errors of that method."""
         ...
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
-        """Raise ValueError for a variant that no such call can have."""
+        """Raise ValueError for a variant that does not exist for this kind of call."""
         ...
 
     def request(self, arguments: Arguments) -> AnyRequest:
-        """What this rank asks. Raises TypeError or ValueError for what is no such call."""
+        """Return the checked request of this rank. Raises TypeError or ValueError for arguments that do not fit."""
         ...
 
     def agreement(self, request: Any, variant: str, frozen: bool, beside: Beside) -> AnyAgreement:
-        """What all ranks must agree on, of what :meth:`request` returned."""
+        """Return the part of a request that must be the same on all ranks."""
         ...
 
     def written(self) -> tuple[torch.Tensor, ...]:
-        """Those of the tensors that the call writes."""
+        """Return the tensors that the call writes."""
         ...
 
 
 class SingleCall(NamedTuple):
-    """One collective on a tensor, or a pair of them. Every call on tensors is one: it is made in a fraction of a us."""
+    """One collective on a tensor or a pair of tensors: the common case. Making it takes a fraction of a microsecond."""
 
     name: Kind
     tensors: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""The path that every call takes: its number, what is asked, what the ranks agree on, what is made of it, its start."""
+"""The path of every call: number it, check its arguments, agree with the peers, prepare a program, start it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,18 @@ T = TypeVar("T")
 Key = tuple[Hashable, ...]
 
 MOST_PLANNED = 1024
-"""Calls of which it is remembered what is asked, while what they run as depends on what peers offer each time."""
+"""Largest number of remembered plans of calls whose programs depend on the memory that peers offer each time."""
 
 
 class PlannedCall(NamedTuple):
-    """A call before its peers have been heard; ``signature`` is of the agreement, ``compares`` as in ``Reach``."""
+    """A checked call before this rank has read the posts of its peers.
+
+    Attributes:
+        request: this rank's view of the call.
+        agreement: the part that must be the same on all ranks.
+        signature: text of the agreement, which the ranks compare.
+        compares: see ``Reach.compares``.
+    """
 
     request: AnyRequest
     agreement: AnyAgreement
@@ -47,12 +54,12 @@ class PlannedCall(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What came of a call of which each rank tells its part every time: the same, if all of them tell the same again.
+    """The result of a call in which each rank posted an offer. The same posts lead to the same result again.
 
     Attributes:
-        posts: of all ranks.
+        posts: posts of all ranks.
         drops: see :class:`Reach`.
-        key: of what it ran as.
+        key: key of the prepared call that ran.
         outcomes: see ``Reach.note``.
     """
 
@@ -64,21 +71,21 @@ class Settled(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Call:
-    """A call on its way.
+    """The state of one call while :meth:`CallPath.run` makes it.
 
     Attributes:
-        number: among the calls of the lane; another one once memory was agreed on.
-        asked, variant, beside, async_op: of the caller; see :meth:`CallPath.run`.
-        remember: compiled code is to be told of it.
-        may_repeat: what ``remember`` was in the beginning, but in pools.
-        place: where the caller stands.
-        key: what calls that are alike have in common.
-        prepared: what it runs as, once that is known.
-        planned: what is to be agreed on; None where that is known.
-        shape, shaped: what it is known by wherever its tensors lie, and what runs then.
-        offer: memory that peers may reach.
-        teaches: the ranks learn from it.
-        by_shape: compiled code is to be told of its shape.
+        number: number among the calls of the lane; a new one if the ranks had to map memory for the call.
+        asked, variant, beside, async_op: the caller's arguments; see :meth:`CallPath.run`.
+        remember: compiled code is to remember the call by its addresses.
+        may_repeat: initial value of ``remember``; False for tensors in pools.
+        place: the caller's stream, and whether it is captured.
+        key: cache key that equal calls share.
+        prepared: the loaded call, once there is one.
+        planned: the plan that the ranks must still agree on; None for a known call.
+        shape, shaped: the call without its addresses, and the program that calls of this shape run.
+        offer: memory of this rank that peers may reach.
+        teaches: the ranks learn addresses from this call.
+        by_shape: compiled code is to remember the call by its shape.
     """
 
     number: int
@@ -103,18 +110,18 @@ class _Call:
 
 
 class CallPath:
-    """Of one lane.
+    """The path that the calls of one lane take.
 
     Attributes:
-        calls: numbers and runs them.
-        arguments: checks what callers pass.
-        preparer: makes them ready.
-        repeats: those that compiled code makes again; None where there is none.
-        reach: how peers get at pools and ordinary memory, with ``learning`` in captures only; None without peers.
-        learning: calls on ordinary memory that wait for no peer's host; None where there are none.
+        calls: numbers the calls and runs them.
+        arguments: checks the tensors of callers.
+        preparer: loads programs for calls.
+        repeats: calls that compiled code repeats; None if there is no compiled code.
+        reach: offers of pools and ordinary memory to peers, with ``learning`` in captures only; None without peers.
+        learning: protocol for calls on ordinary memory that wait for no peer's host; None if it is off.
 
     Args:
-        board: where ranks post what they learn from; None where they do not.
+        board: memory in which ranks post the addresses that they learn from; None if they do not learn.
     """
 
     def __init__(
@@ -144,14 +151,14 @@ class CallPath:
         """Make a call.
 
         Args:
-            asked: what the caller asks for.
+            asked: kind and arguments of the call.
             variant: see ``Communicator.all_gather``.
-            beside: likewise.
-            async_op: likewise.
-            remember: compiled code may make it when it comes again.
+            beside: see ``Communicator.all_gather``.
+            async_op: see ``Communicator.all_gather``.
+            remember: compiled code may make the call when it comes again.
 
         Raises:
-            As ``Communicator.all_gather``.
+            Exception: as ``Communicator.all_gather`` does.
         """
         calls = self.calls
         call = _Call(calls.number(), asked, variant, beside, async_op, remember)
@@ -184,13 +191,13 @@ class CallPath:
         return work
 
     def _ask(self, call: _Call) -> None:
-        """Find what an earlier call like this one prepared, or what its shape is known by; else plan it, and offer."""
+        """Find a call that was prepared with the same arguments or shape; else plan the call and its offer."""
         asked, place = call.asked, self.calls.backend.place()
         call.place = place
         call.key, call.prepared = self._recall(asked, call.variant, call.beside, place)
         pooled = self.arguments.pooled(asked.tensors)
         if pooled is not None:
-            # Compiled code knows tensors by their addresses only, which say nothing in a pool.
+            # Compiled code knows tensors by their addresses only, which do not tell whether one in a pool is symmetric.
             call.key, call.remember, call.may_repeat = (*call.key, pooled), False, False
             before = self._planned.get(call.key)
             compares = False in pooled and not call.async_op and (before is None or before.compares)
@@ -203,18 +210,18 @@ class CallPath:
             if call.shaped is not None:
                 return
         call.planned = planned = self._plan(call)
-        if not call.async_op:  # an asynchronous call waits for nobody's host
+        if not call.async_op:  # an asynchronous call does not wait for the hosts of its peers
             call.offer = self._offer(asked, planned, place[1])
         if pooled is not None and not planned.compares:
             self._keep(call.key, planned)
 
     def _announce_or_settle(self, call: _Call) -> None:
-        """Tell the peers of the call; where this rank offers memory, agree with them on what they reach."""
+        """Post the call to the peers. If this rank offers memory, agree with them on the memory that they reach."""
         known = call.prepared or call.shaped
         if known is not None:
             self.calls.announce(call.number, known.signature, compares=False)
             return
-        call.remember = False  # until it comes again
+        call.remember = False  # only a call that comes again is remembered
         planned = call.planned
         assert planned is not None
         if call.offer is None:
@@ -224,7 +231,7 @@ class CallPath:
             call.number, call.prepared = self._settle(call.number, call.key, call.asked, planned, call.offer)
 
     def _learn(self, call: _Call, learning: Learning) -> None:
-        """Take part in a lesson, if the call is one, and go by what the ranks have learnt."""
+        """Exchange addresses with the peers, if the ranks learn from this call, and use the program that follows."""
         known = call.prepared or call.shaped or call.planned
         assert known is not None
         call.teaches = learning.knows(known.signature, lambda: self._plan(call).agreement)
@@ -244,7 +251,7 @@ class CallPath:
             call.prepared, call.remember = learnt, call.may_repeat
 
     def _made_ready(self, call: _Call) -> PreparedCall:
-        """Make a call ready that nothing was prepared for: by its shape, or from its plan."""
+        """Prepare a call that is not known yet: by its shape, or from its plan."""
         shape, shaped, planned = call.shape, call.shaped, call.planned
         if shape is None or shaped is None:
             assert planned is not None
@@ -260,13 +267,13 @@ class CallPath:
         return prepared
 
     def _guard(self, call: _Call, offer: Offer) -> None:
-        """Look after the memory of a call that was captured, where peers have mapped it."""
+        """Watch the memory of a captured call if peers have mapped it."""
         if self.reach is not None and self._settled[call.key].key != call.key:
             stands = functools.partial(self.reach.stand, offer.allocations)
             self.calls.guard_captured(call.asked.name, call.asked.tensors, stands)
 
     def _remember(self, call: _Call, prepared: PreparedCall, repeats: Repeats) -> None:
-        """Tell compiled code of a call that may come again, by its addresses or by its shape."""
+        """Let compiled code remember a call that may come again, by its addresses or by its shape."""
         lesson = None
         if call.by_shape and call.shape is not None and call.shaped is not None:
             repeats.remember_shape(call.key, call.shape, call.shaped, prepared, call.place)
@@ -276,7 +283,7 @@ class CallPath:
             repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as, lesson=lesson)
 
     def run_exchanged(self, uneven: UnevenCall, *, variant: str, beside: Beside | None, async_op: bool) -> Work | None:
-        """Make a call of which each rank tells its part every time. Raises as ``Communicator.all_to_all`` does."""
+        """Make a call whose ranks exchange split sizes each time. Raises as ``Communicator.all_to_all`` does."""
         calls = self.calls
         call = calls.number()
         try:
@@ -315,14 +322,14 @@ class CallPath:
         return work
 
     def agree(self, name: str, check: Callable[[], tuple[T, str]]) -> tuple[int, T]:
-        """Come to what all ranks do together outside of graphs, as loading a program is; for what follows it.
+        """Start an action that all ranks take together outside of graphs, such as loading a program.
 
         Args:
-            name: of what they do.
-            check: whether this rank can, and what all of them must have alike; it may raise.
+            name: name of the action, for errors.
+            check: returns this rank's result, and the signature that must be the same on all ranks; it may raise.
 
         Returns:
-            The number of the call, and what ``check`` found.
+            The number of the call, and the result of ``check``.
 
         Raises:
             UnavailableError: inside a capture.
@@ -342,18 +349,18 @@ class CallPath:
     def _recall(
         self, asked: CallForm, variant: str, beside: Beside | None, place: Place
     ) -> tuple[Key, PreparedCall | None]:
-        """What an earlier call like this one prepared, and what calls that are alike have in common."""
+        """Return the cache key of a call, and the call that was prepared under this key, if any."""
         key = (asked.name, variant, beside, asked.details, place[1], generation(), asked.identities())
         return key, self.preparer.recall(key)
 
     def hint(self, name: str, beside: Beside | None) -> Beside:
-        """What the caller says runs next to the call. Raises ValueError for what there is not."""
+        """Return what runs next to the call, by its caller or by the settings. Raises ValueError for unknown names."""
         hint = self.calls.config.beside if beside is None else beside
         check_beside(name, hint)
         return hint
 
     def _plan(self, call: _Call) -> PlannedCall:
-        """What is asked and to be agreed on. Raises what the caller did wrong."""
+        """Return the plan of a call, checked here if it is new. Raises TypeError or ValueError for wrong arguments."""
         planned = self._planned.get(call.key)
         if planned is None:
             asked = call.asked
@@ -366,7 +373,7 @@ class CallPath:
         return planned
 
     def _offer(self, asked: CallForm, planned: PlannedCall, captured: bool) -> Offer | None:
-        """Memory of this rank that its peers may reach in this call. Captures wait for hosts, whoever learns."""
+        """Return the memory of this rank that its peers may reach in this call; None if it offers none."""
         if self.reach is None:
             return None
         room = MOST_TEXT_BYTES - 1 - len(planned.signature) - len(SPLITS)
@@ -375,7 +382,7 @@ class CallPath:
     def _settle(
         self, call: int, key: Key, asked: CallForm, planned: PlannedCall, offer: Offer
     ) -> tuple[int, PreparedCall]:
-        """Agree on the memory that peers reach, with the call; its number from now on, and what it runs as."""
+        """Agree with the peers on the call and on the memory that they reach. Return its final number and program."""
         assert self.reach is not None
         request, agreement, signature, _ = self._keep(key, planned)
         self.calls.control.post_call(call, signature + SPLITS + offer.text)
@@ -400,11 +407,11 @@ class CallPath:
         return call, self.preparer.recall(full) or self._prepare(agreement, request, full)
 
     def _request(self, call: _Call) -> AnyRequest:
-        """What is asked."""
+        """Return the request of a call, and remember its plan."""
         return self._keep(call.key, call.planned or self._plan(call)).request
 
     def _keep(self, key: Key, planned: PlannedCall) -> PlannedCall:
-        """Remember what is asked."""
+        """Remember a plan; the oldest one is forgotten if there are too many."""
         if key not in self._planned and len(self._planned) >= MOST_PLANNED:
             oldest = next(iter(self._planned))
             del self._planned[oldest]
@@ -420,7 +427,7 @@ class CallPath:
 
 
 def _where(reached: Sequence[Request]) -> Hashable:
-    """Where peers reach the tensors of a call, which this rank's addresses alone do not say."""
+    """Return, as a cache key, the places at which peers reach the tensors: own addresses do not determine them."""
     return tuple((part.input.place, part.input.reached, part.output.place, part.output.reached) for part in reached)
 
 

@@ -1,7 +1,7 @@
-"""A thread that makes asynchronous calls in order, and ends with the interpreter; others, which run their callbacks.
+"""Threads for asynchronous calls on CPU ranks: one makes the calls in order, others run their callbacks.
 
-The standard library's executors wait for their threads at exit, before anything can tell these to stop: for as long as
-a call may take.
+They end with the interpreter. The standard library's executors are of no use here: at exit they wait for their threads
+before any code can stop these, and a call may take as long as its time-out.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from sidelane import forks
 from sidelane.errors import made_inside
 
 PATIENCE_S = 0.05
-"""Seconds that callbacks of a call may take before those of the next call begin: they may wait for these."""
+"""Seconds after which the next call's callbacks begin even if those of a call still run: they may wait for these."""
 
 _Job = tuple["CallFuture", Callable[..., None], tuple[object, ...]]
 
 
 class CallThread:
-    """Runs what it is given, one after the other; its thread begins with the first.
+    """Runs functions in the order of their submission on a thread that starts with the first of them.
 
     Args:
-        name: of the thread.
-        is_held_up: whether the thread that asks keeps this one from going on.
+        name: name of the thread.
+        is_held_up: returns True if the current thread blocks the progress of this one.
 
     Attributes:
-        callbacks: of the futures of these calls.
+        callbacks: runs the callbacks of the calls' futures.
         pending: calls that have not ended.
     """
 
@@ -43,7 +43,7 @@ class CallThread:
         self._is_closed = False
 
     def submit(self, function: Callable[..., None], *arguments: object) -> CallFuture:
-        """Run ``function`` behind everything that was submitted before."""
+        """Run ``function`` after all functions that were submitted before."""
         with self._starting:
             if self._thread is None:
                 thread = self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -58,28 +58,28 @@ class CallThread:
         return future
 
     def settle(self) -> None:
-        """Wait for what was submitted; what went wrong in it is for those who wait for it."""
+        """Wait for all submitted calls. Their errors are raised where their futures are waited for, not here."""
         while pending := list(self.pending):
             self.require_other("a call behind asynchronous ones")
             concurrent.futures.wait(pending)
 
     def require_other(self, name: str) -> None:
-        """Refuse to wait on a thread that these calls wait for.
+        """Refuse a wait on a thread that these calls depend on, which would be a deadlock.
 
         Args:
-            name: of what would wait.
+            name: name of the function that would wait.
 
         Raises:
-            RuntimeError: a signal handler, or a finaliser, interrupts such a thread.
+            RuntimeError: the current thread is such a thread, interrupted by a signal handler or a finaliser.
         """
         if threading.current_thread() is self._thread or self._is_held_up():
             raise made_inside(name, "a call that it would wait for")
 
     def finish(self, *, wait: bool = True) -> None:
-        """Make the calls that it was given, let their callbacks end, and end the thread; a later call begins anew.
+        """Make the submitted calls, let their callbacks end, and end the thread; a later call starts a new thread.
 
         Args:
-            wait: for all that; else the thread ends by itself, and nothing is submitted any more.
+            wait: block until all that is done; else the thread ends by itself, and no call may be submitted any more.
         """
         thread = self._thread
         if thread is not None and not wait:
@@ -89,13 +89,13 @@ class CallThread:
             return
         self.settle()
         self.callbacks.join()
-        self.settle()  # what callbacks have submitted
+        self.settle()  # callbacks may have submitted calls
         self._jobs.put(None)
         thread.join()
         self._thread = None
 
     def close(self) -> None:
-        """Wait for the call under way, and cancel those behind it; let callbacks end."""
+        """Wait for the call under way, cancel those behind it, and let callbacks end."""
         self._is_closed = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -104,7 +104,7 @@ class CallThread:
             self.callbacks.join()
 
     def end(self, until: float) -> bool:
-        """Make what it was given, but wait no longer than to a moment of ``time.monotonic``; whether it has ended."""
+        """Make the submitted calls, waiting until a moment of ``time.monotonic``. Return whether they have ended."""
         if self._thread is None:
             return True
         self._jobs.put(None)
@@ -113,7 +113,7 @@ class CallThread:
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
-        """Begin nothing more."""
+        """Cancel all calls that have not begun."""
         self._is_closed = True
 
     def _run(self) -> None:
@@ -128,21 +128,22 @@ class CallThread:
                     function(*arguments)
                 except BaseException as error:
                     failure = error
-            # Before anybody can know: what a caller drops once it has waited has gone then, on every rank alike.
+            # Drop the tensors before the future is done: memory that a caller drops after its wait is then freed at
+            # once, on every rank alike.
             del job, function, arguments
             self.pending.discard(future)
             if failure is not None:
                 future.set_exception(failure)
             elif runs:
                 future.set_result(None)
-            del future, failure  # while idle, hold on to nothing
+            del future, failure  # keep no references while idle
 
 
 class CallFuture(concurrent.futures.Future[None]):
     """The end of a call that a thread makes.
 
     Attributes:
-        thread: makes it.
+        thread: the thread that makes the call.
     """
 
     def __init__(self, thread: CallThread) -> None:
@@ -150,10 +151,10 @@ class CallFuture(concurrent.futures.Future[None]):
         self.thread = thread
 
     def has_ended(self, timeout_s: float | None) -> bool:
-        """Wait for it; whether it has ended within a time. None waits as long as it takes.
+        """Wait for the end of the call. Return whether it came within the time-out; None waits without one.
 
         Raises:
-            RuntimeError: it cannot end while this thread waits.
+            RuntimeError: the call cannot end while this thread waits.
         """
         if not self.done():
             self.thread.require_other("wait")
@@ -161,10 +162,10 @@ class CallFuture(concurrent.futures.Future[None]):
 
 
 class Callbacks:
-    """Completes futures, in the order of their calls, on threads that are there only while callbacks run.
+    """Completes futures in the order of their calls, on threads that live only while callbacks run.
 
-    The thread that makes calls runs no callbacks, so that these may wait for later calls, make new ones and end their
-    group. Those of a call begin when those of the call before have ended, or have taken :data:`PATIENCE_S`.
+    The thread that makes calls runs no callbacks. So a callback may wait for later calls, make new ones, and end its
+    group. The callbacks of a call begin when those of the previous call have ended or have taken :data:`PATIENCE_S`.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class Callbacks:
         self._last: _CallbackThread | None = None
 
     def run(self, function: Callable[[], None]) -> None:
-        """Run a function, which runs callbacks, behind those before it."""
+        """Run a function that completes a future, after the functions before it."""
         with self._lock:
             made = _CallbackThread(function, self._last, self._forget)
             try:
@@ -182,11 +183,11 @@ class Callbacks:
                 self._last = made
                 return
             except RuntimeError:
-                pass  # the interpreter ends, or the system has no more threads
+                pass  # the interpreter is ending, or the system has no more threads
         function()
 
     def join(self, until: float | None = None) -> None:
-        """Wait for all of them, or to a moment of ``time.monotonic``. A callback that asks waits for none."""
+        """Wait for all callbacks, or until a moment of ``time.monotonic``. Inside of a callback, return at once."""
         with self._lock:
             threads = list(self._threads)
         if threading.current_thread() not in threads:

@@ -1,4 +1,4 @@
-"""What all calls of a communicator share: their numbers, what the peers hear about them, and how they end it."""
+"""State that all calls of a communicator share: call numbers, posts to the peers, and failures that end it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from sidelane.memory.posts import PostedCall
 from sidelane.program.ir import RENEWAL_CALLS
 
 _ALIKE = (ValueError, MismatchError, ProgramError, UnavailableError)
-"""Errors behind an agreement that all ranks raise, or none."""
+"""Errors after an agreement that either all ranks raise or none."""
 
 _CAPTURE_CALLS = 4096
-"""By how many calls a renewal is put off while a graph is captured."""
+"""Number of calls by which a renewal of flags is postponed while a graph is captured."""
 
 count_writes: Callable[[tuple[torch.Tensor, ...]], None] = getattr(
     torch._C, "_increment_version", graph.increment_version
 )
-"""Tell autograd that tensors were written: ``torch.autograd.graph.increment_version`` without its detour."""
+"""Function that tells autograd of written tensors: ``torch.autograd.graph.increment_version`` without its overhead."""
 
 
 class Handle(Protocol):
@@ -49,7 +49,7 @@ class Handle(Protocol):
     def close(self) -> None: ...
 
     def disown(self) -> None:
-        """Forget the call: this process is a copy of the one that made it."""
+        """Forget the call: this process is a forked copy of the one that made it."""
         ...
 
     def __exit__(
@@ -61,23 +61,22 @@ class Calls:
     """The calls of one communicator on one rank.
 
     Args:
-        control: where the ranks tell each other.
-        backend: runs them.
+        control: control block in which the ranks post their calls.
+        backend: runs the calls.
         config: settings.
 
     Attributes:
-        last_choice: how the last call was run.
-        armed: the prelaunched call that waits for its trigger, if one does.
-        unfinished: prelaunched calls that are armed, or fired without anybody having waited for them: their tensors
-            are in use.
-        failure: what ended the communicator, if anything did.
-        closed: there are no more calls.
-        forked: this process is a copy of the one that made it.
-        numbers: of the calls to come, up to the next renewal.
-        renewal: the number behind the last of these.
-        entrance: held by the thread that is inside of a call (``entry``).
+        last_choice: candidate that ran the last call, and the reason.
+        armed: the prelaunched call that waits for its trigger, if there is one.
+        unfinished: prelaunched calls that are armed, or fired and not waited for yet: their tensors are in use.
+        failure: error that ended the communicator, if there was one.
+        closed: the communicator is closed and makes no more calls.
+        forked: this process is a forked copy of the one that made the communicator.
+        numbers: iterator of the numbers of the next calls, up to the next renewal.
+        renewal: the number that follows the last of these.
+        entrance: lock of the thread that is inside of a call (``entry``).
         keep: keeps memory that a graph has captured.
-        renew: makes all flags of this rank count as set by the call of that number (:data:`RENEWAL_CALLS`).
+        renew: sets all flags of this rank as if the call of the given number had set them (:data:`RENEWAL_CALLS`).
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Calls:
         """Take the number of a new call.
 
         Raises:
-            CommunicatorClosedError: there can be none any more.
+            CommunicatorClosedError: the communicator is closed, or has failed.
             RuntimeError: a prelaunched call is armed; its program shares flags and staging with all others.
         """
         if self.closed or self.failure is not None or self.armed is not None:
@@ -111,7 +110,7 @@ class Calls:
         return number or self._renewed()
 
     def count_from(self, number: int) -> None:
-        """Let the next call have a number; what is counted from there ends where flags must be renewed."""
+        """Set the number of the next call. The numbers from there on end where flags must be renewed."""
         self.renewal = (number // RENEWAL_CALLS + 1) * RENEWAL_CALLS
         self.numbers = iter(range(number, self.renewal))
 
@@ -124,7 +123,7 @@ class Calls:
         """
         first = self.renewal
         if self.backend.place()[1]:
-            # Nothing can be waited for in a capture, and what is captured follows no numbers. All ranks capture alike.
+            # The host cannot wait in a capture, and captured programs use no numbers. All ranks capture alike.
             self.renewal = first + _CAPTURE_CALLS
             self.numbers = iter(range(first, self.renewal))
             return next(self.numbers)
@@ -160,18 +159,18 @@ class Calls:
         written: tuple[torch.Tensor, ...],
         place: Place,
     ) -> Work | None:
-        """Start a call that is ready, behind the caller's work.
+        """Start a prepared call behind the caller's work.
 
         Args:
-            prepared: for a caller who is captured, or for one who is not.
+            prepared: the loaded call; it was prepared for a capture if the caller's stream is being captured.
             call: its number.
             async_op: the caller's next work does not wait for its end.
-            tensors: its own.
-            written: those of them that it writes.
-            place: where the caller stands.
+            tensors: its tensors; None where this rank has none.
+            written: the tensors that it writes.
+            place: the caller's stream, and whether it is captured.
 
         Raises:
-            PeerError, PeerTimeoutError: it failed, or an earlier one did.
+            PeerError, PeerTimeoutError: this call failed, or an earlier one.
         """
         try:
             work = self.backend.run(prepared.loaded, call, async_op, tensors, place)
@@ -188,12 +187,12 @@ class Calls:
         return work
 
     def guard_captured(self, name: str, tensors: Sequence[torch.Tensor | None], stands: Callable[[], bool]) -> None:
-        """With debug, look after the memory of a call that was captured just now, and that peers have mapped.
+        """Watch, with ``Config.debug``, the memory of the call that was captured last and that peers have mapped.
 
         Args:
-            name: of the call.
-            tensors: its own.
-            stands: whether none of the memory has been freed. Called by another thread.
+            name: kind of the call.
+            tensors: its tensors.
+            stands: returns True while none of the memory has been freed. Called by another thread.
         """
         if self.config.debug:
             words = (f"{list(one.shape)} of {one.dtype} at {one.data_ptr():#x}" for one in tensors if one is not None)
@@ -219,21 +218,21 @@ class Calls:
             self.agree(call)
 
     def posts(self, call: int) -> Sequence[PostedCall]:
-        """Wait until every rank has posted ``call``; what they posted."""
+        """Wait until every rank has posted ``call``, and return the posts."""
         with self.failing_for_good():
             return self.control.calls_of_all(call, self.config.timeout_s)
 
     def agree(self, call: int) -> None:
-        """Wait until every rank has posted ``call``, and compare.
+        """Wait until every rank has posted ``call``, and compare the posts.
 
         Raises:
-            MismatchError, PeerError: they differ, or one refused; nothing has begun.
+            MismatchError, PeerError: the calls differ, or a rank refused; no bytes have moved.
         """
-        compare(self.control, call, self.posts(call))  # an error here leaves all ranks in step
+        compare(self.control, call, self.posts(call))  # all ranks raise an error here alike
 
     @contextlib.contextmanager
     def telling_refusals(self, call: int, name: str) -> Iterator[None]:
-        """Whatever keeps this rank from making the call, its peers are told."""
+        """Tell the peers about any error that keeps this rank from making the call."""
         try:
             yield
         except Exception as error:
@@ -241,11 +240,11 @@ class Calls:
             raise
 
     def refuse_second_thread(self, name: str) -> NoReturn:
-        """Another thread is inside of a call, so that no order of calls is left; see ``entry``.
+        """Refuse a call while another thread is inside of one, since their order is not defined; see ``entry``.
 
         Raises:
-            CommunicatorClosedError: there can be no calls any more anyway.
-            RuntimeError: always.
+            CommunicatorClosedError: the communicator is closed, or has failed.
+            RuntimeError: in all other cases.
         """
         if self.closed or self.failure is not None:
             self.require_open()
@@ -260,7 +259,7 @@ class Calls:
         raise self.failure
 
     def disown(self) -> None:
-        """This process is a copy of the one that made the communicator: it has none of its threads, and is no rank."""
+        """Disable the communicator in a forked copy of its process, which has none of its threads and is no rank."""
         self.forked = True
         self.failure = failure = forks.refusal("Communicator", self.control.pid)
         self.armed = None
@@ -275,7 +274,7 @@ class Calls:
 
     @contextlib.contextmanager
     def failing_for_good(self) -> Iterator[None]:
-        """A failed peer, or Ctrl-C in a wait for the peers, ends the communicator."""
+        """End the communicator if a peer fails, or if Ctrl-C interrupts a wait for the peers."""
         try:
             yield
         except (PeerError, KeyboardInterrupt) as error:
@@ -284,9 +283,9 @@ class Calls:
 
     @contextlib.contextmanager
     def making_ready(self) -> Iterator[None]:
-        """Behind an agreement, whatever goes wrong on this rank alone ends the communicator: the peers make the call.
+        """End the communicator if, after an agreement, an error occurs on this rank only: the peers make the call.
 
-        What all ranks find out alike, from what they agreed on, does not.
+        Errors that follow from the agreement itself occur on all ranks alike, and do not end the communicator.
         """
         try:
             with self.failing_for_good():
@@ -300,13 +299,13 @@ class Calls:
             raise
 
     def _keep_failure(self, error: BaseException) -> None:
-        """Say in later calls why they cannot be made; those of a closed communicator say that, and keep no frames."""
+        """Keep an error to raise it in later calls; not if the communicator is closed, since an error keeps frames."""
         self.failure = error
         if self.closed:
             self.failure = None
 
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
-        """End the communicator, and tell the peers: this rank comes to none of their calls any more."""
+        """End the communicator, and tell the peers that this rank makes no more calls."""
         self._keep_failure(error)
         if isinstance(error, KeyboardInterrupt):
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))

@@ -1,4 +1,4 @@
-"""The symmetric blocks of a session, and where a tensor lies in them."""
+"""The symmetric blocks of a session, and the places of tensors in them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sidelane.memory.release import give_back
 from sidelane.memory.storage import storage_of
 
 MAPPED = -1
-"""Number of no block: memory that lies anywhere on each rank, and of which all know where."""
+"""Block number that stands for mapped ordinary memory: every rank knows its address on all ranks."""
 
 _LANE_NUMBERS = 1 << 32
-"""Blocks that a lane may number."""
+"""Number of block numbers that are reserved for each lane."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Region:
     """The bytes of a tensor.
 
     Attributes:
-        address: in this process.
-        nbytes: size.
+        address: address in this process.
+        nbytes: size in bytes.
         block: number of the symmetric block that holds them; None for ordinary memory, ``MAPPED`` for ordinary memory
             that peers have mapped.
-        offset: in that block. Of mapped memory only whether it is aligned (0) or not (1), on all ranks.
-        reached: of mapped memory, where this process reaches the tensor of each rank.
+        offset: offset in that block in bytes. For mapped memory: 0 if it is aligned on all ranks, else 1.
+        reached: for mapped memory, the address of each rank's tensor in this process.
     """
 
     address: int
@@ -51,19 +51,19 @@ class Region:
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """What must be equal on all ranks for a program to reach the peers' bytes."""
+        """Block and offset, which must be equal on all ranks for a program to reach the peers' bytes."""
         return None if self.block is None else (self.block, self.offset)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PoolRange:
-    """Symmetric memory in which each rank places tensors by itself (``pools``).
+    """Symmetric memory in which each rank places tensors independently (``session/pools.py``).
 
     Attributes:
         name: the same on all ranks, and never used twice.
-        start: address of its first byte here.
-        nbytes: size.
-        addresses: where this process reaches it on each rank.
+        start: address of its first byte in this process.
+        nbytes: size in bytes.
+        addresses: address of each rank's part in this process.
     """
 
     name: str
@@ -76,7 +76,7 @@ class SymmetricHeap:
     """The symmetric blocks of a session. A block has one number on all ranks, by the lane that allocated it.
 
     Args:
-        owner: for people.
+        owner: description of the communicator, for error messages.
     """
 
     def __init__(self, owner: str) -> None:
@@ -85,12 +85,12 @@ class SymmetricHeap:
         self._places: list[tuple[int, int, int]] = []  # (address, number, bytes); replaced as a whole, for readers
         self._kept: dict[int, torch.Tensor] = {}  # by address of the storage
         self._pools: dict[str, PoolRange] = {}  # by name; replaced as a whole, for readers
-        self._gone_pools: collections.deque[str] = collections.deque()  # by whoever has the last reference
+        self._gone_pools: collections.deque[str] = collections.deque()  # filled where a last reference is dropped
         self._lock = forks.rlock()
         _know(self)
 
     def add(self, number: int, block: SymmetricBlock) -> None:
-        """Know a block of all ranks."""
+        """Add a block that all ranks have allocated."""
         with self._lock:
             self._blocks[number] = block
             self._places = sorted([*self._places, (block.tensor.data_ptr(), number, block.tensor.nbytes)])
@@ -98,15 +98,15 @@ class SymmetricHeap:
             generation_cell[0] += 1
 
     def locate(self, tensor: torch.Tensor) -> Region:
-        """Find a contiguous tensor.
+        """Return the region of a contiguous tensor.
 
         Raises:
-            ValueError: the tensor is symmetric memory of another communicator, sticks out of its block, or has no
-                memory for what its shape says: a fake one, one of ``torch.func``, or one whose storage was resized.
+            ValueError: the tensor is symmetric memory of another communicator, exceeds its block, or has less memory
+                than its shape requires: a fake one, one of ``torch.func``, or one whose storage was resized.
         """
         try:
             address, nbytes = tensor.data_ptr(), tensor.nbytes
-        except RuntimeError:  # of a tracer, or of a transform of torch.func
+        except RuntimeError:  # a tensor of a tracer, or of a transform of torch.func
             address, nbytes = 0, tensor.nbytes
         if nbytes == 0:
             return Region(address, 0)
@@ -127,7 +127,7 @@ class SymmetricHeap:
         return self.place(Region(address, nbytes))
 
     def anchor(self, address: int, nbytes: int) -> int | None:
-        """The address of what is symmetric here, 0 for ordinary memory; None for what :meth:`locate` may refuse."""
+        """Return the address of symmetric memory, 0 for ordinary memory; None if :meth:`locate` may refuse it."""
         number = self._find(address)
         if number is None:
             return 0 if self._other_owner(address) is None else None
@@ -135,10 +135,10 @@ class SymmetricHeap:
         return address if address + nbytes <= block.data_ptr() + block.nbytes else None
 
     def place(self, region: Region) -> Region:
-        """Where in its symmetric block a region lies. There is one.
+        """Find the block and offset of a region, which must begin in a symmetric block.
 
         Raises:
-            ValueError: it sticks out.
+            ValueError: it exceeds the block.
         """
         number = self._find(region.address)
         assert number is not None
@@ -150,21 +150,21 @@ class SymmetricHeap:
         return Region(region.address, region.nbytes, number, offset)
 
     def add_pool(self, name: str, tensor: torch.Tensor) -> PoolRange:
-        """Know that each rank places tensors of its own in these symmetric bytes of all ranks."""
+        """Register symmetric bytes of all ranks as a pool, in which each rank places its own tensors."""
         made = PoolRange(name, tensor.data_ptr(), tensor.nbytes, self.addresses(self.locate(tensor)))
         with self._lock:
             self._pools = {**self._pools, name: made}
         with _heaps_lock:
-            generation_cell[0] += 1  # calls are remembered with tensors that lay there before
+            generation_cell[0] += 1  # calls are remembered by the addresses of tensors that were there before
         return made
 
     def drop_pool(self, name: str) -> None:
-        """No tensor lies there any more. May be called in any thread, in the middle of anything."""
+        """Forget a pool that holds no tensor any more. May be called in any thread, at any point of another call."""
         self._gone_pools.append(name)
 
     @property
     def pools(self) -> dict[str, PoolRange]:
-        """Those that there are, by name."""
+        """The pools by name."""
         while self._gone_pools:
             name = self._gone_pools.pop()
             with self._lock:
@@ -174,34 +174,34 @@ class SymmetricHeap:
         return self._pools
 
     def pool_at(self, address: int) -> PoolRange | None:
-        """The pool that holds an address."""
+        """Return the pool that holds an address; None if there is none."""
         for found in self.pools.values():
             if found.start <= address < found.start + found.nbytes:
                 return found
         return None
 
     def addresses(self, region: Region) -> tuple[int, ...]:
-        """Where this process reaches the region on each rank. The region must be symmetric."""
+        """Return the address of each rank's part of a symmetric region in this process."""
         assert region.block is not None
         if region.reached:
             return region.reached
         return tuple(base + region.offset for base in self._blocks[region.block].addresses)
 
     def keep(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Keep those that are symmetric until :meth:`close`: a graph knows their addresses."""
+        """Keep the symmetric ones among tensors until :meth:`close`: a graph holds their addresses."""
         for tensor in tensors:
             if tensor is not None and tensor.nbytes and self._find(tensor.data_ptr()) is not None:
                 self._kept[tensor.untyped_storage().data_ptr()] = tensor
 
     def close(self) -> None:
-        """Forget the blocks. Tensors that callers still have stay valid as ordinary memory."""
+        """Forget the blocks. Tensors that callers still hold remain valid as ordinary memory."""
         with self._lock:
             self._blocks, self._places, self._pools = {}, [], {}
             self._kept.clear()
         _forget(self)
 
     def _other_owner(self, address: int) -> SymmetricHeap | None:
-        """The heap of another communicator that holds an address."""
+        """Return the heap of another communicator that holds an address; None if there is none."""
         for reference in _heaps_there:
             heap = reference()
             if heap is not None and heap is not self and heap._find(address) is not None:
@@ -218,17 +218,17 @@ class SymmetricHeap:
 
 
 class LaneMemory:
-    """What one lane adds to the heap of its session, in the order of its own calls: segments, in a pool.
+    """Symmetric memory of one lane: segments in the heap of its session, allocated in the order of the lane's calls.
 
-    A tensor gives its bytes back when its storage goes, on each rank at a time of its own. The ranks say what they have
-    dropped where they agree on the next allocation; what all have dropped is given out again.
+    The bytes of a tensor become free when its storage is deleted, on each rank at another time. With the next
+    allocation the ranks tell each other which ranges they have dropped; ranges that all have dropped are reused.
 
     Args:
-        heap: of the session.
-        memory: of the lane.
-        number: of the lane in its session, the same on all ranks.
-        world_size: ranks.
-        most_bytes: to be reserved; None for as many as there are.
+        heap: heap of the session.
+        memory: allocates the segments.
+        number: number of the lane in its session, the same on all ranks.
+        world_size: number of ranks.
+        most_bytes: largest number of bytes to reserve; None: as many as the device has.
     """
 
     def __init__(
@@ -238,11 +238,11 @@ class LaneMemory:
         self._numbers = itertools.count(number * _LANE_NUMBERS)
         self._pool = BlockAllocator(world_size)
         self._segments: dict[int, SymmetricBlock] = {}
-        self._dropped: collections.deque[int] = collections.deque()  # by whoever has the last reference
+        self._dropped: collections.deque[int] = collections.deque()  # filled where a last reference is dropped
         self._unsaid: list[int] = []
 
     def what_is_dropped(self) -> str:
-        """What this rank has dropped, to be said to the others: see :meth:`allocate`."""
+        """Return the ranges that this rank has dropped, as text for its peers: see :meth:`allocate`."""
         while self._dropped:
             bisect.insort(self._unsaid, self._dropped.popleft())
         return as_text(self._unsaid)[0]
@@ -251,14 +251,14 @@ class LaneMemory:
         """Give out ``nbytes`` (> 0) on every rank. Collective, in the order of the lane's calls.
 
         Args:
-            nbytes: the same on every rank.
-            dropped: what each rank has said, this one too.
+            nbytes: size in bytes, the same on every rank.
+            dropped: the text of :meth:`what_is_dropped` of every rank, including this one.
 
         Returns:
-            The bytes, 1-d, and whether any calls before may still use them on this rank's streams.
+            The bytes as a 1-d tensor, and whether earlier calls may still use them on this rank's streams.
 
         Raises:
-            UnavailableError: there is no memory, or there may be no more of it. On every rank alike.
+            UnavailableError: the device has no more memory, or the limit is reached; on every rank alike.
         """
         give_back()
         self._unsaid = self._unsaid[as_text(self._unsaid)[1] :]
@@ -275,11 +275,11 @@ class LaneMemory:
         return storage_of(segment, place.offset, nbytes, lambda: self._dropped.append(number)), not grows
 
     def use(self) -> MemoryUse:
-        """What is reserved and used."""
+        """Return the bytes that are reserved and used."""
         return MemoryUse(self._pool.reserved, self._pool.used, self._most)
 
     def close(self) -> None:
-        """Allocate no more. What was allocated stays in the heap."""
+        """Allocate no more. Blocks that were allocated stay in the heap."""
         self._memory.close()
         self._segments.clear()
 
@@ -297,15 +297,18 @@ class LaneMemory:
 
 
 def generation() -> int:
-    """Grows with every symmetric block of this process: what an address was is not what it is for ever."""
+    """Return a number that grows with every symmetric block of this process, since addresses may be reused.
+
+    A call is remembered by addresses together with this number: an older entry does not match any more.
+    """
     return generation_cell[0]
 
 
 generation_cell = [0]
-"""What :func:`generation` returns; whoever adds to it puts another object there."""
+"""Cell with the value of :func:`generation`. Compiled code compares it by identity: adding makes another object."""
 
 _heaps_there: tuple[weakref.ref[SymmetricHeap], ...] = ()
-"""All of this process; replaced as a whole, for readers."""
+"""All heaps of this process; the tuple is replaced as a whole, so that readers need no lock."""
 
 _heaps_lock = forks.rlock()  # communicators may be made and closed on several threads
 

@@ -1,4 +1,4 @@
-"""Calls with many tensors, as data: what one rank asks, and what all ranks agree on."""
+"""Calls with many tensors as data: the request of one rank, and the agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BATCH = "batch"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListRequest:
-    """One rank's view of a call with many tensors: a request for each of them, or for each pair."""
+    """One rank's view of a call with many tensors: a request for each tensor, or for each pair."""
 
     parts: tuple[Request, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListEntry:
-    """What must be the same on every rank about one tensor, or pair: see the attributes of ``Agreement``."""
+    """The part of a list agreement for one tensor or pair; its attributes are those of ``plan.Agreement``."""
 
     collective: Collective
     dtype: str
@@ -41,14 +41,14 @@ class ListEntry:
         return ListEntry(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
 
     def for_engines(self) -> ListEntry:
-        """What copy engines make of it: all that they add goes through staging, wherever the tensors lie."""
+        """Return the entry for a program of copy engines, whose reductions always go through staging."""
         if self.collective.kind not in REDUCING:
             return self
         return dataclasses.replace(self, input_place=None, output_place=None)
 
     @property
     def symmetric(self) -> bool:
-        """Peers reach the output, and of a reduction the input; what is scattered has its output for itself."""
+        """True if peers reach the output, and for reductions the input. A reduce_scatter needs its input only."""
         if not any(map(any, self.collective.counts)):
             return True
         kind = self.collective.kind
@@ -58,13 +58,13 @@ class ListEntry:
 
 @dataclasses.dataclass(frozen=True)
 class ListAgreement:
-    """As ``Agreement``, for a call with many tensors.
+    """The part of a call with many tensors that must be the same on all ranks (see ``plan.Agreement``).
 
     Attributes:
-        name: the kind of a call with lists; ``BATCH``.
-        world_size: ranks in the group.
-        parts: one for each tensor, or pair.
-        variant: as asked by the caller, ``auto`` included.
+        name: the kind of a call with lists, or ``BATCH``.
+        world_size: number of ranks in the group.
+        parts: one entry for each tensor or pair.
+        variant: the caller's argument, ``auto`` included.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
     """
@@ -78,24 +78,24 @@ class ListAgreement:
 
     @cached_property
     def collective(self) -> Batch:
-        """What the program must do."""
+        """The collective that the program must carry out."""
         return Batch(self.name, self.world_size, tuple(part.collective for part in self.parts))
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Which collectives; that with the most bytes first."""
+        """The kinds of collectives in the call; the kind with the most bytes comes first."""
         if self.name != BATCH:
             return (Kind(self.name),)
         nbytes: dict[Kind, int] = {}
         for part in self.parts:
             collective = part.collective
             nbytes[collective.kind] = nbytes.get(collective.kind, 0) + collective.largest_buffer
-        # A batch without tensors is as good as an all_gather without any.
+        # A batch without tensors counts as an all_gather without tensors.
         return tuple(sorted(nbytes, key=lambda kind: (-nbytes[kind], kind))) or (Kind.ALL_GATHER,)
 
     @property
     def call(self) -> CallShape:
-        """What the choice looks at: the bytes of all tensors together, for the kind that has most of them."""
+        """The input of the choice: the bytes of all tensors together, under the kind that has most of them."""
         calls = [
             CallShape.of(
                 part.collective, part.dtype, symmetric=part.symmetric, captured=self.frozen, beside=self.beside
@@ -121,7 +121,7 @@ class ListAgreement:
         )
 
     def text(self) -> str:
-        """One line for people and for comparison between ranks; the digest covers what the words leave out."""
+        """Return the one-line signature that ranks compare and errors show; its digest covers all attributes."""
         digest = hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
         others = ", captured" if self.frozen else ""
         others += f", beside {self.beside}" if self.beside != NOTHING else ""

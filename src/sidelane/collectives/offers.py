@@ -1,4 +1,4 @@
-"""What a rank offers of its memory for a call, as text for its peers, and as they read it."""
+"""Offers of ordinary memory for a call: written as text by their rank, and read by its peers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sidelane.program.collective import Buffer
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
 HANDLES, GONE = "handles", "gone"
-"""Keys of an offer as text: allocations with their handles, and names of those that peers let go of."""
+"""Keys of an offer as text: allocations with their handles, and names of allocations that peers are to unmap."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank offers for a call.
+    """The memory that a rank offers its peers for a call.
 
     Attributes:
-        text: for its peers.
-        allocations: that hold the tensors.
-        gone: names of those that its peers let go of.
-        storages: of the tensors that lie in pools, by number of the tensor or pair, and buffer.
+        text: the offer as its peers read it.
+        allocations: the allocations that hold the tensors.
+        gone: names of allocations that its peers are to unmap.
+        storages: storages of the tensors that lie in pools, in the order of tensors or pairs and ``BUFFERS``.
     """
 
     text: str
@@ -37,12 +37,12 @@ class Offer:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor lies.
+    """The place of a tensor.
 
     Attributes:
-        allocation: that holds it.
-        offset: in that.
-        storage: of a tensor in a pool, offset of its storage.
+        allocation: the allocation that holds it.
+        offset: its first byte in the allocation.
+        storage: for a tensor in a pool, the offset of its storage.
     """
 
     allocation: Allocation
@@ -51,14 +51,14 @@ class TensorPlace(NamedTuple):
 
 
 Outcomes = tuple[str | None, ...]
-"""What was found out about storages, as ``Offer.storages`` has them: empty for those at one place on all ranks, else
-why they are not symmetric; None for those that some rank has not in a pool."""
+"""Results of the comparison of storages, in the order of ``Offer.storages``: empty if a storage lies at one place on
+all ranks, else the reason why it is not symmetric; None if it is not in a pool on some rank."""
 
 
 def text_of(
     found: Sequence[TensorPlace | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]
 ) -> str:
-    """An offer for the peers: see ``Heard``."""
+    """Return an offer as text, which peers read by ``Heard.of``."""
     numbers = {name: number for number, name in enumerate(allocations)}
     shown = [
         (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, TensorPlace) else place
@@ -70,12 +70,12 @@ def text_of(
 
 
 def outcomes_of(heard: Sequence[Heard], count: int) -> Outcomes:
-    """Of a call with so many tensors, or pairs."""
+    """Compare the storages of a call with ``count`` tensors or pairs."""
     return tuple(alike(heard, buffer, number) for number in range(count) for buffer in BUFFERS)
 
 
 def alike(heard: Sequence[Heard], buffer: Buffer, number: int) -> str | None:
-    """Whether the storages of a tensor lie at one place of one pool on all ranks. See ``Outcomes``."""
+    """Compare the places of a tensor's storage in a pool on all ranks. See ``Outcomes`` for the result."""
     places = [each.places[buffer][number] for each in heard]
     if any(not place or len(place) < 3 for place in places):
         return None
@@ -91,13 +91,13 @@ def _words(place: tuple[str, int]) -> str:
 
 
 class Heard(NamedTuple):
-    """The offer of a rank, as its peers read it.
+    """The offer of a rank as its peers have read it.
 
     Attributes:
         handles: name and handle of each allocation.
-        gone: names.
-        places: by buffer and number of the tensor, or pair: (number of the allocation, offset); 0 without bytes; None
-            where it is not offered.
+        gone: names of allocations to unmap.
+        places: for each buffer a list over tensors or pairs: (number of the allocation, offset, and for pools the
+            offset of the storage); 0 for a tensor without bytes; None for one that is not offered.
     """
 
     handles: list[tuple[str, str]]

@@ -1,4 +1,4 @@
-"""From the addresses of the tensors of a list to the virtual buffers that its program knows."""
+"""Virtual buffers of a call with a list: tensors at any address that its program sees as one buffer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer
 
 NO_PIECES: Mapping[tuple[int, str], Pieces] = MappingProxyType({})
-"""Of a call that is no list."""
+"""Pieces of a call that is no list: there are none."""
 
 
 def pieces_of(batch: Batch, addresses: Sequence[Mapping[tuple[int, str], int]]) -> dict[tuple[int, str], Pieces]:
-    """The virtual buffers of a batch.
+    """Return the virtual buffers of a batch, by rank and buffer.
 
     Args:
-        batch: whose.
-        addresses: of each part, by rank and buffer; of what this process reaches.
+        batch: the batch.
+        addresses: for each part, the addresses by rank and buffer, as far as this process reaches them.
     """
     found: dict[tuple[int, str], Pieces] = {}
     for buffer in (Buffer.INPUT, Buffer.OUTPUT):

@@ -1,4 +1,4 @@
-"""From what all ranks agreed on to a verified program."""
+"""Planner: it turns an agreement of all ranks into a verified program."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ from sidelane.program.verify import verify
 AUTO = "auto"
 
 Plan = Program | AnyKernelProgram | Alternation
-"""What a call runs as."""
+"""Executable form of a call: a program, a kernel, or two programs that alternate."""
 
 MOST_PROGRAMS = 1024
-"""Programs remembered; the oldest goes first, on all ranks alike. Uneven calls can have any number of them."""
+"""Largest number of cached programs. The oldest goes first, on all ranks alike; uneven calls can need any number."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """The part of a call that must be the same on every rank: from it, every rank makes the same program.
+    """The part of a call that must be the same on every rank. From it, every rank makes the same program.
 
     Attributes:
-        variant: as asked by the caller, ``auto`` included.
-        input_place, output_place: number of the symmetric block and offset in it (of mapped memory: see ``Region``);
+        collective: the collective.
+        dtype: element type.
+        variant: the caller's argument, ``auto`` included.
+        input_place, output_place: number of the symmetric block and offset in it (for mapped memory: see ``Region``);
             None for ordinary memory that peers do not reach, and for the arguments that only the root has.
         frozen: the call is being captured into a graph.
         beside: what the caller says runs next to it.
@@ -78,7 +80,7 @@ class Agreement:
 
     @property
     def call(self) -> CallShape:
-        """What the choice looks at."""
+        """The input of the choice among candidates."""
         symmetric = self.output_place is not None
         if self.collective.kind in REDUCING:  # kernels read the inputs; a reduce_scatter has its output for itself
             scattered = self.collective.kind is Kind.REDUCE_SCATTER
@@ -86,7 +88,7 @@ class Agreement:
         return CallShape.of(self.collective, self.dtype, symmetric=symmetric, captured=self.frozen, beside=self.beside)
 
     def text(self) -> str:
-        """One line for people and for comparison between ranks; the digest covers what the words leave out."""
+        """Return the one-line signature that ranks compare and errors show; its digest covers all attributes."""
         return _text(self)
 
     def _words(self) -> str:
@@ -109,10 +111,10 @@ class Planner:
     """Chooses, makes, verifies and keeps the programs of one communicator.
 
     Args:
-        capabilities: of the executor.
+        capabilities: commands that the executor supports.
         verify_programs: prove each program before its first run.
-        profile: what ``auto`` chooses by, the same on all ranks; None leaves a rule of thumb.
-        abilities: of the machine, the same on all ranks.
+        profile: measured times by which ``auto`` chooses, the same on all ranks; None: choose by a heuristic.
+        abilities: implementations that the machine supports, the same on all ranks.
     """
 
     def __init__(
@@ -133,18 +135,18 @@ class Planner:
         self._held: Once[Program, Program] = Once(self._hold)
 
     def known(self, agreement: AnyAgreement) -> bool:
-        """True if all ranks have made this call before."""
+        """Return True if all ranks have made this call before."""
         return agreement in self._programs
 
     def forget(self, agreement: AnyAgreement) -> None:
-        """What became of its first call is not known: it is not a call that all ranks have made."""
+        """Forget a program whose first call failed here: the peers may not have made that call."""
         self._programs.pop(agreement, None)
 
     def program(self, agreement: AnyAgreement) -> Plan:
-        """The program for a call, or the programs that take turns in it.
+        """Return the program of a call, or the programs that alternate.
 
         Raises:
-            ValueError: no such variant for this collective and these buffers.
+            ValueError: the variant does not exist for this collective, or not with these buffers.
             ProgramError: the program is wrong (a defect of Sidelane).
         """
         program = self._programs.get(agreement)
@@ -156,11 +158,11 @@ class Planner:
         return program
 
     def program_that_fits(self, agreement: AnyAgreement, fits: Callable[[Plan], bool]) -> tuple[Plan, Choice]:
-        """The program for a call, and its choice. Where ``auto`` chose what does not fit: the best that does, if any.
+        """Return the program of a call and its choice. If the choice of ``auto`` does not fit, take the best that does.
 
         Args:
             agreement: the call.
-            fits: answers alike on all ranks.
+            fits: returns True if a program fits, with the same result on all ranks.
         """
         program, choice = self.program(agreement), self.choice(agreement)
         if agreement.variant != AUTO or fits(program):
@@ -180,7 +182,11 @@ class Planner:
         return program
 
     def held(self, agreement: AnyAgreement) -> Program:
-        """The program for a call behind one trigger on each rank (``transform.hold``). Raises as :meth:`program`."""
+        """Return the program of a call behind one trigger on each rank (``transform.hold``).
+
+        Raises:
+            ValueError, ProgramError: as :meth:`program`.
+        """
         program = self.program(agreement)
         assert isinstance(program, Program), "the caller asked for a variant of the copy engines"
         return self._held(program)
@@ -192,17 +198,17 @@ class Planner:
         return held
 
     def unproved(self, agreement: AnyAgreement) -> Plan:
-        """The same, for a look at what it needs: it is neither verified nor kept."""
+        """Return the program of a call only to inspect what it needs: it is neither verified nor cached."""
         known = self._programs.get(agreement)
         if known is not None:
             return known
         return make_program(agreement, self.choice(agreement).candidate, self._capabilities.moves)
 
     def choice(self, agreement: AnyAgreement) -> Choice:
-        """What will run for a call, and why; the same on every rank.
+        """Choose the candidate of a call, with the reason; the same on every rank.
 
         Raises:
-            ValueError: no such variant for this collective.
+            ValueError: the variant does not exist for this collective.
         """
         choice = self._choices.get(agreement)
         if choice is None:
@@ -224,12 +230,12 @@ class Planner:
 
 
 def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:
-    """The program of a call, not verified yet.
+    """Make the program of a call; it is not verified yet.
 
     Args:
-        agreement: what was asked.
-        candidate: how to run it.
-        moves: what the executor has commands for.
+        agreement: the call.
+        candidate: implementation and variant.
+        moves: command types that the executor supports.
 
     Raises:
         ValueError: the variant cannot run with these buffers.
@@ -282,10 +288,11 @@ def _build(agreement: AnyAgreement, variant: str) -> Program:
 
 
 def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *, listed: bool = False) -> None:
-    """Refuse a variant that no call of this kind can have. ``listed``: a call with lists of tensors.
+    """Refuse a variant that does not exist for this kind of call. ``listed``: a call with lists of tensors.
 
     Raises:
-        ValueError: with the allowed names.
+        TypeError: the variant is no string.
+        ValueError: the variant does not exist; the allowed names are listed.
     """
     names = [found.variant for found in everything(kind, abilities) if not (listed and takes_one_tensor(found))]
     if not isinstance(variant, str):
@@ -300,10 +307,10 @@ def check_variant(kind: Kind, variant: str, abilities: Abilities = EVERYTHING, *
 
 
 def choose_transport(agreement: Agreement | ListEntry, variant: str) -> Transport:
-    """The transport that copies least for the buffers at hand (reductions: that moves the results best).
+    """Choose the transport with the fewest copies for the buffers of a call (for reductions: for their results).
 
     Raises:
-        ValueError: a variant that writes into outputs, with an output in ordinary memory.
+        ValueError: the variant writes into outputs, and the output is ordinary memory.
     """
     collective = agreement.collective
     if not any(map(any, collective.counts)) or collective.kind is Kind.REDUCE_SCATTER:

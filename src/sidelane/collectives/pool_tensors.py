@@ -1,9 +1,9 @@
-"""Tensors in pools (``pools``): which of them lie at one place on all ranks, and how peers reach the others.
+"""Tensors in pools (``session/pools.py``): comparison of their places between ranks, and access by peers.
 
-Each rank places its tensors by itself, so that no rank knows where those of its peers lie. They tell each other in the
-first call that a tensor is in, by the protocol of ``reach``, and the host waits for the peers' hosts then. Where the
-tensor lies at one place on all ranks it is symmetric from then on: nobody asks again as long as its storage lives. A
-tensor that lies elsewhere on some rank is told of at each of its calls, and mapped: all of a pool is within reach.
+Each rank places its tensors independently, so that no rank knows the places of its peers' tensors. In the first call
+with a tensor the ranks exchange them, by the protocol of ``reach``, and the host waits for the peers' hosts. A tensor
+that lies at one place on all ranks is symmetric from then on, as long as its storage lives, without another exchange.
+A tensor whose place differs between ranks is offered in each of its calls and mapped: peers reach all of a pool.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from sidelane.errors import UnavailableError
 from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
 
 POOL = "pool "
-"""What names of pools begin with, and those of no other memory."""
+"""Prefix of the names of pools; names of other memory do not begin with it."""
 
 MAPPING_OFF = "Config.map_memory is not on"
 
 _SWEEP = 1024
-"""Storages remembered before those that are gone are looked for."""
+"""Number of remembered storages at which deleted ones are removed for the first time."""
 
 
 class ComparedStorages:
-    """Storages in pools of which this lane's ranks have compared where they lie."""
+    """Storages in pools whose places the ranks of this lane have compared."""
 
     def __init__(self) -> None:
-        # By address of the storage's own structure, of which there is no second one while this refers to it.
+        # By address of the C++ StorageImpl, which is not reused while the weak reference exists.
         self._known: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._most = _SWEEP
 
     def alike(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's storage lies at one place on all ranks, as far as they have compared."""
+        """Return True if the ranks have compared the tensor's storage, and it lies at one place on all of them."""
         return self._found(tensor) == ""
 
     def why_not(self, tensor: torch.Tensor) -> str:
-        """Why the tensor is not symmetric."""
+        """Return the reason why the tensor is not symmetric."""
         found = self._found(tensor)
         return "its place in the pool has not been compared with the peers' yet" if found is None else found
 
     def note(self, storage: torch.UntypedStorage, why_not: str) -> None:
-        """Know what was found; empty if it lies at one place."""
+        """Keep the result of a comparison: empty if the storage lies at one place, else the reason."""
         if len(self._known) >= self._most:
-            # What lives is never forgotten: the peers would not know that this rank asks again.
+            # Living storages are never forgotten: this rank would compare again, and its peers would not.
             self._known = {key: found for key, found in self._known.items() if not found[0].expired()}
             self._most = max(_SWEEP, 2 * len(self._known))
         self._known[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), why_not
@@ -52,24 +52,24 @@ class ComparedStorages:
     def _found(self, tensor: torch.Tensor) -> str | None:
         storage = tensor.untyped_storage()
         found = self._known.get(storage._cdata)
-        # A storage that was given other memory is another one.
+        # A storage that got other memory since (data_ptr differs) counts as another storage.
         return found[2] if found is not None and found[1] == storage.data_ptr() else None
 
 
 class PoolMapping:
-    """The bytes of a pool on another rank, which are within reach as long as the session is."""
+    """A mapping of a pool of another rank, which exists as long as the session does."""
 
     def __init__(self, start: int) -> None:
         self.start = start
 
 
 class PooledMemory:
-    """See :class:`sidelane.memory.ordinary.OrdinaryMemory`: pools, and what the device allows besides.
+    """Memory that peers can map (:class:`sidelane.memory.ordinary.OrdinaryMemory`): pools and ordinary memory.
 
     Args:
-        heap: that knows the pools.
-        rank: of this process.
-        ordinary: other memory; None where it is not mapped.
+        heap: heap with the pools.
+        rank: rank of this process.
+        ordinary: ordinary memory of the device; None if it is not to be mapped.
     """
 
     def __init__(self, heap: SymmetricHeap, rank: int, ordinary: OrdinaryMemory | None) -> None:
@@ -81,20 +81,20 @@ class PooledMemory:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing that peers could map."""
+        """True if there is no memory that peers could map."""
         return self._ordinary is None and not self._heap.pools
 
     @property
     def has_no_pools(self) -> bool:
-        """True if that is so for pools."""
+        """True if there are no pools."""
         return not self._heap.pools
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor in a pool."""
+        """Return True for a tensor in a pool."""
         return self._heap.pool_at(tensor.data_ptr()) is not None
 
     def symmetric(self, region: Region) -> Region:
-        """The region of a tensor that lies at one place of a pool on all ranks."""
+        """Return the symmetric region of a tensor that lies at one place of a pool on all ranks."""
         return self._heap.place(region)
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:

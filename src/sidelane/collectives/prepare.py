@@ -1,4 +1,4 @@
-"""From an agreed program to one that is loaded at the addresses of a call."""
+"""Preparation of calls: staging is allocated, and the program is loaded at the addresses of the call."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from sidelane.program.once import Once
 from sidelane.program.wraparound import as_int32
 
 FLAGS = 4096
-"""Flags in each of two regions: programs with epochs, and captured ones, which reset their flags. Behind them are two
-such regions of ``TURN_FLAGS``, for programs that take turns."""
+"""Number of flags in each of two regions: one for programs with epochs, one for captured programs, which reset their
+flags. Two further regions of ``TURN_FLAGS`` each follow, for alternating programs."""
 
 REGIONS = 2
 
 MOST_RECENT = 4096
-"""Calls remembered by the addresses of their tensors; the oldest goes first. Programs are kept for good."""
+"""Largest number of calls cached by the addresses of their tensors; the oldest is dropped first."""
 
 MOST_RECENT_LISTS = 512
-"""Of these, calls with lists, of which each may hold a table of some hundred kilobytes on the device."""
+"""Largest number of calls with lists among them: each may hold a table of some hundred kilobytes on the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class PreparedCall:
     """A call ready to run.
 
     Attributes:
-        loaded: its program.
-        signature: what it shows to the other ranks.
+        loaded: its program, loaded at the addresses of its tensors.
+        signature: text that the ranks compare.
         frozen: it is for a graph under capture.
-        choice: how it runs, and why.
+        choice: candidate that runs it, and the reason.
     """
 
     loaded: Runnable
@@ -66,23 +66,23 @@ class PreparedCall:
 
 
 class OwnProgram(Protocol):
-    """A program of the caller's with flags of its own."""
+    """A program that the caller has loaded and that has its own flags."""
 
     def renew(self, call: int) -> None:
-        """Let them count as set by ``call``."""
+        """Set its flags as if ``call`` had set them."""
         ...
 
     def close(self) -> None:
-        """Let go of its memory; no call is under way."""
+        """Release its memory, while no call is under way."""
         ...
 
 
 class Preparer:
-    """Owns what all programs of a communicator share: flag memory and staging.
+    """Loads programs for calls, and owns the memory that they share: flags, staging, and the arena of kernels.
 
     Attributes:
-        own_programs: that callers have loaded, whose flags are renewed with the others.
-        keepers: called when what :meth:`recall` knew is void, of whoever keeps any of it.
+        own_programs: programs that callers have loaded; their flags are renewed with the others.
+        keepers: functions to call when prepared calls become invalid, for objects that hold some of them.
     """
 
     def __init__(self, rank: int, heap: SymmetricHeap, backend: Backend, planner: Planner) -> None:
@@ -92,17 +92,17 @@ class Preparer:
         self._planner = planner
         self._flags = backend.memory.allocate(REGIONS * (FLAGS + TURN_FLAGS) * 4)
         self._staging = Staging(backend)
-        # Of their own: a kernel writes to its staging as soon as it runs, and ends when all peers have read it.
-        # Programs keep their peers off in other ways.
+        # Kernels have their own staging: a kernel writes to it as soon as it runs, and ends when all peers have read
+        # it. Programs protect their staging by other handshakes.
         self._kernel_staging = Staging(backend)
         self._arena: SymmetricBlock | None = None
         if SM in backend.abilities.implementations:
             self._arena = backend.memory.allocate(arena_bytes(len(self._flags.addresses)))
-        # Of their own, and twice: replays of a graph know nothing of the turns of the calls between them.
+        # Alternating programs have their own, twice: replays of a graph do not follow the turns of eager calls.
         self._slots = Staging(backend, spread=True)
         self._turns = CallTurns(backend.capture_of)
         if backend.abilities.captures and len(self._flags.addresses) > 1:
-            self._slots.reserve(2 * SLOTS_BYTES, False)  # a capture could not
+            self._slots.reserve(2 * SLOTS_BYTES, False)  # now, since a capture cannot allocate
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._captures_have_room: set[AnyAgreement] = set()
         self._kept: list[object] = []
@@ -114,40 +114,40 @@ class Preparer:
         self.keepers: list[Callable[[], object]] = []
 
     def recall(self, key: Hashable) -> PreparedCall | None:
-        """What an earlier call with the same key prepared, if it still holds."""
+        """Return the call that was prepared under a key, if it is still valid; else None."""
         return self._recent.get(key)
 
     def known(self, agreement: AnyAgreement) -> bool:
-        """True if no rank has anything left to agree on or to allocate for this call."""
+        """Return True if no rank needs another agreement or allocation for this call."""
         return self._planner.known(agreement)
 
     def shaped(self, shape: Shape) -> ShapeEntry | None:
-        """What calls of a shape run as, if one was prepared and no rank has anything left to agree on."""
+        """Return the program of a shape, if a call of it was prepared and is still agreed on; else None."""
         found = self._shaped.get(shape.key)
         return found if found is not None and self._planner.known(found.agreement) else None
 
     def knows_shape(self, shape: Shape, shaped: ShapeEntry) -> bool:
-        """True while calls of a shape run as they did."""
+        """Return True while calls of a shape still run the same program."""
         return self._shaped.get(shape.key) is shaped
 
     @property
     def turn(self) -> int:
-        """Of the next eager call of those that take turns."""
+        """Turn number of the next eager call of an alternating program."""
         return self._turns.next_eager
 
     def prepare_shaped(
         self, shaped: ShapeEntry, shape: Shape, key: Hashable, *, comes_again: bool
     ) -> tuple[PreparedCall, bool]:
-        """Load what calls of a shape run as where the tensors of this one lie. No collective.
+        """Load the program of a shape at the addresses of a call. Not collective.
 
         Args:
-            shaped: what they run as.
-            shape: of this one.
-            key: of the call with its addresses.
-            comes_again: it was made before, by compiled code.
+            shaped: the program of the shape.
+            shape: shape and addresses of the call.
+            key: cache key of the call, with its addresses.
+            comes_again: the call was made before, by compiled code.
 
         Returns:
-            The call, and whether it comes again; then it is remembered under ``key``.
+            The call, and whether it comes again; in this case it is cached under ``key``.
         """
         loaded = self._load_at(shaped.program, shaped.at(shape.addresses), False, again=True)
         prepared = PreparedCall(loaded, shaped.signature, False, shaped.choice)
@@ -163,13 +163,13 @@ class Preparer:
         key: Hashable = None,
         shape: Shape | None = None,
     ) -> PreparedCall:
-        """Plan, allocate staging and load; remembered under ``key``. Collective where the agreement is new.
+        """Plan a call, allocate staging, load its program, and cache it under ``key``. Collective for new agreements.
 
         Args:
-            agreement: of all ranks.
-            request: of this one.
-            key: of the call with its addresses.
-            shape: of the call, if others of it may run as this one does.
+            agreement: the agreement of all ranks.
+            request: the request of this rank.
+            key: cache key of the call, with its addresses; None: do not cache it.
+            shape: shape of the call, if other calls of the shape may run the same program.
         """
         was_known = self._planner.known(agreement)
         try:
@@ -181,7 +181,7 @@ class Preparer:
                 self._planner.forget(agreement)
             raise
         if agreement.frozen:
-            # A captured graph refers to what was loaded for as long as it lives, which nobody tells us.
+            # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
             self._kept.append(loaded)
         prepared = PreparedCall(loaded, agreement.text(), agreement.frozen, choice)
         if key is not None:
@@ -200,11 +200,11 @@ class Preparer:
         return prepared
 
     def copies_mapped(self, agreement: AnyAgreement) -> bool:
-        """True if copy engines that read mapped tensors suit a call better than staging."""
+        """Return True if copy engines that read mapped tensors are faster for a call than staging."""
         return copies_suit(agreement, self._planner.choice)
 
     def make_room(self, program: Program) -> None:
-        """Have the staging of a program. Collective where there is less."""
+        """Allocate the staging of a program. Collective if there is too little."""
         self._reserve(self._staging, max(program.staging_bytes), False)
 
     def bind(
@@ -217,7 +217,7 @@ class Preparer:
         *,
         pieces: Mapping[tuple[int, str], Pieces] = NO_PIECES,
     ) -> PreparedCall:
-        """Load a program with epochs at addresses of its caller's, who has made room for it. No collective."""
+        """Load a program with epochs at given addresses, after :meth:`make_room`. Not collective."""
         addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
         prepared = PreparedCall(self._backend.executor.load(program, addresses), signature, False, choice)
         self._remember(key, prepared)
@@ -229,7 +229,7 @@ class Preparer:
         self._recent[key] = prepared
 
     def _plan(self, agreement: AnyAgreement) -> tuple[Plan, Choice]:
-        """What a call runs as, and how that was chosen."""
+        """Return the program of a call, and its choice."""
         if agreement.frozen:
             return self._planner.program_that_fits(agreement, self._has_staging)
         program, choice = self._planner.program(agreement), self._planner.choice(agreement)
@@ -239,7 +239,7 @@ class Preparer:
         return program, choice
 
     def _place(self, program: Plan, request: Request | ListRequest, frozen: bool) -> Addresses:
-        """Have the staging of a program; where all that it names lies."""
+        """Allocate the staging of a program, and return the addresses of all its buffers and flags."""
         if isinstance(program, KernelProgram | KernelListProgram):
             return self._addresses_of_kernel(program, request, frozen)
         if isinstance(program, Alternation):
@@ -248,7 +248,7 @@ class Preparer:
         return self._addresses(program, request, frozen)
 
     def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
-        """Load what a call runs as. ``again``: it may never be made with these addresses but once."""
+        """Load a program at addresses. ``again``: calls may use these addresses only once."""
         executor = self._backend.executor
         if isinstance(program, KernelProgram | KernelListProgram):
             return self._backend.load_kernel(program, addresses, frozen)
@@ -268,9 +268,9 @@ class Preparer:
         return max(plan.staging_bytes) <= self._staging.nbytes
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
-        """Allocate what the same call needs in a capture, where nothing can be: ``auto`` may choose otherwise there.
+        """Allocate the staging that the same call needs in a capture, where ``auto`` may choose another candidate.
 
-        Once for what is asked, on all ranks alike: staging never shrinks.
+        A capture cannot allocate. Once per agreement is enough, on all ranks alike: staging never shrinks.
         """
         if agreement in self._captures_have_room:
             return
@@ -284,20 +284,20 @@ class Preparer:
         self._captures_have_room.add(agreement)
 
     def held(self, agreement: AnyAgreement) -> tuple[Program, Choice]:
-        """The program of a call behind one trigger on each rank, for its caller to load, and how it was chosen.
+        """Return the program of a call behind one trigger on each rank, which the caller loads, and its choice.
 
         Raises:
-            ValueError: these buffers cannot have this variant.
+            ValueError: the variant cannot run with these buffers.
         """
         return self._planner.held(agreement), self._planner.choice(agreement)
 
     def addresses(self, program: Program, request: Request) -> Addresses:
-        """Where that program runs now: staging may move before its next call. Collective at first."""
+        """Return the current addresses of such a program: its staging may move between calls. Collective at first."""
         self._reserve(self._staging, max(program.staging_bytes), False)
         return self._addresses(program, request, False)
 
     def renew(self, call: int) -> None:
-        """Make all flags of this rank that follow calls count as set by ``call``. Nothing may be under way anywhere."""
+        """Set all flags of this rank that hold call numbers as if ``call`` had set them, while no rank runs a call."""
         words = self._flags.tensor.view(torch.int32)
         value = as_int32(call)
         words[:FLAGS] = value
@@ -308,12 +308,12 @@ class Preparer:
 
     @property
     def own_bytes(self) -> int:
-        """Symmetric memory of it."""
+        """Symmetric memory that flags, arena and staging take, in bytes."""
         blocks = sum(block.tensor.nbytes for block in (self._flags, self._arena) if block is not None)
         return blocks + sum(staging.nbytes for staging in (self._staging, self._kernel_staging, self._slots))
 
     def close(self) -> None:
-        """Forget every loaded program, and let go of the memory."""
+        """Forget every loaded program, and release the memory."""
         self._recent.clear()
         self._recent_lists.clear()
         self._shaped.clear()
@@ -328,8 +328,8 @@ class Preparer:
 
     def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
         if staging.reserve(nbytes, frozen):
-            # Captured graphs keep the block that they were loaded with. Everything else must move to the new one now,
-            # on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new one.
+            # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
+            # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
             self._recent.clear()
             self._recent_lists.clear()
             self._shaped.clear()
@@ -392,7 +392,7 @@ class Preparer:
         return pieces_of(batch, rows)
 
     def reach(self, region: Region, remote: bool) -> dict[int, int]:
-        """Address of a region by rank: on all of them, or here only."""
+        """Return the addresses of a region by rank: of all ranks if ``remote``, else of this one only."""
         return dict(enumerate(self._heap.addresses(region))) if remote else {self._rank: region.address}
 
 

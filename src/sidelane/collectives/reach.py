@@ -1,11 +1,11 @@
-"""How peers reach ordinary memory: what each rank offers for a call, and where the others map it.
+"""Offers of ordinary memory: each rank offers allocations for a call, and its peers map them.
 
-Rank r may write into ordinary memory of rank p only if p has offered it for this very call. So each rank that can posts
-its allocations with the call, and waits for the posts of its peers, before anything is planned: where all have offered,
-the call runs as if the memory were symmetric; else it is staged. What an offer names is the allocation and not its
-address: memory that was freed and given out again at the same address has another name, and is never taken for the
-old. What a rank has offered and freed since it says with its next offer, and the peers close it.
-``docs/internals/reach.md`` has the reasons; ``tests/program/test_reach_model.py`` looks at all interleavings.
+Rank r may write into ordinary memory of rank p only if p has offered it for this very call. So each rank that can
+offers its allocations with the call, and waits for the posts of its peers before the call is planned. If all ranks have
+offered, the call runs as if the memory were symmetric; else it is staged. An offer names the allocation and not its
+address: memory that was freed and allocated again at the same address has another name, and is never mistaken for the
+old one. A rank announces allocations that it has freed with its next offer, and its peers unmap them.
+``docs/internals/reach.md`` has the reasons; ``tests/program/test_reach_model.py`` checks all interleavings.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
 
 MOST_GONE = 16
-"""Names that one offer looks at, and says are gone; others wait for the next."""
+"""Largest number of allocations that one offer checks and announces as freed; others wait for the next offer."""
 
 MOST_TEXTS = 1024
-"""Of offers, remembered."""
+"""Largest number of cached texts of offers."""
 
 MOST_REASON = 160
-"""Characters of why a rank cannot map what its peers offer."""
+"""Largest number of characters of the reason why a rank cannot map an allocation."""
 
 ALIGNMENT = 256
-"""In bytes, to which a place is said to be aligned or not. Allocations are."""
+"""Bytes to which a mapped tensor counts as aligned. Allocations are aligned to it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reached:
-    """How peers get at a tensor.
+    """The way in which peers reach a tensor.
 
     Attributes:
-        how: ``symmetric``, ``mapped`` (ordinary memory that peers map, where theirs can be as well) or ``staged``.
-        why: for ``staged``, and for a tensor in a pool that is not symmetric.
+        how: ``symmetric``, ``mapped`` (ordinary memory that peers map, if theirs can be mapped as well) or ``staged``.
+        why: the reason, for ``staged`` and for a tensor in a pool that is not symmetric; else empty.
     """
 
     how: str
@@ -60,17 +60,17 @@ class Reached:
 
 
 class Reach:
-    """Of one lane.
+    """The offers of one lane: the memory that this rank offers, and the memory of peers that it has mapped.
 
     Args:
-        calls: of the lane.
-        memory: what the device allows.
-        compared: tensors in pools, of which the ranks know where they lie.
-        captures_only: what lies in no pool is offered in calls that are captured, where hosts wait for each other.
+        calls: calls of the lane.
+        memory: memory that peers can map.
+        compared: tensors in pools whose places the ranks have compared.
+        captures_only: offer memory outside of pools only in captured calls, in which hosts wait for each other.
 
     Attributes:
-        drops: how often this rank has let go of what was mapped, or has heard of what cannot be: until then, the same
-            offers of all ranks mean the same addresses.
+        drops: number of changes to the mappings: allocations that were unmapped, and rounds in which new ones were
+            mapped or refused. While it stays the same, the same offers of all ranks mean the same addresses.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Reach:
         self._captures_only = captures_only
         self._calls, self._memory, self._compared = calls, memory, compared
         self._rank = calls.control.rank
-        # What all ranks know alike: it changes only with calls that all of them have offered memory for.
+        # State that is the same on all ranks: it changes only in calls for which all of them have offered memory.
         self._known: dict[tuple[int, str], Mapping | None] = {}  # by rank and name; None for this rank's own
-        self._refused: dict[tuple[int, str], str] = {}  # of these, what some rank cannot map, and why
-        self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; that used last is last
-        self._looked_at: Iterator[str] = iter(())  # names of these
+        self._refused: dict[tuple[int, str], str] = {}  # those that some rank cannot map, with the reason
+        self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; the last used is last
+        self._looked_at: Iterator[str] = iter(())  # names of these that are still to be checked
         self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
         self.drops = 0
 
     def of(self, tensor: torch.Tensor) -> Reached:
-        """How peers get at an ordinary tensor, as far as this rank knows."""
+        """Return the way in which peers reach an ordinary tensor, as far as this rank knows."""
         if not tensor.nbytes:
             return Reached("mapped", "it has no bytes")
         if self._memory.holds(tensor):
@@ -98,7 +98,7 @@ class Reach:
         return Reached("mapped") if reason is None else Reached("staged", reason)
 
     def is_pooled(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor in a pool."""
+        """Return True for a tensor in a pool."""
         return self._memory.holds(tensor)
 
     def offer(
@@ -108,13 +108,13 @@ class Reach:
         most_text: int,
         captured: bool,
     ) -> Offer | None:
-        """What this rank can offer for a call; None if nothing, or if there is no use in it.
+        """Return the offer of this rank for a call; None if it has nothing to offer, or if no peer would use it.
 
         Args:
-            requests: what it asks, for each tensor or pair of them.
-            tensors: of the caller.
-            most_text: characters; what takes more is staged.
-            captured: the call is.
+            requests: the rank's request for each tensor or pair.
+            tensors: the caller's tensors.
+            most_text: largest number of characters of the offer; a call with a longer one is staged.
+            captured: the call is being captured.
         """
         pools_only = self._captures_only and not captured
         if self._memory.has_no_pools if pools_only else self._memory.is_empty:
@@ -123,7 +123,7 @@ class Reach:
         found: list[TensorPlace | int | None] = []
         storages: list[torch.UntypedStorage | None] = []
         for request in requests:
-            # What is symmetric is so on all ranks, or they disagree anyway.
+            # A tensor is symmetric on all ranks alike; otherwise the comparison of the calls fails.
             mixed = request.output.symmetric or request.input.symmetric
             for buffer in BUFFERS:
                 region = request.region(buffer)
@@ -146,35 +146,35 @@ class Reach:
                 self._texts[key] = text
         if len(text) > most_text:
             return None
-        # Of what is only offered nothing may be kept: memory that peers have not mapped goes when its owner frees it.
+        # Keep no reference to memory that is only offered: until peers have mapped it, its owner may free it.
         return Offer(text, tuple(allocations.values()), tuple(gone), tuple(storages) if any(storages) else ())
 
     def compares(self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> bool:
-        """True where an offer says where tensors in pools lie that are not symmetric, or not yet."""
+        """Return True if an offer for these tensors tells places in pools that the ranks must compare."""
         if self._memory.has_no_pools:
             return False
         by_address = _by_address(tensors)
         return any(self._to_compare(request, buffer, by_address) for request in requests for buffer in BUFFERS)
 
     def stand(self, allocations: Sequence[Allocation]) -> bool:
-        """True while none of this rank's allocations has been freed."""
+        """Return True while none of these allocations of this rank has been freed."""
         return not any(self._memory.is_gone(allocation) for allocation in allocations)
 
     def settle(
         self, call: int, signature: str, offer: Offer, texts: Sequence[str], requests: Sequence[Request]
     ) -> tuple[int, list[Request] | None, Outcomes]:
-        """Take what all ranks have offered for a call that they have agreed on, and map what is new. Collective.
+        """Read the offers of all ranks for a call that they have agreed on, and map new allocations. Collective.
 
         Args:
-            call: its number.
-            signature: what all ranks have alike.
-            offer: of this rank.
-            texts: of the offers of all ranks; empty of those that have none.
-            requests: what it asks.
+            call: number of the call.
+            signature: signature of the call, the same on all ranks.
+            offer: offer of this rank.
+            texts: texts of the offers of all ranks; empty for a rank without an offer.
+            requests: requests of this rank.
 
         Returns:
-            The number that the call has from now on; and what is asked, with the memory that peers reach. None where
-            there is none on all ranks. Last what :meth:`note` is to be told, in each call with the same posts.
+            The number of the call from now on; the requests with the memory that peers reach, or None if that changes
+            nothing; and the argument of :meth:`note`, which holds for each call with the same posts.
 
         Raises:
             PeerError, PeerTimeoutError: see docs/internals/failure.md.
@@ -196,26 +196,26 @@ class Reach:
         return call, reached if reached != list(requests) else None, outcomes
 
     def note(self, offer: Offer, outcomes: Outcomes) -> None:
-        """Know from now on what was found out about the storages of an offer."""
+        """Remember the results of the comparison for the storages of an offer."""
         for storage, outcome in zip(offer.storages, outcomes, strict=False):
             if storage is not None and outcome is not None:
                 self._compared.note(storage, outcome)
 
     def hold(self, offer: Offer) -> None:
-        """Know that peers have mapped what this rank offers, and that it was used last."""
+        """Remember that peers have mapped the allocations of an offer, as those that were used last."""
         for found in offer.allocations:
             self._held.pop(found.name, None)
             self._held[found.name] = found
 
     def close(self) -> None:
-        """Let go of all that is mapped. Nothing may be under way."""
+        """Unmap everything. No call may be under way."""
         self._known.clear()
         self._refused.clear()
         self._held.clear()
         self._texts.clear()
 
     def _some_gone(self) -> list[str]:
-        """Names of allocations that peers let go of: freed ones among the next few, and what is too much."""
+        """Return names of allocations to unmap: freed ones among the next few, and the oldest uses over the limit."""
         if len(self._held) <= MOST_GONE:
             looked_at = list(self._held)
         else:
@@ -229,7 +229,7 @@ class Reach:
         return gone[:MOST_GONE]
 
     def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> TensorPlace | int | None:
-        """The allocation that holds a region, and where; 0 for one without bytes; None if peers cannot map it."""
+        """Return the place of a region in its allocation; 0 for a region without bytes; None if peers cannot map it."""
         if not region.nbytes:
             return 0
         tensor = by_address.get(region.address)
@@ -244,7 +244,7 @@ class Reach:
         return TensorPlace(found, region.address - found.start, storage)
 
     def _to_compare(self, request: Request, buffer: Buffer, by_address: MappingOf[int, torch.Tensor]) -> bool:
-        """True for a tensor in a pool that is not symmetric, if it matters to peers where it lies."""
+        """Return True for a tensor in a pool that is not symmetric, if peers need its place."""
         region = request.region(buffer)
         tensor = by_address.get(region.address)
         if tensor is None or region.symmetric or not self._memory.holds(tensor):
@@ -252,7 +252,7 @@ class Reach:
         return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
 
     def _map_new(self, call: int, signature: str, heard: Sequence[Heard]) -> int:
-        """Map what is offered for the first time. All ranks know what that is, and hear of what cannot be mapped."""
+        """Map allocations that are offered for the first time, and exchange failures. Return the number of the call."""
         new = [
             (rank, name, handle)
             for rank, each in enumerate(heard)
@@ -285,8 +285,8 @@ class Reach:
         return ready
 
     def _reached(self, request: Request, number: int, heard: Sequence[Heard]) -> Request:
-        """A request with the memory of which the addresses on all ranks are known."""
-        if request.collective.in_place:  # one of the two is the whole, which is what was offered as both
+        """Return a request whose regions have the addresses on all ranks, where these are known."""
+        if request.collective.in_place:  # one of the two is the whole region, which was offered as both
             if request.whole is request.output:
                 return dataclasses.replace(request, output=self._mapped(request.output, Buffer.OUTPUT, number, heard))
             return dataclasses.replace(request, input=self._mapped(request.input, Buffer.INPUT, number, heard))
@@ -297,7 +297,7 @@ class Reach:
         )
 
     def _mapped(self, region: Region, buffer: Buffer, number: int, heard: Sequence[Heard]) -> Region:
-        """A region as peers reach it; as it was if that of one rank is where others cannot."""
+        """Return a region with its addresses on all ranks; unchanged if some rank's region cannot be reached."""
         if region.nbytes and alike(heard, buffer, number) == "":
             first = heard[0].places[buffer][number][1]
             if all(each.places[buffer][number][1] == first for each in heard):
@@ -324,9 +324,9 @@ class Reach:
 
 
 def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    """Of several that begin at one address the longest: where a call is in place, a rank's part begins with the whole.
+    """Return tensors by address; the longest one of several that begin at the same address.
 
-    A span of pieces is what holds a tensor; that of the part ends before the whole does.
+    In an in-place call a rank's part may begin where the whole does, and it is the whole that must be offered.
     """
     given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
     return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}

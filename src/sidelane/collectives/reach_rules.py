@@ -1,8 +1,7 @@
-"""How peers reach ordinary tensors in a call, as far as what is asked decides it: the rules by which ``learning`` goes,
-and the same in words.
+"""Rules that decide, from the arguments of a call, how peers reach its ordinary tensors; each answer has its reason.
 
-What else decides it is whether peers can map the memory of each rank (``Communicator.reach`` says so of a tensor), and
-whether addresses come again (``Communicator.last_choice`` says so of a call).
+Two more conditions are known at run time only: whether peers can map the memory of each rank (``Communicator.reach``
+tells it for a tensor), and whether addresses come again (``Communicator.last_choice`` tells it for a call).
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ STAGED, MAPPED = "staged", "mapped"
 NOTHING_TRAVELS = "nothing goes from one rank to another"
 
 VARIANTS = (AUTO, "b2b")
-"""Of calls that can go ahead: the copies of a rank stand on one engine."""
+"""Variants of calls that can go ahead: all copies of a rank are on one engine."""
 
 READING_TAKES, CONFIRMING_US = 1.05, 4.0
-"""What copy engines take that read mapped tensors, over the expected time, which is of pushes into symmetric memory;
-and what comes to it, whatever the size. On two H200s (``results/h200x2/ordinary.json``) all-gathers of 16 MB took 44 us
-where 40 are expected, of 64 MB 110 (106), all-to-alls 45 (39) and 113 (106)."""
+"""Factor on the expected time of pushes into symmetric memory, and microseconds to add for any size, that give the time
+of copy engines that read mapped tensors. On two H200s (``results/h200x2/ordinary.json``) all-gathers of 16 MB took
+44 us where 40 are expected, of 64 MB 110 (106), all-to-alls 45 (39) and 113 (106)."""
 
 LEAST_BYTES = 1 << 20
-"""From rank to rank, of calls from which ranks learn. Less goes by kernels, which take ordinary tensors as they are."""
+"""Fewest bytes from rank to rank of calls from which ranks learn. Kernels move less as fast, from ordinary tensors."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReachMode:
-    """How peers reach the ordinary tensors of a call.
+    """The way in which peers reach the ordinary tensors of a call.
 
     Attributes:
         setting: value of ``Config.map_memory``.
-        how: ``staged``, or ``mapped`` where all ranks have memory that their peers can map.
-        goes_ahead: once addresses have come again peers read each other's inputs, and no host waits for another one.
-        why: in words.
+        how: ``staged``, or ``mapped`` if all ranks have memory that their peers can map.
+        goes_ahead: once addresses come again, peers read each other's inputs and no host waits for another one.
+        why: the reason in words.
     """
 
     setting: MapMemory
@@ -64,13 +63,13 @@ class ReachMode:
 def way_of(
     agreement: AnyAgreement, setting: MapMemory, copies: Callable[[AnyAgreement], bool], *, hosts_meet: bool
 ) -> ReachMode:
-    """How peers reach the ordinary tensors of a call that is not asynchronous.
+    """Decide how peers reach the ordinary tensors of a call that is not asynchronous.
 
     Args:
         agreement: the call on tensors that peers do not reach.
         setting: value of ``Config.map_memory``.
         copies: see :func:`why_not_learnt`.
-        hosts_meet: a call blocks its caller until its peers have come anyway, as between CPU ranks.
+        hosts_meet: every call waits for the hosts of its peers anyway, as between CPU ranks.
     """
     if setting is False:
         return ReachMode(setting, STAGED, False, "the setting lets peers map nothing")
@@ -90,11 +89,11 @@ def way_of(
 
 
 def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], bool]) -> str:
-    """Why ranks do not learn from such calls with ``map_memory="learn"``, so that they are staged; empty if they do.
+    """Return the reason why ranks do not learn from a call, so that it is staged; empty if they do learn from it.
 
     Args:
         agreement: the call.
-        copies: whether copy engines that read mapped tensors suit it: see :func:`copies_suit`.
+        copies: returns True if copy engines that read mapped tensors are faster for it: see :func:`copies_suit`.
     """
     why = _why_never(agreement)
     if why:
@@ -114,25 +113,25 @@ def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], boo
 
 
 def copies_suit(agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choice]) -> bool:
-    """Whether copy engines that read mapped tensors take less time than a call takes by way of staging.
+    """Return True if copy engines that read mapped tensors are expected to take less time than the staged call.
 
     Args:
         agreement: the call on ordinary tensors.
-        chooses: what would run for a call, with expected times.
+        chooses: returns the choice for a call, with expected times.
     """
     staged, mapped = chooses(agreement), chooses(as_mapped(agreement))
     if DMA in (staged.candidate.implementation, mapped.candidate.implementation):
         return True
     copies_us, kernel_us = dict(mapped.table).get(Candidate(DMA, "b2b")), staged.table[0][1]
     if isinstance(agreement, ListAgreement) or copies_us is None or kernel_us is None:
-        return False  # nothing was measured, as of lists
+        return False  # there are no measured times, as for lists
     collective = agreement.collective
     staged_bytes = max(collective.input_bytes(rank) for rank in range(collective.world_size))
     return READING_TAKES * copies_us + CONFIRMING_US < kernel_us + staged_bytes / STAGING_BYTES_PER_US
 
 
 def as_mapped(agreement: A) -> A:
-    """The same call on tensors that peers have mapped."""
+    """Return the same call on tensors that peers have mapped."""
     there: dict[str, Any] = {"input_place": (MAPPED_BLOCK, 0), "output_place": (MAPPED_BLOCK, 0)}
     if isinstance(agreement, ListAgreement):
         return dataclasses.replace(
@@ -142,7 +141,7 @@ def as_mapped(agreement: A) -> A:
 
 
 def _why_never(agreement: AnyAgreement) -> str:
-    """Why a call waits for nobody neither once its addresses are known; empty for one that may go ahead then."""
+    """Return the reason why a call can never go ahead; empty if it can, once its addresses are known."""
     if agreement.frozen:
         return "what is captured does not go ahead"
     if agreement.variant not in VARIANTS:
@@ -164,7 +163,7 @@ def _limit(agreement: AnyAgreement) -> str:
 
 
 def _most_bytes(agreement: AnyAgreement) -> int:
-    """That go from one rank to another."""
+    """Return the largest number of bytes that one rank sends to another."""
     nbytes: collections.Counter[tuple[int, int]] = collections.Counter()
     for chunk in _chunks(agreement):
         if chunk.src_rank != chunk.dst_rank:

@@ -1,4 +1,4 @@
-"""Repeated calls on GPUs, by way of compiled code (``native/replay.c``): what it is told, and when."""
+"""Repeated calls on GPUs: compiled code (``native/replay.c``) remembers them and makes them again."""
 
 from __future__ import annotations
 
@@ -20,34 +20,32 @@ from sidelane.memory.lessons import LessonBoard
 from sidelane.native import Effect, load_replays
 
 MOST_TENSORS = 128
-"""Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
+"""Largest number of tensors, in all lists together, of a remembered call: ``MOST_TENSORS`` of ``native/replay.c``."""
 
 MOST_POSTS = 4096
-"""Remembered."""
+"""Largest number of remembered posts of lessons."""
 
 MOST_MOVED = 2
-"""Tensors of a call that is remembered by its shape."""
+"""Largest number of tensors of a call that is remembered by its shape."""
 
 MOST_TOLD = 1024
-"""Shapes that compiled code was told of, and places of callers with them; then it is told again."""
+"""Largest number of shapes, with the callers' streams, that are noted as passed to compiled code already."""
 
 
 class Repeats:
-    """Remembers calls that were made twice, and lessons that were made once, to make them again.
+    """Passes calls to compiled code, which makes them again: after two calls, or after one from which ranks learn.
 
-    Threads may share it, as they do a communicator.
+    Threads may share it, as they share a communicator.
 
     Args:
-        calls: of the communicator.
-        arguments: likewise.
-        preparer: likewise.
-        replay: made by ``native/replay.c``.
+        calls, arguments, preparer: those of the communicator.
+        replay: a ``Replay`` object of ``native/replay.c``.
 
     Attributes:
-        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. With nothing done: False if it is not
-            one that is remembered, or not the same any more; None if it is not its time: after a failure, inside a
-            capture, behind work on another stream, or while another thread submits. Then Python makes it, or says what
-            is wrong.
+        run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
+            anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
+            inside a capture, behind work on another stream, or while another thread submits. Python makes the call
+            then, or raises the error.
     """
 
     def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any) -> None:
@@ -59,27 +57,27 @@ class Repeats:
 
     @property
     def hits(self) -> int:
-        """How many calls that go ahead were made so."""
+        """Number of calls that went ahead and were made by compiled code."""
         return int(self._replay.hits)
 
     def forget(self) -> None:
-        """Let go of all calls."""
+        """Forget all calls."""
         self._told.clear()
         self._replay.forget()
 
     @property
     def comes_again(self) -> bool:
-        """True if the last call was not made by its shape because it was before: it is worth remembering."""
+        """True if compiled code declined the last call by shape because its addresses came again: worth remembering."""
         return bool(self._replay.again)
 
     @property
     def moved(self) -> int:
-        """How many calls were made by their shape."""
+        """Number of calls that compiled code made by their shape."""
         return int(self._replay.moved)
 
     @property
     def lessons(self) -> int:
-        """How many calls from which the ranks learn were made so, staged or ahead."""
+        """Number of calls from which the ranks learn that compiled code made, staged or ahead."""
         return int(self._replay.lessons)
 
     def teach(
@@ -89,14 +87,13 @@ class Repeats:
         window: int,
         enter: Callable[[Subject, bytes], object],
     ) -> Callable[[int], tuple[bytes, ...] | None]:
-        """Make lessons as well. Returns what does as ``LessonBoard.posts``, in less time.
+        """Let compiled code make lessons as well. Return a faster function that replaces ``LessonBoard.posts``.
 
         Args:
-            board: where they are posted.
-            begun: takes what they were of, by number, modulo its length.
-            window: lessons.
-            enter: begins the first lesson of a window, told its subject and its post. Asked with the executor's lock
-                held.
+            board: memory in which lessons are posted.
+            begun: ring of the lessons' subjects, by lesson number modulo its length.
+            window: number of lessons in a window.
+            enter: begins the first lesson of a window, with its subject and post; called with the executor's lock held.
         """
         own = board.own()
         words = tuple(record.address for record in own.records)
@@ -116,7 +113,7 @@ class Repeats:
 
     @staticmethod
     def of(calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats | None:
-        """For a communicator; None where there is no use in it, or no compiler."""
+        """Make one for a communicator; None if its device gains nothing from it, or if there is no compiled code."""
         path = calls.backend.host_path()
         # With debug, every call is compared with the peers'.
         if path is None or calls.config.debug or not calls.config.native:
@@ -142,7 +139,7 @@ class Repeats:
         return Repeats(calls, arguments, preparer, replay)
 
     def knows_by_address(self, key: tuple[Hashable, ...]) -> bool:
-        """True for a call that can be remembered, as far as its tensors go."""
+        """Return True if the tensors of a call allow it to be remembered by their addresses."""
         _, _, _, _, frozen, _, identities = key
         tensors = cast("tuple[tuple[Any, ...], ...]", identities)
         return not frozen and 0 < len(tensors) <= MOST_TENSORS and all(map(_is_ordinary, tensors))
@@ -160,10 +157,10 @@ class Repeats:
 
         Args:
             key: kind, variant, beside, details, frozen, generation, identities of the tensors.
-            prepared: what it ran as.
-            place: where.
-            asked: of a call with lists, what was; ``details`` says more than its own then.
-            lesson: of one from which the ranks learn.
+            prepared: the prepared call that ran.
+            place: the stream on which it ran.
+            asked: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
+            lesson: its repetition as a lesson, for a call from which the ranks learn.
         """
         if not self.knows_by_address(key):
             return
@@ -204,14 +201,14 @@ class Repeats:
     def remember_shape(
         self, key: tuple[Hashable, ...], shape: Shape, shaped: ShapeEntry, prepared: PreparedCall, place: Place
     ) -> None:
-        """Remember the shape of a call that was made by it: it is made again wherever its tensors lie.
+        """Remember the shape of a call, so that calls of the shape are made again at any addresses.
 
         Args:
             key: as in :meth:`remember`.
-            shape: of the call.
-            shaped: what it runs as.
-            prepared: that, at its addresses.
-            place: where.
+            shape: shape of the call.
+            shaped: the program of the shape.
+            prepared: the program, loaded at the addresses of the call.
+            place: the stream on which it ran.
         """
         if not shape.ordinary or not self.knows_by_address(key) or len(shape.addresses) > MOST_MOVED:
             return
@@ -242,8 +239,9 @@ class Repeats:
 
 
 def _is_ordinary(identity: tuple[Any, ...]) -> bool:
-    """True for what ``collectives/arguments.py`` says of a tensor that has an address, is contiguous and real, and does
-    not negate what it views.
+    """Return True for the identity (``collectives/arguments.py``) of a plain tensor.
+
+    A plain tensor has an address, is contiguous and real, and is no negated view.
     """
     match identity:
         case (address, _, dtype, True, False) | (address, _, dtype, True):

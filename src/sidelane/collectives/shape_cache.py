@@ -1,8 +1,8 @@
-"""Calls at addresses that no call had before, of a shape that one had: a program that makes its tensors at every step.
+"""Cache of calls by shape, for training loops that allocate their tensors anew in every step.
 
-What a call runs as follows from its tensors' sizes, dtypes and kinds of memory, and from where they lie to each other.
-Only the addresses themselves are new, so that nothing is checked, agreed on or planned again but what they say: that
-they are ordinary memory of this device, or symmetric where they were, and that there is memory behind them.
+The program of a call follows from the sizes, dtypes and kinds of memory of its tensors, and from their overlap. If only
+the addresses are new, the call is not validated, agreed on or planned again. Only the addresses are checked: they must
+be ordinary memory of this device, or symmetric memory at the same address as before, and large enough.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from sidelane.execute.base import Addresses
 from sidelane.program.collective import Buffer
 
 UNIT = 16
-"""Addresses of one shape differ by multiples of this (bytes): nothing that is loaded depends on more than that."""
+"""Bytes of which the addresses of one shape differ by multiples: loaded programs depend on no larger alignment."""
 
 _PLAIN = ((True, False), (True,))
 
 MOST_SEEN = 4096
-"""Calls that were made once, and are remembered by their addresses if they are made again."""
+"""Number of calls in one half of ``Seen``, which finds calls that come again at the same addresses."""
 
 
 class Shape(NamedTuple):
-    """A call but for its addresses.
+    """A call, separated into its shape and its addresses.
 
     Attributes:
-        key: what it has in common with all that are alike.
-        addresses: of its tensors; 0 for one that this rank has not.
-        distance: from the first to the second, where they overlap.
-        ordinary: all of them are there, in ordinary memory. Compiled code asks for no more than that.
+        key: cache key that all calls of the shape share.
+        addresses: addresses of its tensors; 0 for a tensor that this rank does not have.
+        distance: bytes from the first tensor to the second, if they overlap; else None.
+        ordinary: the rank has all tensors, in ordinary memory; compiled code remembers only such shapes.
     """
 
     key: Hashable
@@ -46,17 +46,17 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShapeEntry:
-    """What calls of one shape run as.
+    """The program that calls of one shape run.
 
     Attributes:
-        program: likewise.
-        addresses: where it was loaded first.
-        places: of these, which are addresses of which tensors.
-        request: what was asked there.
-        tensors: where these lay.
-        agreement: on which it was.
-        signature: what it shows to the other ranks.
-        choice: how it runs, and why.
+        program: the program.
+        addresses: addresses at which it was loaded first.
+        places: pairs of a buffer in these addresses and the number of the tensor that it is.
+        request: request of the first call.
+        tensors: addresses of the first call's tensors.
+        agreement: agreement of all ranks.
+        signature: text that the ranks compare.
+        choice: candidate that runs it, and the reason.
     """
 
     program: Plan
@@ -69,7 +69,7 @@ class ShapeEntry:
     choice: Choice
 
     def at(self, addresses: Sequence[int]) -> Addresses:
-        """Where it runs with tensors at other addresses."""
+        """Return the addresses of the program for tensors at other addresses."""
         buffers = dict(self.addresses.buffers)
         for place, tensor in self.places:
             buffers[place] = addresses[tensor]
@@ -77,7 +77,7 @@ class ShapeEntry:
         return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
 
     def asked(self, addresses: Sequence[int]) -> Request:
-        """What is asked with tensors at other addresses."""
+        """Return the request for tensors at other addresses."""
         first, request = self.tensors, self.request
         input, output = (
             dataclasses.replace(region, address=addresses[first.index(region.address)]) if region.nbytes else region
@@ -87,15 +87,15 @@ class ShapeEntry:
 
 
 class Seen:
-    """What was there before, as far as it is remembered: the last ``MOST_SEEN`` and as many before them at most."""
+    """Set of recent keys: the last ``MOST_SEEN`` of them at least, and twice as many at most."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()
         self._old: set[int] = set()
 
     def again(self, key: Hashable) -> bool:
-        """True if it was seen before. Now it has been."""
-        value = hash(key)  # a few bytes of each; two of one hash are remembered early, and no worse for it
+        """Return True if a key was added before, and add it."""
+        value = hash(key)  # takes little memory; a collision only caches a call after its first time instead of second
         if value in self._new or value in self._old:
             return True
         if len(self._new) >= MOST_SEEN:
@@ -105,12 +105,12 @@ class Seen:
 
 
 def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[Any]) -> Shape | None:
-    """The shape of a call on single tensors, outside of captures; None where that has to be looked at closely.
+    """Return the shape of a call on single tensors, outside of captures; None if the call needs full validation.
 
     Args:
-        arguments: of the lane.
-        key: what is asked, with the identities of the tensors last (``identities``).
-        tensors: of the caller.
+        arguments: translates tensors for the lane.
+        key: cache key of the call, with the identities of the tensors last (``identities``).
+        tensors: the caller's tensors.
     """
     identities = key[-1]
     assert isinstance(identities, tuple)
@@ -124,7 +124,7 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
             addresses.append(0)
             ordinary = False
             continue
-        # Contiguous, and no view that negates or conjugates; else it has another form.
+        # Identities of contiguous tensors that are no negated or conjugated views end so.
         if not isinstance(identity, tuple) or identity[3:] not in _PLAIN:
             return None
         address, nbytes, dtype = identity[:3]
@@ -142,7 +142,7 @@ def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[
 
 
 def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
-    """True for contiguous tensors with an address of which a shape need say nothing else."""
+    """Return True if contiguous tensors with an address are all ordinary memory, in no pool."""
     if arguments.pooled(tensors) is not None:
         return False
     anchors = (arguments.anchor(tensor, tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors)
@@ -150,7 +150,7 @@ def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def places_of(request: Request, rank: int, addresses: Sequence[int]) -> tuple[tuple[tuple[int, str], int], ...] | None:
-    """Which addresses of a loaded program are those of which tensors; None where one lies elsewhere."""
+    """Return pairs of a program's buffer and the number of the tensor that it is; None if a buffer is no tensor."""
     places = []
     for buffer in (Buffer.INPUT, Buffer.OUTPUT):
         region = request.region(buffer)

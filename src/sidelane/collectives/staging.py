@@ -1,4 +1,4 @@
-"""Staging: symmetric scratch memory of a communicator that grows by what calls need."""
+"""Staging: symmetric scratch memory of a communicator, which grows as calls need it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from sidelane.errors import UnavailableError
 from sidelane.memory.base import SymmetricBlock
 
 STEP_BYTES = 1 << 20
-"""Staging grows to multiples of this, doubling while it is small, so that growing is rare."""
+"""Bytes of which the size of staging is a multiple. Small staging doubles, so that it seldom has to grow."""
 
 MOST_SPARE_BYTES = 64 << 20
-"""More than this is never added beyond what a call needs."""
+"""Largest number of bytes that are allocated beyond the need of a call."""
 
 
 class Staging:
-    """One block, replaced by a larger one when a call needs that.
+    """One symmetric block, which is replaced by a larger one when a call needs more.
 
     Args:
-        backend: whose memory.
-        spread: the blocks of the ranks lie at equal distances, where the device can map them so.
+        backend: allocates the memory.
+        spread: map the ranks' blocks at equal distances, if the device can.
     """
 
     def __init__(self, backend: Backend, *, spread: bool = False) -> None:
@@ -30,38 +30,38 @@ class Staging:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where this process reaches the block of each rank; empty before the first call that needs one."""
+        """Addresses of the ranks' blocks in this process; empty before the first call that needs staging."""
         if self._spread is not None:
             return self._spread.addresses
         return () if self._block is None else self._block.addresses
 
     @property
     def is_spread(self) -> bool:
-        """They lie at equal distances in one mapping."""
+        """True if the blocks are mapped at equal distances."""
         return self._spread is not None
 
     @property
     def nbytes(self) -> int:
-        """What every rank has."""
+        """Size on every rank in bytes."""
         return 0 if self._block is None else self._block.tensor.nbytes
 
     def close(self) -> None:
-        """Let go of the memory, also of what captured graphs refer to."""
+        """Release the memory, including blocks that captured graphs refer to."""
         self._block, self._spread = None, None
         self._kept.clear()
 
     def reserve(self, nbytes: int, frozen: bool) -> bool:
-        """Have room for a call. Collective where it grows.
+        """Make sure that a call has enough staging. Collective if it grows.
 
         Args:
-            nbytes: needed on every rank.
+            nbytes: bytes that the call needs on every rank.
             frozen: the call is being captured, and its graph will refer to the block for as long as it lives.
 
         Returns:
-            True if the block is another one now, so that whatever refers to the old one must be loaded again.
+            True if the block was replaced, so that programs that refer to the old one must be loaded again.
 
         Raises:
-            UnavailableError: it would have to grow during a capture, or the memory is not there.
+            UnavailableError: staging would have to grow during a capture, or there is not enough memory.
         """
         have = self.nbytes
         grows = nbytes > have
@@ -75,7 +75,8 @@ class Staging:
             if self._block is not None and self._is_captured:
                 self._kept.append(self._block)
             elif self._block is not None:
-                self._backend.synchronize()  # on every rank before the allocation, which is collective, ends on any
+                # The allocation is collective: when it ends, the calls on the old block have ended on every rank.
+                self._backend.synchronize()
             steps = -(-max(nbytes, have + min(have, MOST_SPARE_BYTES)) // STEP_BYTES)
             block = self._block = self._backend.memory.allocate(steps * STEP_BYTES)
             self._spread = self._backend.spread(block) if self._wants_spread else None

@@ -1,4 +1,4 @@
-"""The all_to_all with split sizes: what each rank sends and expects is put together at every call, on the host."""
+"""The all_to_all with split sizes: in every call the hosts exchange the sizes that each rank sends and expects."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sidelane.program.shape import Beside
 
 
 class UnevenCall:
-    """An all_to_all with split sizes, as one rank asks for it.
+    """The arguments of one rank for an all_to_all with split sizes.
 
     Args:
         tensors: output and input.
-        splits: rows of dimension 0 from each rank, and for each rank.
-        copies_own: the rows that this rank has for itself are copied.
+        splits: numbers of rows (dimension 0) that come from each rank, and that go to each rank.
+        copies_own: copy the rows that stay on this rank, too.
     """
 
     name = Kind.ALL_TO_ALL
@@ -40,10 +40,10 @@ class UnevenCall:
         check_variant(self.name, variant, abilities)
 
     def text(self, arguments: Arguments, variant: str, frozen: bool, beside: Beside) -> str:
-        """What this rank tells its peers at every call.
+        """Return the text that this rank posts for a call.
 
         Raises:
-            TypeError, ValueError: this is no such call.
+            TypeError, ValueError: tensors or split sizes are wrong.
         """
         output, input = self.tensors
         check_tensors("all_to_all", output, input)
@@ -56,18 +56,18 @@ class UnevenCall:
         return with_splits(head, *sizes, arguments.locate(output), arguments.locate(input))
 
     def outline(self, arguments: Arguments) -> Request:
-        """Where its tensors lie, before anybody knows how many bytes go where."""
+        """Return a request with the places of the tensors, before the split sizes of the peers are known."""
         n = arguments.world_size
         output, input = (arguments.locate(tensor) for tensor in self.tensors)
         return Request(define.all_to_all(((0,) * n,) * n), input, output, self.tensors[1].dtype)
 
     def settled(self, control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> SettledCall:
-        """The call as all ranks have posted it. Raises as ``agree_on_splits`` does."""
+        """Return the call with the split sizes that all ranks have posted. Raises as ``agree_on_splits`` does."""
         return SettledCall(self.tensors, agree_on_splits(control, call, posts), self._copies_own)
 
 
 class SettledCall:
-    """An all_to_all of which every rank knows all split sizes: a ``Form``."""
+    """An all_to_all with the split sizes of all ranks: a ``CallForm``."""
 
     name = Kind.ALL_TO_ALL
     repeated_as = None

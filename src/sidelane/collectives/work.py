@@ -1,4 +1,4 @@
-"""A collective that was started with ``async_op=True``, as torch.distributed knows such things."""
+"""Handle of a collective that was started with ``async_op=True``: a ``torch.distributed.Work``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidelane.collectives.call_thread import CallFuture
 from sidelane.modes import untraced
 
 NO_TIMEOUT = timedelta(0)
-"""torch's own: as long as it takes."""
+"""Time-out of torch that means to wait without one."""
 
 
 @untraced
@@ -23,7 +23,7 @@ class Work(dist.Work):
     """A collective under way: a ``torch.distributed.Work``.
 
     Attributes:
-        outputs: what the collective writes.
+        outputs: tensors that the collective writes.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Work(dist.Work):
         """Order the caller behind the collective: a CPU caller blocks, a GPU caller's current stream waits.
 
         Args:
-            timeout: a GPU caller blocks as well, and either gives up after so long. The collective goes on.
+            timeout: if given, a GPU caller blocks as well, and the wait fails after this time; the collective goes on.
 
         Returns:
             True.
@@ -50,39 +50,39 @@ class Work(dist.Work):
 
     @abc.abstractmethod
     def is_completed(self) -> bool:
-        """True once the output may be read, or the collective has failed. Never blocks."""
+        """Return True once the output may be read, or the collective has failed. Never blocks."""
 
     @abc.abstractmethod
     def exception(self) -> Any:
-        """What the collective failed with, as far as that is known; None if it has not."""
+        """Return the error of a failed collective, as far as it is known; None if it has not failed."""
 
     @abc.abstractmethod
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """The outputs as a future, for ``then``. On a GPU it is done at once, and its callbacks' streams wait."""
+        """Return the outputs as a future. On a GPU it is done at once, and the streams of its callbacks wait."""
 
     def is_success(self) -> bool:
-        """True if the collective has ended well."""
+        """Return True if the collective has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Call :meth:`wait`."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The outputs. Raises as :meth:`wait`."""
+        """Wait, and return the outputs. Raises as :meth:`wait`."""
         self.wait()
         return list(self.outputs)
 
 
 def future_of(ended: CallFuture, result: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:
-    """A future of torch for the end of a call. Callbacks run behind those of calls before (``call_thread.Callbacks``).
+    """Make a torch future for the end of a call. Callbacks run after those of earlier calls (``Callbacks``).
 
-    An error is raised by a callback, since C++ (DDP's) takes one that was set from Python for a result, and reads it as
-    tensors. Whoever waits gets a RuntimeError with its text.
+    A failure is raised inside of a callback of the future, not set by ``set_exception``: C++ code (DDP's) takes an
+    exception that was set from Python for a result, and reads it as tensors. Waits raise a RuntimeError with its text.
 
     Args:
-        ended: when the collective has.
-        result: called then: the outputs, or its error.
+        ended: future that is done when the collective has ended.
+        result: called then; it returns the outputs or raises the error.
     """
     begun: torch.futures.Future[None] = torch.futures.Future()
     future = begun.then(lambda _: result())
@@ -95,6 +95,6 @@ def future_of(ended: CallFuture, result: Callable[[], list[torch.Tensor]]) -> to
 
 
 def timed_out(timeout: timedelta, outputs: Sequence[torch.Tensor]) -> str:
-    """What :meth:`Work.wait` says when it gives up."""
+    """Return the message of :meth:`Work.wait` for a time-out."""
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in outputs)
     return f"wait: the collective (outputs of shape {shapes}) has not ended within {timeout.total_seconds():g} s"

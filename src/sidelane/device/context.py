@@ -1,11 +1,11 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""What a kernel of one's own does with its peers: put, get, signal, wait and barrier, among any grids. Portable Triton.
+"""Operations between ranks for the user's own kernels: put, get, signal, wait, barrier, for any grid. Portable Triton.
 
 ``Communicator.load_kernel`` gives such a kernel its first argument, the *context*: a pointer to int64 in the memory of
-the device (``layout``), which says who is who and where the flags of this kernel are. ``Communicator.peers`` gives the
-addresses of a tensor on all ranks, as int64[N] on the device::
+the device (``layout``), with this rank, the number of ranks, and the addresses of the kernel's flags.
+``Communicator.peers`` returns the addresses of a tensor on all ranks, as int64[N] on the device::
 
     @triton.jit
     def to_next_rank(context, inboxes, data, SIZE: tl.constexpr):
@@ -17,17 +17,15 @@ addresses of a tensor on all ranks, as int64[N] on the device::
         barrier_acq_rel(context, 1, generation)                  # all bytes are there
         end(context, generation)                                 # last
 
-A flag is named by its number and its sender: every rank has its own word of each. One launch signals a word at most
-once, and waits for it where the sender's launch of the same generation signals it. Programs of one grid may share the
-numbers among them as they like, most simply by ``flag = phase * programs + program``; nothing else limits the grid. A
-kernel that waits for others needs all of its programs on the GPU at a time: no more than fit.
+A flag is identified by its number and its sender: every rank has a word for each pair. One launch signals a word at
+most once, and may wait for it only if the sender's launch of the same generation signals it. The programs of a grid may
+divide the numbers among them in any way, most simply by ``flag = phase * programs + program``; nothing else limits the
+grid. A kernel that waits for others needs all of its programs on the GPU at the same time.
 
 Generations count the launches of this kernel, eager and replayed, so that no flag is ever reset. They are words of 32
-bits, compared on the circle: what is waited for must have been signalled at some time in the last three billion
-launches.
+bits that wrap around: a wait is correct if its flag was signalled at some time in the last three billion launches.
 
-When the host has been told that a peer does not come (docs/internals/failure.md), waits pass, and what was moved is
-garbage.
+If the host gives up since a peer does not come (docs/internals/failure.md), waits end, and the moved bytes are garbage.
 """
 
 from __future__ import annotations
@@ -48,32 +46,32 @@ GENERATION = tl.constexpr(layout.GENERATION)
 FINISHED = tl.constexpr(layout.FINISHED)
 REGION_FLAGS_OFFSET = tl.constexpr(layout.REGION_FLAGS_OFFSET)
 MOST_AHEAD = tl.constexpr(1 << 30)
-"""A power of two, more than the launches by which a peer may be ahead."""
+"""Bound of the launches by which a peer may be ahead: a power of two."""
 
 
 @triton.jit
 def rank_of(context):
-    """int32: this rank."""
+    """Return this rank, int32."""
     return tl.load(context + RANK).to(tl.int32)
 
 
 @triton.jit
 def world_size_of(context):
-    """int32: how many ranks there are."""
+    """Return the number of ranks, int32."""
     return tl.load(context + WORLD_SIZE).to(tl.int32)
 
 
 @triton.jit
 def begin(context):
-    """int32: the generation of this launch, the same on all ranks. The first act of every program of the grid."""
+    """Return the generation of this launch, int32, the same on all ranks. Every program of the grid begins with it."""
     return generation_after(tl.load(_own_words(context) + GENERATION))
 
 
 @triton.jit
 def end(context, generation):
-    """Let this launch be over when all programs of the grid have come here. The last act of each of them.
+    """End the generation once all programs of the grid have called this, each as its last act.
 
-    Releases and acquires on this GPU: the next launch finds what all programs of this one have done.
+    Releases and acquires on this GPU: the next launch sees all accesses of this launch's programs.
     """
     tl.debug_barrier()
     words = _own_words(context)
@@ -85,25 +83,26 @@ def end(context, generation):
 
 @triton.jit
 def begin_of(counters):
-    """As :func:`begin`, one load away where that takes three: ``counters`` are those of the kernel
-    (``OwnKernel.counters``), one more argument of the launch.
+    """Return the generation as :func:`begin` does, by one load instead of three.
+
+    ``counters``: ``OwnKernel.counters`` of the kernel, one more argument of the launch.
     """
     return generation_after(tl.load(counters + GENERATION))
 
 
 @triton.jit
 def end_relaxed(counters, generation):
-    """As :func:`end`, but orders nothing, and need not be last: a program may go on behind it. Its threads meet here.
+    """End the generation as :func:`end` does, without ordering memory; a program may go on after it. Threads meet here.
 
-    Why that is enough. Two things ask for the generation. The programs of this launch: each of them has come here with
-    its own, since a load in front of a barrier of threads has its value when the barrier lets them pass (PTX ISA,
-    ``barrier``: "performed"), and the last one to count itself stores the next generation because all others have
-    counted themselves. The next launch: its stream, or an event, starts it behind the last act of this one, and makes
-    all of it visible, with what follows here. So nothing but the load in :func:`begin` has to come before the count,
-    and nobody waits for stores that are on their way to peers.
+    This suffices since only two readers load the generation. First, the programs of this launch: each of them has
+    loaded it before it counts itself, since a load before a barrier of threads is performed when the barrier completes
+    (PTX ISA, ``barrier``: "performed"), and the last one to count itself stores the next generation when all others
+    have counted themselves. Second, the next launch: its stream, or an event, starts it after the end of this launch,
+    and makes all of its stores visible, including those after this call. So only the load in :func:`begin` must precede
+    the count, and no program waits for stores that are on their way to peers.
 
-    ``counters``: as of :func:`begin_of`. A kernel whose programs look at each other's results through ``end`` needs
-    that one; between launches nobody does.
+    ``counters``: see :func:`begin_of`. Programs of one launch that read each other's results after ``end`` need
+    :func:`end` itself.
     """
     tl.debug_barrier()
     before = tl.atomic_add(counters + FINISHED, 1, sem="relaxed", scope="gpu")
@@ -114,13 +113,13 @@ def end_relaxed(counters, generation):
 
 @triton.jit
 def peer_pointer(addresses, peer, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = False):
-    """A pointer to a peer's tensor.
+    """Return a pointer to a peer's tensor.
 
     Args:
-        addresses: from ``Communicator.peers``.
-        peer: which.
-        DTYPE: of the elements.
-        ALIGNED: promises that it is a multiple of 16 bytes, for wide accesses.
+        addresses: addresses from ``Communicator.peers``.
+        peer: rank of the peer.
+        DTYPE: type of the elements.
+        ALIGNED: promises that the address is a multiple of 16 bytes, for wide accesses.
     """
     pointer = tl.load(addresses + peer).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
@@ -128,18 +127,19 @@ def peer_pointer(addresses, peer, DTYPE: tl.constexpr, ALIGNED: tl.constexpr = F
 
 @triton.jit
 def put_weak(addresses, peer, offsets, values, mask=None, ALIGNED: tl.constexpr = False):
-    """Store values into a peer's tensor. Weak: a :func:`signal_release` behind it, and a wait there, order it.
+    """Store values into a peer's tensor. Weak: a later :func:`signal_release`, and a wait on the peer, order it.
 
-    ``offsets`` and ``mask`` are of elements; the type of ``values`` is the tensor's. Else see :func:`peer_pointer`.
+    ``offsets`` and ``mask`` count elements; the type of ``values`` is the tensor's. For the rest see
+    :func:`peer_pointer`.
     """
     tl.store(peer_pointer(addresses, peer, values.dtype, ALIGNED) + offsets, values, mask=mask)
 
 
 @triton.jit
 def get_weak(addresses, peer, offsets, DTYPE: tl.constexpr, mask=None, ALIGNED: tl.constexpr = False):
-    """Load values from a peer's tensor. Weak: a :func:`wait_acquire` in front of it orders it behind the peer's stores.
+    """Load values from a peer's tensor. Weak: an earlier :func:`wait_acquire` orders it behind the peer's stores.
 
-    Arguments as of :func:`put_weak`.
+    See :func:`put_weak` for the arguments.
     """
     return tl.load(peer_pointer(addresses, peer, DTYPE, ALIGNED) + offsets, mask=mask)
 
@@ -150,8 +150,8 @@ def put_signal_release(
 ):
     """Store values into a peer's tensor, then set this rank's word of a flag there.
 
-    Releases at system scope: whoever waits for the flag sees these values, of all threads, and all that this program
-    has done before. Arguments as of :func:`put_weak` and :func:`signal_release`.
+    Releases at system scope: a program that waits for the flag sees these values, of all threads, and all earlier
+    accesses of this program. See :func:`put_weak` and :func:`signal_release` for the arguments.
     """
     put_weak(addresses, peer, offsets, values, mask, ALIGNED)
     signal_release(context, peer, flag, generation)
@@ -161,7 +161,7 @@ def put_signal_release(
 def signal_release(context, peer, flag, generation):
     """Set this rank's word of a flag of a peer.
 
-    Releases at system scope: whoever waits for it sees all that this program has read and written before.
+    Releases at system scope: a program that waits for it sees all earlier accesses of this program.
     """
     _signal(context, tl.arange(0, MAX_RANKS) == peer, flag, generation)
 
@@ -184,21 +184,21 @@ def barrier_acq_rel(context, flag, generation):
 
 @triton.jit
 def signal_all_release(context, flag, generation):
-    """As :func:`signal_release`, on all ranks, this one too: the first half of a barrier."""
+    """Signal a flag (:func:`signal_release`) of all ranks, including this one: the first half of a barrier."""
     _signal(context, tl.arange(0, MAX_RANKS) < world_size_of(context), flag, generation)
 
 
 @triton.jit
 def wait_all_acquire(context, flag, generation):
-    """As :func:`wait_acquire`, for all ranks, this one too: the second half of a barrier."""
+    """Wait for a flag (:func:`wait_acquire`) of all ranks, including this one: the second half of a barrier."""
     _wait(context, tl.arange(0, MAX_RANKS) < world_size_of(context), flag, generation)
 
 
 @triton.jit
 def signal_add_release(context, peer, flag, amount):
-    """Add to this rank's word of a flag of a peer: several programs may, in one launch. Such a word counts for ever.
+    """Add to this rank's word of a flag of a peer; several programs of a launch may. The word is never reset.
 
-    Releases at system scope: whoever waits for the sum sees all that this program has read and written before.
+    Releases at system scope: a program that waits for the sum sees all earlier accesses of this program.
     """
     tl.debug_barrier()
     there = (peer >= 0) & (peer < world_size_of(context)) & (flag >= 0) & (flag < tl.load(context + FLAG_COUNT))
@@ -208,26 +208,26 @@ def signal_add_release(context, peer, flag, amount):
 
 @triton.jit
 def wait_ge_acquire(context, peer, flag, value):
-    """Wait until a peer's word of a flag has come to a value, by :func:`signal_add_release`.
+    """Wait until a peer's word of a flag has reached a value, by :func:`signal_add_release`.
 
-    Acquires at system scope, for all threads of the program. The word is the sum of all launches, of 32 bits, compared
-    on the circle: ``generation * amount`` says it for ``amount`` a launch, in the first 4 billion launches.
+    Acquires at system scope, for all threads of the program. The word is the sum over all launches; it has 32 bits and
+    wraps around. With ``amount`` added per launch it is ``generation * amount``, in the first 4 billion launches.
     """
     _wait_for_sum(context, peer, flag, value, MOST_AHEAD)
 
 
 @triton.jit
 def wait_eq_acquire(context, peer, flag, value):
-    """As :func:`wait_ge_acquire`, for a value that is exactly that. A peer that runs ahead must not be able to pass."""
+    """Wait as :func:`wait_ge_acquire` does, for exactly this value. The peer must not be able to run ahead of it."""
     _wait_for_sum(context, peer, flag, value, 1)
 
 
 @triton.jit
 def arrive_acq_rel(counter, parts):
-    """int1: this program is the last of ``parts`` that come to a counter, which begins at 0 and ends there.
+    """Count this program at a counter; return True, int1, for the last of ``parts``, which resets the counter to 0.
 
-    Releases and acquires at system scope: what the last one does next comes behind all that the others have read and
-    written before, also where that was the memory of a peer. ``counter`` points to int32 of this rank, for one launch.
+    Releases and acquires at system scope: later accesses of the last program are ordered behind all earlier accesses of
+    the others, including those to memory of peers. ``counter`` points to int32 of this rank, for one launch.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="sys") == parts - 1
@@ -239,17 +239,17 @@ def arrive_acq_rel(counter, parts):
 
 @triton.jit
 def first_relaxed(counter):
-    """int1: no other program of this launch has come to the counter. Orders nothing.
+    """Return True, int1, for the first program of a launch that comes to the counter. Orders no memory.
 
-    Who is first runs: so the others may wait for what it does, whatever their grid. One that comes behind all others
-    must store 0 for the next launch (:func:`arrive_acq_rel` finds it).
+    The first program is running, so that the others may wait for its work, whatever the size of the grid. The last
+    program, which :func:`arrive_acq_rel` finds, must store 0 for the next launch.
     """
     return tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == 0
 
 
 @triton.jit
 def _signal(context, mask, flag, generation):
-    # The release is one thread's; the barrier puts the accesses of all threads in front of it.
+    # One thread releases; the barrier orders the accesses of all threads before it.
     tl.debug_barrier()
     lane = tl.arange(0, MAX_RANKS)
     mask = mask & (lane < world_size_of(context)) & _exists(context, flag)
@@ -262,7 +262,7 @@ def _signal(context, mask, flag, generation):
 def _wait(context, mask, flag, generation):
     lane = tl.arange(0, MAX_RANKS)
     region = tl.load(context + REGIONS + rank_of(context))
-    # The row in front of the first flag is never written: to wait for what there is not ends in a time-out.
+    # The row before the first flag is never written: a wait for a flag that does not exist ends in a time-out.
     words = _words(region + tl.zeros([MAX_RANKS], tl.int64), tl.where(_exists(context, flag), flag, -1)) + lane
     wait_for_words(words, mask, generation, tl.load(context + BOARD), tl.full((), 0, tl.int32), MOST_AHEAD)
 
@@ -277,7 +277,7 @@ def _wait_for_sum(context, peer, flag, value, AHEAD: tl.constexpr):
 
 @triton.jit
 def _exists(context, flag):
-    """int1[P], all of them alike: there is such a flag."""
+    """Return whether a flag exists, int1[P] with equal elements."""
     number = tl.zeros([MAX_RANKS], tl.int64) + flag
     return (number >= 0) & (number < tl.load(context + FLAG_COUNT))
 

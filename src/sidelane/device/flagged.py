@@ -1,13 +1,14 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Flagged words, for kernels of one's own: four bytes of data that carry their own readiness. Portable Triton.
+"""Flagged words for the user's own kernels: four bytes of data with the generation that marks them as ready.
 
-A word travels as a cell of 8 bytes, the data below and the generation above, which hardware stores and loads at once
-(``kernels/cells.py``). No fence, no barrier, no second message: the quickest way for little data, at twice the bytes.
+A word is sent as a cell of 8 bytes, data in the low half and generation in the high half, which hardware stores and
+loads atomically (``kernels/cells.py``). There is no fence, barrier or second message: the fastest way for few bytes, at
+twice the traffic. Portable Triton.
 
-Cells are int64 in symmetric memory, zero before the first launch. A peer may be one launch ahead: so a sender has two
-places, for even and odd generations (``cells.py`` says why two are enough, and what that asks of every launch).
+Cells are int64 in symmetric memory, zero before the first launch. A peer may be one launch ahead. So a sender has two
+places, for even and odd generations (``cells.py`` explains why two suffice, and the rule for every launch).
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 @triton.jit
 def put_flagged_relaxed(addresses, peer, index, words, generation, mask):
-    """Send int32 words to a peer's cells. Relaxed: each arrives by itself, in any order, and orders nothing else."""
+    """Send int32 words to a peer's cells. Relaxed: words arrive in any order, and order no other memory."""
     cells = (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     put_weak(addresses, peer, index, cells, mask)
 
 
 @triton.jit
 def wait_flagged_relaxed(context, cells, sender, index, mask, generation):
-    """int32: the words that a peer has sent to cells of this rank, once all of them have come.
+    """Wait for the words that a peer sends to cells of this rank, and return them, int32.
 
-    Relaxed: these words are here, and nothing is said about other memory. Outside of the mask they are 0. They are
-    undefined when the host has told the kernel to give up.
+    Relaxed: other memory is not ordered. Outside of the mask the words are 0. They are undefined if the host has told
+    the kernel to give up.
 
     Args:
-        context: of the kernel.
-        cells: pointer to int64: the place of this sender and generation.
-        sender: who is late, if anybody is.
-        index: int[W], of the cells.
-        mask: int1[W].
-        generation: of this launch.
+        context: context of the kernel.
+        cells: pointer to int64, the place of this sender and generation.
+        sender: rank of the sender, to be named if it is late.
+        index: indices of the cells, int[W].
+        mask: cells to wait for, int1[W].
+        generation: generation of this launch.
     """
     board = tl.load(context + BOARD)
     found = tl.load(cells + index, mask=mask, other=0, volatile=True)
@@ -63,19 +64,19 @@ def wait_flagged_relaxed(context, cells, sender, index, mask, generation):
 
 @triton.jit
 def wait_flagged_of_ranks_relaxed(context, cells, index, mask, generation):
-    """int32[R, W]: as :func:`wait_flagged_relaxed`, words of all ranks at once: row r of ``index`` is what r has sent.
+    """Wait for words of all ranks at once, and return them, int32[R, W]; see :func:`wait_flagged_relaxed`.
 
     Args:
-        context: of the kernel.
+        context: context of the kernel.
         cells: pointer to int64.
-        index: int[R, W], of the cells; R is a power of two, the number of ranks or more.
-        mask: int1[R, W].
-        generation: of this launch.
+        index: indices of the cells, int[R, W], row r for sender r; R is a power of two, at least the number of ranks.
+        mask: cells to wait for, int1[R, W].
+        generation: generation of this launch.
     """
     board = tl.load(context + BOARD)
     places = cells + index
     found = tl.load(places, mask=mask, other=0, volatile=True)
-    # A loop that carried who is late, and not only whether anybody is, would be too much for Triton 3.6.
+    # The loop carries whether any rank is late, not which ones: Triton 3.6 cannot compile the latter.
     missing = tl.max(_late_ranks(found, mask, generation))
     spent = tl.full((), 0, tl.int32)
     polls = 0

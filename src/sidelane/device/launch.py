@@ -1,4 +1,4 @@
-"""What it takes to launch a kernel, as data: made by the files of the kernels, submitted by executors and tests."""
+"""Kernel launches as data: made by the files of the kernels, submitted by executors and tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Launch:
     """One launch of a kernel.
 
     Attributes:
-        kernel: made by ``triton.jit``.
-        blocks: thread blocks.
-        warps: of a block.
-        arguments: 64-bit integers, in the order of the source.
+        kernel: function that ``triton.jit`` made.
+        blocks: number of thread blocks.
+        warps: number of warps of a block.
+        arguments: 64-bit integers, in the order of the kernel's parameters.
         constants: values of the ``tl.constexpr`` arguments.
     """
 
@@ -33,14 +33,14 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchSite:
-    """Where a kernel runs.
+    """The rank and device on which a kernel runs.
 
     Attributes:
-        rank: of this process.
+        rank: rank of this process.
         arenas: address of each rank's arena (see ``layout``).
         board: address of the board of this rank's host.
-        most_blocks: thread blocks that a launch may have; the same on every rank.
-        shared_bytes: shared memory that a block may ask for.
+        most_blocks: largest number of thread blocks of a launch; the same on every rank.
+        shared_bytes: largest shared memory of a block in bytes.
 
     Raises:
         ValueError: too many ranks or blocks.
@@ -63,11 +63,11 @@ class LaunchSite:
         return len(self.arenas)
 
     def blocks(self, tiles: int) -> int:
-        """Thread blocks for ``tiles`` pieces of work, which depend on nothing but what all ranks know."""
+        """Return the number of thread blocks for ``tiles`` pieces of work, the same on every rank."""
         return max(1, min(tiles, self.most_blocks))
 
     def rotated(self, addresses: tuple[int, ...]) -> tuple[int, ...]:
-        """One address a rank, beginning with this rank's, so that all ranks do not turn to the same peer at once."""
+        """Rotate addresses of all ranks to begin with this rank's, so that ranks begin with different peers."""
         return addresses[self.rank :] + addresses[: self.rank]
 
 
@@ -81,10 +81,10 @@ def cells_launch(
     distinct: bool,
     constants: Mapping[str, Any],
 ) -> Launch:
-    """A launch of a kernel that sends cells (``cells``), with its own ``constants``.
+    """Make the launch of a kernel that sends cells (``kernels/cells.py``), with its own ``constants``.
 
     Raises:
-        ValueError: a part is too large, or nothing.
+        ValueError: a part is empty or too large.
     """
     if not 1 <= part_bytes <= SLOT_PAYLOAD_BYTES:
         raise ValueError(f"cells_launch: part_bytes (value={part_bytes}, allowed=1..{SLOT_PAYLOAD_BYTES})")
@@ -102,12 +102,12 @@ def cells_launch(
 
 
 def padded(addresses: tuple[int, ...]) -> tuple[int, ...]:
-    """As many addresses as kernels have arguments for."""
+    """Pad addresses with zeros to ``MAX_RANKS``, the number of address arguments of kernels."""
     return addresses + (0,) * (MAX_RANKS - len(addresses))
 
 
 def unit_bytes(*values: int, most: int = 16) -> int:
-    """Largest access, of 1, 2, 4 or 16 bytes, that addresses and sizes are multiples of.
+    """Return the largest access size, 1, 2, 4 or 16 bytes, of which addresses and sizes are multiples.
 
     >>> unit_bytes(256, 48), unit_bytes(256, 24), unit_bytes(258), unit_bytes(256, most=4)
     (16, 4, 2, 4)

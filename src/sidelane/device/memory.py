@@ -1,10 +1,9 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Bytes at addresses: pointers, tiles, and words of four bytes at any alignment. Portable Triton.
+"""Access to bytes at addresses: pointers, tiles, and words of four bytes at any alignment. Portable Triton.
 
-Nothing here orders anything: loads and stores are weak, like those of any kernel. Whether an address is this rank's or
-a peer's makes no difference to the code.
+Loads and stores are weak, like those of any kernel, and order no memory. An address may be this rank's or a peer's.
 
 Legend: UNIT, the bytes of one access: 1, 2, 4, or 16 where addresses and sizes allow it; TILE, the bytes that a thread
 block moves at a time.
@@ -20,14 +19,14 @@ WORD = tl.constexpr(4)
 
 @triton.jit
 def pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer to elements of ``DTYPE``; ``ALIGNED`` promises that it is a multiple of 16 bytes."""
+    """Return a pointer to elements of ``DTYPE``; ``ALIGNED`` promises that it is a multiple of 16 bytes."""
     result = address.to(tl.pointer_type(DTYPE))
     return tl.multiple_of(result, 16) if ALIGNED else result
 
 
 @triton.jit
 def unit_pointer(address, UNIT: tl.constexpr):
-    """A pointer to integers of UNIT bytes, but of 8 for 16: two neighbours then make one access."""
+    """Return a pointer to integers of UNIT bytes; of 8 bytes for UNIT 16, where two neighbours make one access."""
     if UNIT == 16:
         return pointer(address, tl.int64, True)
     elif UNIT == 4:
@@ -40,7 +39,7 @@ def unit_pointer(address, UNIT: tl.constexpr):
 
 @triton.jit
 def get(address, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
-    """Load tile number ``tile`` of the ``nbytes`` at ``address``, maybe a peer's. ``WHOLE``: it is a full one."""
+    """Load tile number ``tile`` of the ``nbytes`` at ``address``, maybe a peer's. ``WHOLE``: the tile is full."""
     ELEMENT: tl.constexpr = 8 if UNIT == 16 else UNIT
     offsets = tl.arange(0, TILE // ELEMENT)
     source = unit_pointer(address + tile * TILE, UNIT) + offsets
@@ -64,14 +63,14 @@ def put(address, values, tile, nbytes, UNIT: tl.constexpr, TILE: tl.constexpr, W
 
 @triton.jit
 def _count_in(tile, nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Elements of one tile, in 32 bits: masks and addresses of 64 bits for each element would fill registers."""
+    """Return the number of elements of a tile in 32 bits: 64-bit masks and addresses would take too many registers."""
     there = tl.minimum(nbytes - tile * TILE, TILE).to(tl.int32)
     return count_of(there, UNIT, ELEMENT)
 
 
 @triton.jit
 def count_of(nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Elements in ``nbytes``, a multiple of UNIT, said so that a compiler sees that a mask cuts no access in two."""
+    """Return the number of elements in ``nbytes``, in a form that shows the compiler that no mask splits an access."""
     if UNIT > ELEMENT:
         return nbytes // UNIT * (UNIT // ELEMENT)
     else:
@@ -80,7 +79,7 @@ def count_of(nbytes, UNIT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def load_words(address, index, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """int32: words ``index`` of the ``nbytes`` at ``address``, put together from units of 1, 2 or 4 bytes.
+    """Return words ``index`` of the ``nbytes`` at ``address``, int32, composed of units of 1, 2 or 4 bytes.
 
     Bytes beyond the end are 0. With UNIT 1, the word of the bytes 0x11 0x22 0x33 is 0x00332211.
     """
@@ -97,7 +96,7 @@ def load_words(address, index, nbytes, UNIT: tl.constexpr, ALIGNED: tl.constexpr
 
 @triton.jit
 def store_words(address, index, words, nbytes, mask, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Store words where :func:`load_words` would find them. Bytes beyond the end are left out."""
+    """Store words where :func:`load_words` loads them. Bytes beyond the end are not stored."""
     if UNIT == WORD:
         tl.store(pointer(address, tl.int32, ALIGNED) + index, words, mask=mask & (index < nbytes // WORD))
     else:

@@ -1,17 +1,17 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Time stamps: what each program of a kernel was doing, and since when.
+"""Time stamps: the activities of each program of a kernel, with the times at which they begin.
 
-A program writes, into a row of its own, the time and what it does *from then on*, until its next stamp; ``END`` is the
-last. Without a buffer (None) nothing is compiled, and the kernel is what it was without stamps::
+A program writes into its own row the time and the activity that begins *then* and lasts until its next stamp; ``END``
+is the last. Without a buffer (None) no code is compiled, so that the kernel is the same as without stamps::
 
     stamp(stamps, COMPUTE, peer)      # ... a tile for a peer
     stamp(stamps, SEND, peer)         # ... its stores
     stamp(stamps, END)
 
-A buffer is int64: ``most``, and for each program how many stamps there were, then as many as ``most`` pairs of a time
-in nanoseconds and ``8 * (peer + 1) + what``. Stamps beyond that are counted only.
+A buffer is int64: ``most``, then for each program the number of its stamps and ``most`` pairs of a time in nanoseconds
+and ``8 * (peer + 1) + what``. Stamps beyond ``most`` are counted only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.language.extra.cuda import globaltimer
 from triton.runtime.interpreter import TensorHandle
 
 KINDS = ("compute", "send", "wait", "add", "end")
-"""In the order of their numbers."""
+"""Names of the activities, in the order of their numbers."""
 
 COMPUTE = tl.constexpr(KINDS.index("compute"))
 SEND = tl.constexpr(KINDS.index("send"))
@@ -35,7 +35,7 @@ END = tl.constexpr(KINDS.index("end"))
 
 
 def _host_clock() -> tl.tensor:
-    """The host's clock, which the processes of a host share, for kernels that are interpreted."""
+    """Return the host's monotonic clock, which all processes of a host share, for interpreted kernels."""
     return tl.tensor(TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64), tl.int64)
 
 
@@ -44,9 +44,9 @@ _clock_ns = _host_clock if triton.knobs.runtime.interpret else globaltimer
 
 @triton.jit
 def stamp(stamps, WHAT: tl.constexpr, peer=-1, MEETS: tl.constexpr = True):
-    """From here on this program does WHAT, for ``peer`` or, with -1, for nobody in particular. Its threads meet here.
+    """Stamp that this program begins activity WHAT, for ``peer`` or, with -1, for no particular one. Threads meet here.
 
-    ``stamps``: the buffer, or None. MEETS: False where a barrier would keep Triton from loading ahead in a loop.
+    ``stamps``: the buffer, or None. MEETS: False to omit the barrier, which would prevent prefetching in a loop.
     """
     if stamps is not None:
         if MEETS:

@@ -1,4 +1,4 @@
-"""Kernels on CPU ranks, by Triton's interpreter: slow, and with real bytes between real processes."""
+"""Kernels on CPU ranks by Triton's interpreter: slow, but they move real bytes between processes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from triton.runtime import interpreter
 from sidelane import forks
 
 POLL_S = 1e-3
-"""A load that is volatile waits for a peer, which may need the processor: it sleeps so long first."""
+"""Seconds that a volatile load sleeps first: it polls for a peer, which may need the processor."""
 
 _one_at_a_time = forks.lock()
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """True if the interpreter runs it: ``TRITON_INTERPRET=1`` was set when it was made."""
+    """Return True if the interpreter runs a kernel: ``TRITON_INTERPRET=1`` was set when it was made."""
     return isinstance(kernel, interpreter.InterpretedFunction)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Launch a kernel that talks to no peer, on GPUs on the current stream."""
+    """Launch a kernel that does not synchronize with peers; on GPUs, on the current stream."""
     if is_interpreted(kernel):
         run_interpreted(kernel, grid, arguments, options)
     else:
@@ -35,10 +35,10 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], optio
 
 
 def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Run a kernel in this thread until it ends. The interpreter runs one at a time in a process.
+    """Run a kernel in this thread until it ends. The interpreter runs one kernel at a time in a process.
 
-    Tensors go by their addresses: the interpreter would write all of their storage back at the end, over what peers
-    have written there.
+    Tensors are passed as addresses: the interpreter would otherwise write back all of their storage at the end, and
+    overwrite bytes that peers have written meanwhile.
     """
     pointers = [interpreter._implicit_cvt(part) if isinstance(part, torch.Tensor) else part for part in arguments]
     with _one_at_a_time, quick_interpreter(), polls_that_sleep():
@@ -47,11 +47,11 @@ def run_interpreted(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ..
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Make the interpreter quicker.
+    """Make the interpreter faster inside of this context.
 
-    It puts functions of its own in the place of the language's for every call of every function of a kernel, and looks
-    through the whole language to do so: two thirds of its time, for what is in place already. Inside of this context it
-    does so once, and the end puts the language's back. Nor does it look for overflows: a quarter of what is left.
+    The interpreter patches the functions of Triton's language at every call of every function of a kernel, and searches
+    the whole language to do so: two thirds of its time, although they are patched already. Inside of this context it
+    does so once, and the end restores them. Checks for overflows, a quarter of the remaining time, are off.
     """
     replace = interpreter._patch_lang
     languages: dict[Any, tuple[types.ModuleType, ...]] = {}
@@ -65,7 +65,7 @@ def quick_interpreter() -> Iterator[None]:
         if key not in replaced:
             replaced[key] = replace(function)
             tl.core.tensor.__index__ = _only_value
-        return interpreter._LangPatchScope()  # nothing to put back yet
+        return interpreter._LangPatchScope()  # an empty scope, which restores nothing
 
     builder = interpreter.interpreter_builder
     options = builder.options
@@ -80,13 +80,13 @@ def quick_interpreter() -> Iterator[None]:
 
 
 def _only_value(tensor: Any) -> int:
-    """Of a tensor with one element. Triton 3.6 asks for ``int`` of an array, which numpy 2.4 refuses."""
+    """Return the value of a tensor with one element. Triton 3.6 calls ``int`` on an array, which numpy 2.4 refuses."""
     return int(tensor.handle.data.item())
 
 
 @contextmanager
 def polls_that_sleep(seconds: float = POLL_S) -> Iterator[None]:
-    """Volatile loads sleep ``seconds`` first."""
+    """Let volatile loads sleep ``seconds`` first, inside of this context."""
     builder = interpreter.InterpreterBuilder
     load = builder.create_masked_load
 

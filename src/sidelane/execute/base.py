@@ -1,6 +1,6 @@
-"""What every executor offers: load a program once, run it many times.
+"""Interface of executors: they load a program once and run it many times.
 
-An executor belongs to one rank: it runs that rank's queues of a program. It is the only code that calls a driver.
+An executor belongs to one rank and runs that rank's queues of a program. Only executors call a driver.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sidelane.program.wraparound import WORD_BYTES
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an executor runs as it is; transforms rewrite the rest (see ``program.transform``).
+    """The commands that an executor supports; transforms lower programs to these (see ``program.transform``).
 
     Attributes:
-        moves: the move commands that it has (``Copy`` always).
-        device_type: of the tensors that it moves, as torch names it.
+        moves: supported move commands (``Copy`` always).
+        device_type: torch's name of the device type whose tensors it moves.
     """
 
     moves: frozenset[type[Move]]
@@ -35,12 +35,12 @@ class Capabilities:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """A virtual buffer (``program.batch``): those of its pieces that this process reaches, in their order.
+    """The pieces of a virtual buffer (``program.batch``) that this process reaches, in their order.
 
     Attributes:
-        starts: offset of each in the buffer.
-        sizes: bytes of each, none of them 0.
-        addresses: of each.
+        starts: offset of each piece in the buffer.
+        sizes: size of each piece in bytes, > 0.
+        addresses: address of each piece.
     """
 
     starts: tuple[int, ...]
@@ -48,7 +48,7 @@ class Pieces:
     addresses: tuple[int, ...]
 
     def find(self, offset: int) -> int | None:
-        """Address of a byte; None where there is none.
+        """Return the address of a byte; None if no piece holds it.
 
         >>> pieces = Pieces(starts=(0, 256), sizes=(100, 8), addresses=(9000, 5000))
         >>> pieces.find(260), pieces.find(100)
@@ -62,15 +62,15 @@ class Pieces:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where this process reaches the memory that a program names.
+    """Addresses in this process of the memory that a program names.
 
     Attributes:
-        buffers: address of each (rank, buffer) that this rank's queues touch.
+        buffers: address of each (rank, buffer) that this rank's queues use.
         flags: address of each rank's flag memory (32-bit words).
         arenas: address of each rank's arena (``device/layout.py``); kernels only.
-        pieces: of each (rank, buffer) that consists of some; these are not among ``buffers``.
+        pieces: pieces of each (rank, buffer) that is a virtual buffer; these are not among ``buffers``.
         spread: the staging of all ranks lies at equal distances in one mapping.
-        triggers: address of flags that lie apart from the others: triggers of this rank, which no other touches.
+        triggers: addresses of flags outside of ``flags``: triggers of this rank, which no other rank uses.
     """
 
     buffers: Mapping[tuple[int, str], int]
@@ -81,11 +81,11 @@ class Addresses:
     triggers: Mapping[Flag, int] = dataclasses.field(default_factory=dict)
 
     def flag(self, flag: Flag) -> int:
-        """Address of a flag."""
+        """Return the address of a flag."""
         return self.triggers.get(flag) or self.flags[flag.rank] + WORD_BYTES * flag.index
 
     def find(self, rank: int, buffer: str, offset: int) -> int | None:
-        """Address of a byte of a buffer; None where this process has none."""
+        """Return the address of a byte of a buffer; None if this process does not reach it."""
         pieces = self.pieces.get((rank, buffer))
         if pieces is not None:
             return pieces.find(offset)
@@ -97,7 +97,7 @@ class Pending(Protocol):
     """One running invocation."""
 
     def done(self) -> bool:
-        """True once every command of this rank has finished. Never blocks, never raises."""
+        """Return True once every command of this rank has finished. Never blocks, never raises."""
         ...
 
     def wait(self) -> None:
@@ -111,21 +111,21 @@ class Pending(Protocol):
 
 
 Place = tuple[int, bool]
-"""Where a call stands in the work of its caller: the handle of a stream, and whether it is being captured."""
+"""Place of a call in the work of its caller: the handle of a stream, and whether it is being captured."""
 
 NO_STREAM: Place = (0, False)
-"""Where all calls stand on a device that has no streams."""
+"""Place of all calls on a device without streams."""
 
 
 class Questions(NamedTuple):
-    """How to find the place of a caller on GPU ``device``, for code that asks often.
+    """Functions that find the place of a caller on GPU ``device``, for compiled code.
 
     Attributes:
-        stream_of: handle of the stream that is current on a device.
-        capturing: whether the stream that is current on the current device is captured; not to be asked on the legacy
+        stream_of: returns the handle of a device's current stream.
+        capturing: returns whether the current device's current stream is captured; must not be called on the legacy
             default stream.
-        current_device: which one that is.
-        device: of the executor.
+        current_device: returns the index of the current device.
+        device: index of the executor's device.
     """
 
     stream_of: Callable[[int], int]
@@ -135,22 +135,22 @@ class Questions(NamedTuple):
 
 
 DriverCall = tuple[int | Callable[..., Any], tuple[Any, ...], object]
-"""A C function of integers by its address, or a Python one; its arguments; what keeps the memory that they point to. It
-returns an int, 0 for success (Python: or None)."""
+"""A prepared call: the address of a C function of integers, or a Python function; its arguments; an object that keeps
+the memory to which they point. The function returns an int, 0 for success (a Python function may return None)."""
 
 Places = tuple[int, int, int] | Callable[[int], Any]
-"""Places of one 32-bit word (first address, distance in bytes, how many), or a function that puts it there."""
+"""Places of one 32-bit word (first address, distance in bytes, number), or a function that stores it there."""
 
 
 class Follower(NamedTuple):
-    """What follows the address of a buffer in the steps of a repetition: it is that and ``delta``, in 64 bits.
+    """A 64-bit value in the steps of a repetition that is the address of a buffer plus ``delta``.
 
     Attributes:
-        buffer: rank and name.
-        delta: bytes.
-        step: index.
-        argument: index of an argument of it.
-        address: of a word in the memory that the argument points to; 0 for the argument itself.
+        buffer: rank and name of the buffer.
+        delta: distance from the buffer's address in bytes.
+        step: index of the step.
+        argument: index of the argument of the step.
+        address: address of a word in the memory to which the argument points; 0 for the argument itself.
     """
 
     buffer: tuple[int, str]
@@ -162,16 +162,16 @@ class Follower(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Repetition:
-    """What :meth:`Runnable.run` does each time from one place, for code that does it without calling that.
+    """The acts of :meth:`Runnable.run` from one place, as data for compiled code that repeats them.
 
     Attributes:
         steps: calls to the driver, in order, all with the executor's lock held.
-        words: before that, what depends on the number of the invocation: (base, increment for each number, where).
-        notes: after that, what is noted down.
-        failed: called with the index of a step and its error (what it returned or raised): raises.
-        turn: (object, attribute, what it is when it is the turn of this, what it is next); None where every call does
-            the same.
-        followers: of :meth:`Runnable.movable`; nobody else uses its steps.
+        words: words to store before the steps, which depend on the call number: (base, increment per call, places).
+        notes: side effects on Python objects after the steps.
+        failed: raises; called with the index of a step and the error that it returned or raised.
+        turn: (object, attribute, its value when it is the turn of this repetition, its next value); None if every call
+            does the same.
+        followers: values that follow addresses, for :meth:`Runnable.movable`, whose steps no other code uses.
     """
 
     steps: tuple[DriverCall, ...]
@@ -183,36 +183,36 @@ class Repetition:
 
 
 class Runnable(Protocol):
-    """What a communicator runs again and again: a loaded program, or several that take turns."""
+    """A loaded program, or several that alternate, which a communicator runs repeatedly."""
 
     @property
     def program(self) -> Program | AnyKernelProgram | KernelCall: ...
 
     def run(self, epoch: int, place: Place) -> None:
-        """Run this rank's queues once, behind the work of ``place`` and in front of what it gets next.
+        """Run this rank's queues once, after the earlier work of ``place`` and before its later work.
 
         Devices with streams return at once, others when it has ended. ``epoch`` as in :meth:`LoadedProgram.start`.
         """
         ...
 
     def repetition(self, place: Place) -> Repetition | None:
-        """What the last :meth:`run`, from ``place``, did, where a later one will do the same; else None."""
+        """Return the acts of the last :meth:`run` from ``place``, if later runs repeat them; else None."""
         ...
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """As :meth:`repetition`, with what follows the addresses of some buffers; None where more than these does."""
+        """Return a repetition with the values that follow the addresses of buffers; None if more than these changes."""
         ...
 
 
 class LoadedProgram(Runnable, Protocol):
-    """A program bound to addresses: everything that can be worked out before a call has been."""
+    """A program bound to addresses, with all work done that does not depend on a call."""
 
     def start(self, epoch: int, stream: torch.Stream | None) -> Pending:
         """Run this rank's queues once.
 
         Args:
             epoch: number of the invocation, from 1, the same on every rank, growing by any step.
-            stream: the work before and after is ordered by this stream; None where the device has no streams.
+            stream: stream that orders the invocation; None on a device without streams.
         """
         ...
 
@@ -225,16 +225,16 @@ class Executor(Protocol):
 
     @property
     def ledger(self) -> SubmissionLedger:
-        """What was submitted so far."""
+        """The record of submitted commands."""
         ...
 
     def load(self, program: Program, addresses: Addresses, *, captured: bool = False) -> LoadedProgram:
         """Bind this rank's part of ``program``.
 
         Args:
-            program: what to run.
-            addresses: where.
-            captured: it is for a graph of the caller's, and has no epochs (``transform.freeze``); else for eager calls.
+            program: the program.
+            addresses: addresses of its buffers and flags.
+            captured: it is for a graph, and has no epochs (``transform.freeze``); else it is for eager calls.
 
         Raises:
             ValueError: the program has commands or buffers that this executor cannot run; the text names them.

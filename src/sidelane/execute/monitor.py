@@ -1,4 +1,4 @@
-"""What an executor needs to know about its peers, and has to tell them (``memory.control.ControlBlock`` does it)."""
+"""Interface through which an executor watches its peers and informs them (see ``memory.control.ControlBlock``)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import Protocol
 
 NO_CALL = 0
-"""Calls begin at 1: a ``check`` of this one finds only that a peer gave up."""
+"""Number of no call, since calls begin at 1: ``check`` with it finds aborts of peers only."""
 
 
 class PeerMonitor(Protocol):
-    """The state of all ranks, seen and told from one of them. Any thread may use it."""
+    """The state of all ranks, read and written by one of them. Any thread may use it."""
 
     def begin(self, call: int, step: str) -> None:
-        """Say that this rank has begun invocation ``call``."""
+        """Record that this rank has begun invocation ``call``."""
         ...
 
     def note(self, call: int, step: str) -> None:
-        """Say that this rank waits for a peer in ``call``, and at which step."""
+        """Record that this rank waits for a peer in ``call``, and at which step."""
         ...
 
     def end(self, call: int) -> None:
-        """Say that nothing of ``call`` runs on this rank any more, whichever way it ended."""
+        """Record that ``call`` has ended on this rank, with or without an error."""
         ...
 
     def check(self, call: int) -> None:
@@ -29,19 +29,19 @@ class PeerMonitor(Protocol):
         ...
 
     def check_present(self, call: int) -> None:
-        """As :meth:`check`, but that peers may refuse ``call``: for what may run then without being part of it."""
+        """Check as :meth:`check` does, but accept refusals of ``call``: for work that is not part of this call."""
         ...
 
     def absent(self, call: int) -> Sequence[int]:
-        """Ranks that have not begun ``call``."""
+        """Return the ranks that have not begun ``call``."""
         ...
 
     def at_fault(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Of ranks that somebody waits for, those that do not wait for a peer themselves; all, if all of them do."""
+        """Return those of the awaited ranks that do not wait for a peer themselves; all of them if every one does."""
         ...
 
     def describe(self, rank: int, call: int = 0) -> str:
-        """One phrase about ``rank`` for an error message; with ``call``, also whether it made another call of it."""
+        """Describe ``rank`` for an error; with ``call``, also tell whether it has another signature there."""
         ...
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:

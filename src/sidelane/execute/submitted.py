@@ -1,7 +1,6 @@
-"""What an executor gave to its engines, counted: the proof of what a collective ran on.
+"""Counters of the commands that an executor has submitted, by class of engine.
 
-The counts come from the plan that was submitted, not from the choice that led to it. Counting costs one addition a
-call.
+The counts come from the submitted plan, not from the choice that led to it. Counting costs one addition per call.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ class Counts:
     """Commands of one rank by the class of engine that executes them.
 
     Attributes:
-        peer_copies: copies that cross a link, each copy of a batch for itself. (A broadcast or a swap that an executor
-            has as one command counts once. Where signals are 4-byte copies, those count too.)
+        peer_copies: copies that cross a link; each copy of a batch counts. (A broadcast or a swap that an executor
+            supports as one command counts once. If signals are 4-byte copies, those count too.)
         local_copies: copies inside the rank's own memory.
         writes: values stored by memory operations, for peers, the own rank and the host.
         waits: waits by memory operations.
         kernels: kernel launches. Zero means that no compute unit was used.
         events: events recorded or waited for.
-        graph_launches: graphs launched; what they hold is counted under the other names.
-        calls: calls to the driver that all this took; on CPUs, queues handed to engine threads.
+        graph_launches: launches of graphs; the commands in them are counted under the other names.
+        calls: calls to the driver for all of these; on CPUs, queues submitted to engine threads.
     """
 
     peer_copies: int = 0
@@ -51,7 +50,7 @@ class Counts:
 
 
 def _counted(name: str, number: int) -> str:
-    """A field's name behind its number.
+    """Return a number with the name of its field.
 
     >>> _counted("peer_copies", 1), _counted("peer_copies", 2), _counted("writes", 1)
     ('peer copy', 'peer copies', 'write')
@@ -66,11 +65,11 @@ class Submitted:
     """One invocation of a program on one rank.
 
     Attributes:
-        collective: what was asked, in words.
+        collective: description of the collective.
         implementation: ``dma`` or ``sm``.
-        variant: of the program that ran, with its transforms (``b2b``, ``b2b+frozen``).
-        captured: it went into a graph under capture instead of to the device.
-        counts: what it submitted.
+        variant: variant of the program, with its transforms (``b2b``, ``b2b+frozen``).
+        captured: it was captured into a graph instead of submitted to the device.
+        counts: the submitted commands.
     """
 
     collective: str
@@ -81,7 +80,7 @@ class Submitted:
 
 
 class Entry:
-    """What a loaded program submits, and how often the like of it was submitted."""
+    """The commands that a loaded program submits, with the counter of such submissions."""
 
     __slots__ = ("submitted", "tally")
 
@@ -90,10 +89,10 @@ class Entry:
 
 
 class SubmissionLedger:
-    """Everything that one executor submitted since it was made. Loaded programs keep their entry and count on it."""
+    """Counters of all submissions of one executor. Loaded programs keep their entry and count on it."""
 
     def __init__(self) -> None:
-        # By counts, of which there are few: calls, with uneven sizes for one, can be of any number of kinds.
+        # By counts, of which there are few; there can be any number of collectives, for instance with uneven sizes.
         self._tallies: dict[tuple[bool, Counts], list[int]] = {}
         self._last: Entry | None = None
 
@@ -103,19 +102,19 @@ class SubmissionLedger:
         return None if self._last is None else self._last.submitted
 
     def entry(self, submitted: Submitted) -> Entry:
-        """Where invocations that submit this are counted."""
+        """Return the entry that counts submissions of these commands."""
         return Entry(submitted, self._tallies.setdefault((submitted.captured, submitted.counts), [0]))
 
     def count(self, entry: Entry) -> None:
-        """One more invocation."""
+        """Count one invocation."""
         entry.tally[0] += 1
         self._last = entry
 
     def notes(self, entry: Entry) -> tuple[Note, ...]:
-        """What :meth:`count` does."""
+        """Return the side effects of :meth:`count`, for compiled code."""
         return (Effect.COUNT, entry.tally, "", None), (Effect.SET, self, "_last", entry)
 
     def total(self) -> Counts:
-        """What went to the device. Captured invocations are left out: who replays a graph does not tell."""
+        """Return the commands submitted to the device, without captured ones: replays of graphs are not known."""
         tallies = list(self._tallies.items())  # another thread may add one
         return sum((counts * times for (captured, counts), (times,) in tallies if not captured), Counts())

@@ -1,4 +1,4 @@
-"""What happened when in a simulated run, and its form as a Chrome trace (open it in Perfetto or chrome://tracing)."""
+"""Timeline of a simulated run, and its form as a Chrome trace (open it in Perfetto or chrome://tracing)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Interval:
-    """Something that took time.
+    """An activity with its begin and end.
 
     Attributes:
-        group: whose lane it is (``rank 0``, ``host``).
-        lane: the queue, engine, link or kernel.
-        label: what was done.
-        start_us: virtual time.
-        end_us: virtual time.
+        group: owner of the lane (``rank 0``, ``host``).
+        lane: queue, engine, link or kernel.
+        label: description of the activity.
+        start_us: virtual time of the begin in microseconds.
+        end_us: virtual time of the end in microseconds.
     """
 
     group: str
@@ -30,7 +30,7 @@ class Interval:
 
 
 def chrome_trace(intervals: Iterable[Interval]) -> dict[str, Any]:
-    """The trace as the object that Perfetto reads: a process for each group, a thread for each lane."""
+    """Return the trace as the object that Perfetto reads: a process for each group, a thread for each lane."""
     groups: dict[str, int] = {}
     lanes: dict[tuple[str, str], int] = {}
     events: list[dict[str, Any]] = []

@@ -1,1 +1,1 @@
-"""The kernels of the collectives, in Triton. What they are made of is in ``sidelane.device``."""
+"""The kernels of the collectives, in Triton, made of the functions in ``sidelane.device``."""

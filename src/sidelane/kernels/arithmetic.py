@@ -1,7 +1,7 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""How elements of the ranks are combined, everywhere alike: floats in float32 in the order of the ranks, rounded once.
+"""Combination of the ranks' elements, the same in all kernels: floats in float32, in rank order, rounded once.
 
 Integers wrap. NaN spreads through every operation. An integer average truncates towards 0.
 """
@@ -22,14 +22,14 @@ DTYPES = {
     "int32": tl.int32,
     "int64": tl.int64,
 }
-"""What can be reduced, by torch's names (``program.collective.ELEMENT_BYTES``)."""
+"""Dtypes that can be reduced, by torch's names (``program.collective.ELEMENT_BYTES``)."""
 
 
 FLOATS = ("float32", "float16", "bfloat16")
 
 
 def reduction_constants(reduction: Reduction | None) -> dict[str, Any]:
-    """Constants that kernels have for an operation and a dtype; OP is empty for None, where bytes only move."""
+    """Return the constants of kernels for an operation and a dtype; OP is empty for None, where bytes only move."""
     if reduction is None:
         return {"OP": "", "DTYPE": tl.int8, "ELEMENT_BYTES": 1, "FLOAT": False}
     return {
@@ -42,7 +42,7 @@ def reduction_constants(reduction: Reduction | None) -> dict[str, Any]:
 
 @triton.jit
 def combine(values, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
-    """Combine a tuple of N tensors, one a rank; still wide."""
+    """Combine a tuple of N tensors, one for each rank; the result is still wide."""
     result = widen(values[0], FLOAT)
     for rank in tl.static_range(1, N):
         result = accumulate(result, widen(values[rank], FLOAT), OP)
@@ -51,13 +51,13 @@ def combine(values, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
 
 @triton.jit
 def widen(value, FLOAT: tl.constexpr):
-    """A float as float32; an integer as it is."""
+    """Return a float as float32, and an integer unchanged."""
     return value.to(tl.float32) if FLOAT else value
 
 
 @triton.jit
 def accumulate(result, value, OP: tl.constexpr):
-    """Combine what earlier ranks gave with the next rank's ``value``."""
+    """Combine the result of earlier ranks with the next rank's ``value``."""
     if OP == "min":
         # A comparison with NaN is false: the first test lets a NaN in, the second never replaces one.
         return tl.where((value != value) | (value < result), value, result)
@@ -69,7 +69,7 @@ def accumulate(result, value, OP: tl.constexpr):
 
 @triton.jit
 def finish(result, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
-    """What remains to be done when all N have been accumulated; still wide."""
+    """Complete the result after all N values were accumulated (an average is divided); it is still wide."""
     if OP == "avg":
         # Float: the IEEE quotient. Integer: Triton's // truncates towards zero.
         return tl.div_rn(result, tl.full(result.shape, N, tl.float32)) if FLOAT else result // N

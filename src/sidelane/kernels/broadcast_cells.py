@@ -6,8 +6,9 @@
     root    data -> cells into its slot on every peer | all here?
     others  wait for cells in the root's slot -> data | all here?
 
-``all here``: each rank has said at its beginning that its kernel runs, and waits for the same of all, which has come
-long before. It waits so that nobody is two generations ahead (``cells`` says why): the root receives no data.
+``all here``: each rank signals at its beginning that its kernel runs, and waits for the same signal of all, which has
+usually come by then. The wait keeps ranks from running two generations ahead (``cells`` explains it): the root receives
+no data.
 
 Equivalent: ``data = data of the root``, on every rank.
 
@@ -28,16 +29,16 @@ from sidelane.kernels.cells import put_cells, slot, wait_for_cells
 
 
 def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
-    """How to send what one rank has to all others.
+    """Make the launch that sends the bytes of the root to all other ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         data: address of the bytes, on this rank.
         nbytes: 1 to ``SLOT_PAYLOAD_BYTES``.
-        root: whose bytes they all get.
+        root: rank whose bytes all ranks get.
 
     Raises:
-        ValueError: too many bytes, or none.
+        ValueError: there are too many bytes, or none.
     """
     launch = cells_launch(KERNEL, site, data, data, nbytes, distinct=False, constants={})
     return dataclasses.replace(launch, arguments=(*launch.arguments, root))

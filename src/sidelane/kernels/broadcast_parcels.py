@@ -23,16 +23,16 @@ from sidelane.kernels.parcels import TILE_BYTES, WARPS, blocks_of, place
 
 
 def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
-    """How to send what one rank has to all others.
+    """Make the launch that sends the bytes of the root to all other ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         data: address of the bytes, on this rank.
         nbytes: 1 to ``PARCEL_BYTES``.
-        root: whose bytes they all get.
+        root: rank whose bytes all ranks get.
 
     Raises:
-        ValueError: too many bytes, or none.
+        ValueError: there are too many bytes, or none.
     """
     constants = {"N": site.world_size, "UNIT": unit_bytes(data, nbytes), "TILE": TILE_BYTES}
     arguments = (data, nbytes, site.rank, root, site.board, *padded(site.rotated(site.arenas)))

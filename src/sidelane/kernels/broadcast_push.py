@@ -30,14 +30,14 @@ from sidelane.kernels.relay import DONE, TILE_BYTES, WARPS, blocks_and_rounds, c
 
 
 def arrange(site: LaunchSite, data: int, targets: tuple[int, ...], nbytes: int, root: int, *, staged: bool) -> Launch:
-    """How to send what one rank has to all others.
+    """Make the launch that sends the bytes of the root to all other ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         data: address of the bytes, on this rank.
         targets: on each rank, where peers store them: the same, or staging.
         nbytes: 1 and more.
-        root: whose bytes they all get.
+        root: rank whose bytes all ranks get.
         staged: targets are staging.
     """
     n = site.world_size
@@ -97,7 +97,7 @@ def _send(
     data, targets, tile, end, turn, nbytes,
     N: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store tiles where their owners want them."""
+    """Store tiles in the targets of their owners."""
     while tile < end:
         _copy(address_of(targets, owner_of(turn, N), N), data, tile, nbytes, UNIT, NARROW, TILE)
         turn += 1
@@ -109,7 +109,7 @@ def _relay(
     data, targets, tile, end, turn, nbytes, behind,
     N: tl.constexpr, STAGED: tl.constexpr, UNIT: tl.constexpr, NARROW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the tiles that this rank owns where all others want them."""
+    """Store the tiles that this rank owns in the targets of all other ranks."""
     while tile < end:
         if owner_of(turn, N) == behind:
             if (tile + 1) * TILE <= nbytes:

@@ -6,8 +6,8 @@
     root    part k of data -> its parcel on peer k, signal |                               wait: all there
     others  wait for the root's                            | parcel -> all others, signal, wait: all there | -> data
 
-The root sends the bytes once, not once for each peer, for one hop more; and nobody has to say that he is ready, as
-pushes into outputs or staging make all do.
+The root sends the bytes once, not once for each peer, at the cost of one more hop. No rank has to signal that it is
+ready, which pushes into outputs or staging require.
 
 Equivalent: ``data = data of the root``, on every rank.
 
@@ -27,16 +27,16 @@ from sidelane.kernels.parcels import TILE_BYTES, WARPS, blocks_of, place
 
 
 def arrange(site: LaunchSite, data: int, nbytes: int, root: int) -> Launch:
-    """How to send what one rank has to all others.
+    """Make the launch that sends the bytes of the root to all other ranks.
 
     Args:
-        site: where, with more than two ranks.
+        site: rank, arenas and blocks of the launch, with more than two ranks.
         data: address of the bytes, on this rank.
         nbytes: 1 to ``PARCEL_BYTES`` for each peer.
-        root: whose bytes they all get.
+        root: rank whose bytes all ranks get.
 
     Raises:
-        ValueError: too many bytes, or none; too few ranks.
+        ValueError: there are too many bytes or none, or too few ranks.
     """
     n = site.world_size
     if n <= 2:

@@ -1,17 +1,17 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Cells: data that carries its own flag, so that it needs neither a fence nor a second message. Portable Triton.
+"""Cells: data with its own flag, which needs neither a fence nor a second message. Portable Triton.
 
-A cell is an aligned word of 8 bytes, 4 of data below and the generation above. Hardware stores and loads such a word
-at once, so a reader that finds the generation it waits for has found the data, too. Cells double the bytes on the link,
-and are the quickest way for few of them. (The technique is NCCL's protocol "LL".)
+A cell is an aligned word of 8 bytes: 4 low bytes of data and 4 high bytes of generation. Hardware stores and loads such
+a word atomically, so that a reader that finds the awaited generation has found the data, too. Cells double the bytes on
+the link, and are the fastest protocol for few bytes. (The technique is NCCL's protocol "LL".)
 
-A rank has two slots for each sender, for even and odd generations. Two are enough, however far ranks run ahead: a rank
-writes generation g + 2 after its kernel of g + 1 has ended, so after it received something of g + 1 from every peer. A
-peer sends that from its kernel of g + 1, which its stream starts when its kernel of g has ended. So whatever the peer
-had to read of generation g, in the slot that g + 2 is written to, it has read. The argument asks two things of every
-generation: that each rank waits for something from each peer, and that kernels of a rank never overlap.
+A rank has two slots for each sender, for even and odd generations. Two suffice, however far ranks run ahead. A rank
+writes generation g + 2 after its kernel of g + 1 has ended, so after it received data of g + 1 from every peer. A peer
+sends these from its kernel of g + 1, which its stream starts when its kernel of g has ended. So the peer has read all
+data of generation g in the slot to which g + 2 is written. The argument has two conditions for every generation: each
+rank waits for data from each peer, and the kernels of a rank never overlap.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 
 @triton.jit
 def slot(arena, generation, sender, N: tl.constexpr):
-    """Address of the slot for ``sender`` in an arena of N ranks."""
+    """Return the address of the slot for ``sender`` in an arena of N ranks."""
     return arena + CELLS_OFFSET + ((generation & 1) * N + sender).to(tl.int64) * SLOT_BYTES
 
 
 @triton.jit
 def put_cells(slot_address, index, words, generation, mask):
-    """Send int32 ``words`` as cells ``index``. Relaxed: each cell arrives by itself, in any order."""
+    """Send int32 ``words`` as cells ``index``. Relaxed: cells arrive in any order."""
     cells = (generation.to(tl.int64) << 32) | (words.to(tl.int64) & 0xFFFFFFFF)
     tl.store(pointer(slot_address, tl.int64, True) + index, cells, mask=mask)
 
 
 @triton.jit
 def wait_for_cells(slot_address, ranks, index, mask, generation, board, spent):
-    """int32[R, C]: the data of cells ``index`` (int[1, C]) from ``ranks`` (int[R, 1]), once all have come.
+    """Wait for cells ``index`` (int[1, C]) from ``ranks`` (int[R, 1]), and return their data, int32[R, C].
 
-    Relaxed: the data is here, and nothing is said about other memory. Elements outside of ``mask`` are undefined, and
-    so is everything when the kernel was told to give up.
+    Relaxed: other memory is not ordered. Elements outside of ``mask`` are undefined, and all are undefined if the host
+    has told the kernel to give up.
 
     Returns:
         The data, and ``spent`` (see ``flags``).
@@ -61,11 +61,11 @@ def wait_for_cells(slot_address, ranks, index, mask, generation, board, spent):
         polls += 1
         if polls % POLLS == 0:
             say_who_is_late(board, tl.reshape(ranks, late.shape), late, generation)
-            spent = told_to_give_up(board)  # warps go on together: what is late they found out together
+            spent = told_to_give_up(board)  # the warps decide together: they computed late together
     return cells.to(tl.int32), spent
 
 
 @triton.jit
 def _late(cells, mask, generation):
-    """int32[R]: 1 for each rank of which a cell is missing."""
+    """Return 1 for each rank with a missing cell, int32[R]."""
     return tl.max((mask & ((cells >> 32).to(tl.int32) != generation)).to(tl.int32), axis=1)

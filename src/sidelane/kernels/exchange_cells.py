@@ -7,7 +7,7 @@
     rank 1   input -> cells into slot 1 of every peer | wait for cells in own slots -> output
 
 Equivalent, on rank r: ``output[s] = input of rank s`` (all_gather), ``output[s] = part r of the input of rank s``
-(all_to_all). In place is fine: a block sends all that lies where it writes before it writes.
+(all_to_all). In place is allowed: a block sends all bytes that it overwrites before it writes.
 
 Legend: N ranks, R the power of two from N on, CELLS cells a tile.
 """
@@ -24,17 +24,17 @@ from sidelane.kernels.cells import put_cells, slot, wait_for_cells
 
 
 def arrange(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
-    """How to move one part a pair of ranks.
+    """Make the launch that moves one part for each pair of ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         output: address of ``world_size`` parts.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
         part_bytes: 1 to ``SLOT_PAYLOAD_BYTES``.
-        distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
+        distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
 
     Raises:
-        ValueError: a part is too large, or nothing.
+        ValueError: a part is too large or empty.
     """
     constants = {"DISTINCT": distinct}
     return cells_launch(KERNEL, site, output, input, part_bytes, distinct=distinct, constants=constants)
@@ -65,7 +65,7 @@ def _exchange_cells(
         store_words(output + rank * part_bytes, index, own, part_bytes, index < cells, UNIT, ALIGNED)
         start += step
 
-    tl.debug_barrier()  # what is written below may be what other threads have read above
+    tl.debug_barrier()  # other threads may have read above the bytes that are written below
     senders = tl.arange(0, R)[:, None]
     spent = tl.full((), 0, tl.int32)
     start = first

@@ -6,7 +6,7 @@
     rank 0   input -> parcels 0 of every rank | signal, wait: all there | own parcels -> output
     rank 1   input -> parcels 1 of every rank | signal, wait: all there | own parcels -> output
 
-Equivalent: see ``exchange_cells``. In place is fine: a block sends all that lies where it writes before it writes.
+Equivalent: see ``exchange_cells``. In place is allowed: a block sends all bytes that it overwrites before it writes.
 
 Legend: N ranks; UNIT and TILE as in ``memory``.
 """
@@ -23,17 +23,17 @@ from sidelane.kernels.parcels import WARPS, arguments_of, blocks_of, constants_o
 
 
 def arrange(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> Launch:
-    """How to move one part a pair of ranks.
+    """Make the launch that moves one part for each pair of ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         output: address of ``world_size`` parts.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
         part_bytes: 1 to ``PARCEL_BYTES``.
-        distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
+        distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
 
     Raises:
-        ValueError: a part is too large, or nothing.
+        ValueError: a part is too large or empty.
     """
     given = (site, output, input, part_bytes)
     blocks = blocks_of(site, part_bytes)
@@ -68,7 +68,7 @@ def _unpack(
     output, arena, tile, part_bytes, generation,
     N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Copy one tile of every parcel, all loads in front of all stores."""
+    """Copy one tile of every parcel, all loads before all stores."""
     tiles = ()
     for sender in tl.static_range(N):
         tiles = tiles + (get(place(arena, generation, sender, N), tile, part_bytes, UNIT, TILE, WHOLE),)

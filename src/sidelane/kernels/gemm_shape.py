@@ -1,11 +1,11 @@
-"""What a GEMM's kernel takes of a compute unit: by its tiles, its stages and the shared memory that it asks for."""
+"""Shape of a GEMM kernel: its tiles and stages, and the shared memory by which it limits blocks per compute unit."""
 
 from __future__ import annotations
 
 import dataclasses
 
 GRANULE_BYTES = 128
-"""Shared memory is asked for in these."""
+"""Bytes of which requests for shared memory are multiples."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -13,9 +13,9 @@ class SharedMemory:
     """Shared memory of a device, in bytes.
 
     Attributes:
-        unit: of a compute unit.
-        block: the most that a block may ask for.
-        reserved: what the system takes for each block besides.
+        unit: shared memory of a compute unit.
+        block: largest shared memory of a block.
+        reserved: shared memory that the system takes for each block.
     """
 
     unit: int
@@ -25,16 +25,16 @@ class SharedMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GemmShape:
-    """How a GEMM is cut, and how much of a compute unit each of its blocks claims.
+    """The tiles of a GEMM, and the share of a compute unit that each of its blocks claims.
 
     Attributes:
-        name: for people.
+        name: name in messages.
         tile_m, tile_n: rows and columns of the result that a block computes at a time.
-        tile_k: length of the sums that it loads at a time.
-        stages: of loads that are under way.
-        warps: of a block.
-        resident: the most blocks of it that a unit shall hold, by asking for more shared memory than it needs (overlap
-            paper, 3.1); None: as many as fit.
+        tile_k: length of the products that it loads at a time.
+        stages: number of pipeline stages of loads.
+        warps: number of warps of a block.
+        resident: largest number of blocks that a unit holds, enforced by a request for more shared memory than needed
+            (overlap paper, 3.1); None: as many as fit.
 
     Raises:
         ValueError: a size that Triton cannot tile, or no stage, warp or block.
@@ -59,15 +59,15 @@ class GemmShape:
             raise ValueError(f"GemmShape: stages, resident (value={self.stages}, {self.resident}, allowed=1 or more)")
 
     def tiles(self, m: int, n: int) -> int:
-        """Tiles of a result of ``m`` rows and ``n`` columns: the blocks of a data-parallel grid."""
+        """Return the number of tiles of a result of ``m`` rows and ``n`` columns: blocks of a data-parallel grid."""
         return -(-m // self.tile_m) * -(-n // self.tile_n)
 
     def asked_bytes(self, needed: int, memory: SharedMemory) -> int:
-        """Shared memory to ask for, so that no more than ``resident`` blocks fit a unit.
+        """Return the shared memory to request, so that no more than ``resident`` blocks fit a unit.
 
         Args:
-            needed: what the kernel needs.
-            memory: of the device.
+            needed: bytes that the kernel needs.
+            memory: shared memory of the device.
 
         >>> memory = SharedMemory(unit=233472, block=232448, reserved=1024)
         >>> OPT1.asked_bytes(16384, memory), dataclasses.replace(OPT1, resident=2).asked_bytes(16384, memory)
@@ -84,5 +84,5 @@ OPT1 = GemmShape(name="opt1", tile_m=64, tile_n=64, tile_k=32)
 OPT2 = GemmShape(name="opt2", tile_m=64, tile_n=64, tile_k=64)
 """The overlap paper's tiles (table 1)."""
 TUNED = GemmShape(name="tuned", tile_m=128, tile_n=256, tile_k=64, stages=3, warps=8)
-"""What large GEMMs like on Hopper."""
+"""Shape that is fast for large GEMMs on Hopper."""
 SHAPES = {shape.name: shape for shape in (OPT1, OPT2, TUNED)}

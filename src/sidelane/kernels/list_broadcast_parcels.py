@@ -25,13 +25,13 @@ from sidelane.kernels.parcels import WARPS, place
 
 
 def arrange(site: LaunchSite, table: ListTable, address: int, root: int) -> Launch:
-    """How to send the pieces of a table, whose places end within ``PARCEL_BYTES``.
+    """Make the launch that sends the pieces of a table, whose places end within ``PARCEL_BYTES``.
 
     Args:
-        site: where.
-        table: of tiles of ``parcels.TILE_BYTES``; inputs are the tensors.
-        address: of its values in device memory.
-        root: whose bytes they all get.
+        site: rank, arenas and blocks of the launch.
+        table: table of tiles of ``parcels.TILE_BYTES``; inputs are the tensors.
+        address: address of its values in device memory.
+        root: rank whose bytes all ranks get.
     """
     constants = {"N": site.world_size, **table.constants}
     tiles = table.tiles

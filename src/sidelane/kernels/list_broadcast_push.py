@@ -35,14 +35,14 @@ __all__ = ["KERNEL", "TILE_BYTES", "arrange"]
 
 
 def arrange(site: LaunchSite, table: ListTable, address: int, root: int, stagings: tuple[int, ...] | None) -> Launch:
-    """How to send the pieces of a table.
+    """Make the launch that sends the pieces of a table.
 
     Args:
-        site: where.
-        table: of tiles of ``TILE_BYTES``; inputs are the tensors. Without staging, its one group has their addresses
-            on all ranks, the root's first (``relay.from_root``).
-        address: of its values in device memory.
-        root: whose bytes they all get.
+        site: rank, arenas and blocks of the launch.
+        table: table of tiles of ``TILE_BYTES``; inputs are the tensors. Without staging, its one group has their
+            addresses on all ranks, the root's first (``relay.from_root``).
+        address: address of its values in device memory.
+        root: rank whose bytes all ranks get.
         stagings: address of each rank's staging, aligned to 16 bytes; None where peers reach all tensors.
     """
     staged = stagings is not None
@@ -124,7 +124,7 @@ def _list_broadcast_push(
 
 @triton.jit
 def _target(row, offset, stagings, index, N: tl.constexpr, STAGED: tl.constexpr):
-    """Where a tile goes on the rank that is ``index`` behind the root."""
+    """Return the address of a tile on the rank that is ``index`` behind the root."""
     if STAGED:
         return address_of(stagings, index, N) + value(row, PLACE) + offset
     else:
@@ -145,7 +145,7 @@ def _relay(
     row, offset, nbytes, stagings, behind,
     N: tl.constexpr, STAGED: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile that this rank owns where all others want it."""
+    """Store a tile that this rank owns in the targets of all other ranks."""
     values = get(_target(row, offset, stagings, behind, N, STAGED), 0, nbytes, UNIT, TILE, False)
     for other in tl.static_range(N - 2):
         peer = 1 + (behind + other) % (N - 1)

@@ -30,13 +30,14 @@ WARPS = 16
 
 
 def arrange(site: LaunchSite, table: ListTable, address: int, reduction: Reduction, *, gather: bool) -> Launch:
-    """How to reduce the pieces of a table.
+    """Make the launch that reduces the pieces of a table.
 
     Args:
-        site: where.
-        table: of tiles of ``TILE_BYTES``; its first group has the inputs of all ranks in their order (what this rank
-            reduces of them), with ``gather`` its second one their outputs, this rank's first (``LaunchSite.rotated``).
-        address: of its values in device memory.
+        site: rank, arenas and blocks of the launch.
+        table: table of tiles of ``TILE_BYTES``; its first group has the inputs of all ranks in their order (the part
+            that this rank reduces), with ``gather`` its second one their outputs, this rank's first
+            (``LaunchSite.rotated``).
+        address: address of its values in device memory.
         reduction: operation and dtype.
         gather: every rank reduces some tiles, and stores the results in everyone's outputs (all_reduce in two shots).
     """

@@ -38,14 +38,14 @@ from sidelane.program.collective import Reduction
 
 
 def arrange(site: LaunchSite, table: ListTable, address: int, reduction: Reduction | None, *, distinct: bool) -> Launch:
-    """How to move or reduce the pieces of a table, whose places end within ``PARCEL_BYTES``.
+    """Make the launch that moves or reduces the pieces of a table, whose places end within ``PARCEL_BYTES``.
 
     Args:
-        site: where.
-        table: of tiles of ``parcels.TILE_BYTES``.
-        address: of its values in device memory.
+        site: rank, arenas and blocks of the launch.
+        table: table of tiles of ``parcels.TILE_BYTES``.
+        address: address of its values in device memory.
         reduction: operation and dtype; None for what only moves.
-        distinct: each peer gets a part of its own (all_to_all, reduce_scatter), else all get the same.
+        distinct: each peer gets its own part (all_to_all, reduce_scatter), else all get the same.
     """
     constants = {
         "N": site.world_size,
@@ -96,7 +96,7 @@ def _send(
     row, offset, nbytes, peers, rank, generation,
     N: tl.constexpr, DISTINCT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Send one tile of each part, the own one to oneself: then all that came lies in one place."""
+    """Send one tile of each part, also to this rank itself, so that all received tiles are in one place."""
     input, there = value(row, INPUT) + offset, value(row, PLACE) + offset
     if DISTINCT:
         stride = value(row, INPUT_STRIDE)
@@ -115,7 +115,7 @@ def _take(
     N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr,
     ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Copy or reduce one tile of every parcel; all loads in front of all stores, unless small units fill registers."""
+    """Copy or reduce one tile of every parcel; all loads before all stores, unless small units fill registers."""
     output, there = value(row, OUTPUT) + offset, value(row, PLACE) + offset
     tiles = ()
     if OP == "":

@@ -15,7 +15,7 @@ has tiles of every owner in turn.
 Equivalent: ``exchange_cells`` or ``reduce_cells`` for each tensor. In place is fine: a block stages all that lies where
 it writes before it writes.
 
-Legend: N ranks; SHARDS shards in what is staged (1 or N); GATHER: two shots; PIECES and WORDS as in ``list_table``;
+Legend: N ranks; SHARDS shards in the staging (1 or N); GATHER: two shots; PIECES and WORDS as in ``list_table``;
 NARROW the bytes of an access in tiles that are not wide; UNIT and TILE as in ``memory``; OP is empty for what only
 moves. Stagings are in the order of the ranks.
 """
@@ -47,7 +47,7 @@ WARPS = 16
 
 
 def tile_bytes(reduction: Reduction | None) -> int:
-    """Size of a tile."""
+    """Return the size of a tile in bytes."""
     return MOVED_TILE_BYTES if reduction is None else REDUCED_TILE_BYTES
 
 
@@ -62,16 +62,16 @@ def arrange(
     distinct: bool,
     gather: bool = False,
 ) -> Launch:
-    """How to move or reduce the pieces of a table.
+    """Make the launch that moves or reduces the pieces of a table.
 
     Args:
-        site: where.
-        table: of tiles of ``tile_bytes(reduction)``.
-        address: of its values in device memory.
+        site: rank, arenas and blocks of the launch.
+        table: table of tiles of ``tile_bytes(reduction)``.
+        address: address of its values in device memory.
         stagings: address of each rank's staging, aligned to 16 bytes.
         staged_bytes: where the places end, a multiple of 16; staging has as much for each shard.
         reduction: operation and dtype; None for what only moves.
-        distinct: each peer gets a part of its own (all_to_all, reduce_scatter), else all get the same.
+        distinct: each peer gets its own part (all_to_all, reduce_scatter), else all get the same.
         gather: every rank reduces some tiles, and gets the results of all (all_reduce in two shots).
     """
     n = site.world_size
@@ -174,7 +174,7 @@ def _stage(
 
 @triton.jit
 def _fetch(row, offset, nbytes, stagings, shard, rank, N: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """Read one tile of every peer, all loads in front of all stores, unless small units fill registers."""
+    """Read one tile of every peer, all loads before all stores, unless small units fill registers."""
     output, there = value(row, OUTPUT) + offset, value(row, PLACE) + offset + shard
     stride = value(row, OUTPUT_STRIDE)
     tiles = ()
@@ -196,7 +196,7 @@ def _reduce(
     N: tl.constexpr, GATHER: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, OP: tl.constexpr,
     DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
 ):  # fmt: skip
-    """Reduce a tile of everyone's staging, in the order of the ranks."""
+    """Reduce a tile of the stagings of all ranks, in the order of the ranks."""
     output, there = value(row, OUTPUT) + offset, value(row, PLACE) + offset + shard
     offsets = tl.arange(0, TILE // ELEMENT_BYTES)
     mask = offsets < count_of(nbytes, UNIT, ELEMENT_BYTES)

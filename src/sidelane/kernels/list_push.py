@@ -28,14 +28,14 @@ WARPS = 16
 
 
 def arrange(site: LaunchSite, table: ListTable, address: int, *, distinct: bool) -> Launch:
-    """How to move the pieces of a table.
+    """Make the launch that moves the pieces of a table.
 
     Args:
-        site: where.
-        table: of tiles of ``TILE_BYTES``; its one group has the places of what this rank sends in the outputs of all
-            ranks, its own first (``LaunchSite.rotated``).
-        address: of its values in device memory.
-        distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
+        site: rank, arenas and blocks of the launch.
+        table: table of tiles of ``TILE_BYTES``; its one group has the places of this rank's parts in the outputs of
+            all ranks, its own first (``LaunchSite.rotated``).
+        address: address of its values in device memory.
+        distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
     """
     constants = {"N": site.world_size, "DISTINCT": distinct, **table.constants}
     tiles = table.tiles

@@ -1,12 +1,12 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""The tensors of a list, as a table in device memory: what a kernel needs where one tensor is not all there is.
+"""Table of a list's tensors in device memory, from which kernels find the addresses of their tiles.
 
-Every tensor (or pair) is cut into tiles, the last one of each as small as it comes, and the tiles of all are numbered.
-A thread block takes a tile as it takes one of a single tensor: it finds the piece that the tile is of, and in its row
-where that lies. Ranks agree on sizes and places, so the tile of a number is the same one on all of them; addresses are
-each rank's own::
+Every tensor (or pair) is cut into tiles, the last of which may be smaller, and the tiles of all tensors are numbered.
+A thread block takes a tile like one of a single tensor: it finds the piece that holds the tile, and the addresses in
+the row of the piece. Ranks agree on sizes and places, so that a tile number means the same tile on all of them;
+addresses are each rank's own::
 
     ends of the pieces, as numbers of tiles | row 0 | row 1 | ...
     row   input | output | bytes | input stride | output stride | place | aligned | first tile | 8 addresses | 8 more
@@ -35,23 +35,23 @@ INPUT, OUTPUT, NBYTES, INPUT_STRIDE, OUTPUT_STRIDE, PLACE, ALIGNED, FIRST_TILE, 
 )
 
 ROOMS = (16, 128, 1024, MOST_LISTED)
-"""Values of PIECES, each of which is a kernel to compile."""
+"""Values of PIECES; for each one a kernel is compiled."""
 
 _BEYOND = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ListPiece:
-    """One tensor, or pair, as this rank sees it.
+    """One tensor or pair, with the addresses of this rank.
 
     Attributes:
-        input: address of what goes to the first rank, or to all.
-        output: address of what comes from the first rank, or of the result.
-        nbytes: from rank to rank, 1 and more.
-        input_stride: from what goes to one rank to what goes to the next; 0 where all get the same.
-        output_stride: from what comes from one rank to what comes from the next; 0 for a result.
-        place: offset among what a rank sends to another one, a multiple of 16.
-        groups: addresses on all ranks, two groups at most; what they are, and their order, a kernel says.
+        input: address of the part for the first rank, or for all.
+        output: address of the part from the first rank, or of the result.
+        nbytes: bytes from rank to rank, at least 1.
+        input_stride: distance of the parts for successive ranks; 0 if all get the same.
+        output_stride: distance of the parts from successive ranks; 0 for a result.
+        place: offset among the bytes that a rank sends to another one, a multiple of 16.
+        groups: addresses on all ranks, two groups at most; the kernel defines their meaning and order.
     """
 
     input: int
@@ -64,7 +64,7 @@ class ListPiece:
 
     @property
     def unit_bytes(self) -> int:
-        """The largest access that suits it where the end of a tile does not matter."""
+        """Return the largest access size in bytes for its addresses and strides, apart from the ends of tiles."""
         strides = (self.input_stride, self.output_stride)
         peers = (address for group in self.groups for address in group)
         return unit_bytes(self.input, self.output, *strides, *peers)
@@ -72,12 +72,12 @@ class ListPiece:
 
 @dataclasses.dataclass(frozen=True)
 class ListTable:
-    """What the device needs to know.
+    """The table of a list, as values for device memory.
 
     Attributes:
         values: int64, the ends and the rows.
-        tiles: of all pieces.
-        constants: that kernels have for it.
+        tiles: number of tiles of all pieces.
+        constants: constants of kernels for this table.
     """
 
     values: npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class ListTable:
         room = next(room for room in ROOMS if room >= len(pieces))
         padding = np.full(room - len(pieces), _BEYOND, np.int64)
         rows = np.stack([_row(piece, int(end - count)) for piece, end, count in zip(pieces, ends, counts, strict=True)])
-        # Of the last tiles of pieces, too, whose bytes need not be a multiple of 16.
+        # The last tiles of pieces count, too: their sizes need not be multiples of 16.
         narrow = min(unit_bytes(piece.unit_bytes, piece.nbytes) for piece in pieces)
         constants = {"PIECES": room, "WORDS": rows.shape[1], "NARROW": narrow, "TILE": tile_bytes}
         return ListTable(np.concatenate([ends, padding, rows.ravel()]), int(ends[-1]), constants)
@@ -109,13 +109,13 @@ def _row(piece: ListPiece, first_tile: int) -> npt.NDArray[np.int64]:
 
 @triton.jit
 def ends_of(table, PIECES: tl.constexpr):
-    """int64[PIECES]: numbers of the tiles behind the last ones of the pieces."""
+    """Return the number of the tile after the last one of each piece, int64[PIECES]."""
     return tl.load(table.to(tl.pointer_type(tl.int64)) + tl.arange(0, PIECES))
 
 
 @triton.jit
 def find_tile(table, ends, tile, PIECES: tl.constexpr, WORDS: tl.constexpr, TILE: tl.constexpr):
-    """Where a tile lies.
+    """Find the place of a tile.
 
     Returns:
         Address of the row of its piece, its offset in there, its bytes, and whether it moves in accesses of 16 bytes.
@@ -129,11 +129,11 @@ def find_tile(table, ends, tile, PIECES: tl.constexpr, WORDS: tl.constexpr, TILE
 
 @triton.jit
 def value(row, COLUMN: tl.constexpr):
-    """int64: one value of a row."""
+    """Return one value of a row, int64."""
     return tl.load(row.to(tl.pointer_type(tl.int64)) + COLUMN)
 
 
 @triton.jit
 def address_in(row, GROUP: tl.constexpr, index):
-    """int64: one of a group's addresses."""
+    """Return one address of a group, int64."""
     return tl.load(row.to(tl.pointer_type(tl.int64)) + GROUP + index)

@@ -1,10 +1,11 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""Parcels: data sent as it is into memory of the receiver's kernel, with one flag behind what a block sends.
+"""Parcels: plain data in the arena of the receiver, with one flag after the data of each block.
 
-Half of the bytes of cells, and one handshake where pushes into an output need two: nobody has to say that he is ready,
-since there are two places for each sender, for even and odd generations, and two are enough (``cells`` says why).
+They take half of the bytes of cells, and one handshake where pushes into an output need two: no rank has to signal that
+it is ready, since there are two places for each sender, for even and odd generations (``cells`` explains why two
+suffice).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ WARPS = 8
 
 
 def blocks_of(site: LaunchSite, part_bytes: int) -> int:
-    """Thread blocks for parcels of ``part_bytes``.
+    """Return the number of thread blocks for parcels of ``part_bytes``.
 
     Raises:
-        ValueError: a part is too large, or nothing.
+        ValueError: a part is too large or empty.
     """
     if not 1 <= part_bytes <= layout.PARCEL_BYTES:
         raise ValueError(f"parcels: part_bytes (value={part_bytes}, allowed=1..{layout.PARCEL_BYTES})")
@@ -37,13 +38,13 @@ def blocks_of(site: LaunchSite, part_bytes: int) -> int:
 
 
 def arguments_of(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> tuple[int, ...]:
-    """Arguments that kernels of parcels share: all but the constants."""
+    """Return the arguments that kernels of parcels share, without the constants."""
     arguments = (output, input, part_bytes, part_bytes if distinct else 0, site.rank, site.board)
     return arguments + padded(site.rotated(site.arenas))
 
 
 def constants_of(site: LaunchSite, output: int, input: int, part_bytes: int, *, distinct: bool) -> dict[str, object]:
-    """Constants that kernels of parcels share."""
+    """Return the constants that kernels of parcels share."""
     return {
         "N": site.world_size,
         "DISTINCT": distinct,
@@ -54,7 +55,7 @@ def constants_of(site: LaunchSite, output: int, input: int, part_bytes: int, *, 
 
 @triton.jit
 def place(arena, generation, sender, N: tl.constexpr):
-    """Where a parcel of ``sender`` lies in an arena of N ranks; a multiple of 16."""
+    """Return the address of the parcel of ``sender`` in an arena of N ranks, a multiple of 16."""
     parcels = arena + CELLS_OFFSET + 2 * N * SLOT_BYTES
     return parcels + ((generation & 1) * N + sender).to(tl.int64) * PARCEL_BYTES
 
@@ -82,7 +83,7 @@ def _send_tile(
     input, peers, tile, part_bytes, stride, rank, generation,
     N: tl.constexpr, DISTINCT: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Send one tile of each part, the own one to oneself: then all that came lies in one place."""
+    """Send one tile of each part, also to this rank itself, so that all received tiles are in one place."""
     if DISTINCT:
         for turn in tl.static_range(N):
             values = get(input + (rank + turn) % N * stride, tile, part_bytes, UNIT, TILE, WHOLE)

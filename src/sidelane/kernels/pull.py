@@ -9,7 +9,7 @@
 ``there``: each block waits until the block of its number has staged its tiles on every peer. ``read``: until the peers
 have read its own, so that the next call may stage.
 
-Equivalent: see ``exchange_cells``. In place is fine: a block stages all that lies where it writes before it writes.
+Equivalent: see ``exchange_cells``. In place is allowed: a block stages all bytes that it overwrites before it writes.
 
 Legend: N ranks, SHARDS parts in an input (1 or N); UNIT and TILE as in ``memory``.
 """
@@ -29,27 +29,27 @@ STRIDE_ALIGNMENT = 16
 
 
 def staging_bytes(part_bytes: int, world_size: int, *, distinct: bool) -> int:
-    """Bytes of staging that each rank needs."""
+    """Return the bytes of staging that each rank needs."""
     return aligned(part_bytes) * (world_size if distinct else 1)
 
 
 def aligned(nbytes: int) -> int:
-    """Distance of parts in staging."""
+    """Return the distance of parts in staging in bytes."""
     return -(-nbytes // STRIDE_ALIGNMENT) * STRIDE_ALIGNMENT
 
 
 def arrange(
     site: LaunchSite, output: int, input: int, stagings: tuple[int, ...], part_bytes: int, *, distinct: bool
 ) -> Launch:
-    """How to move one part a pair of ranks.
+    """Make the launch that moves one part for each pair of ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         output: address of ``world_size`` parts.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
         stagings: address of each rank's staging (see :func:`staging_bytes`), aligned to 16 bytes.
-        part_bytes: of a part.
-        distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
+        part_bytes: size of a part.
+        distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
     """
     constants = {
         "N": site.world_size,
@@ -115,8 +115,9 @@ def _fetch(
     output, stagings, tile, part_bytes, staged, rank,
     N: tl.constexpr, SHARDS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Read one tile of every peer, all loads in front of all stores: a load takes its time over the link. Units of one
-    or two bytes would fill registers, and local memory behind them, which takes up to a gigabyte of the GPU.
+    """Read one tile of every peer, all loads before all stores: a load over the link has a long latency.
+
+    With units of one or two bytes that would spill registers to local memory, which takes up to a gigabyte of the GPU.
     """
     offset = rank * staged if SHARDS > 1 else 0
     tiles = ()

@@ -6,9 +6,9 @@
     rank 0   ready? | input -> part 0 of every output | done?
     rank 1   ready? | input -> part 1 of every output | done?
 
-``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed whatever used
-the output before. ``done``: until it has stored everything. Block b of every rank moves the same tiles of each part, so
-blocks depend on blocks of their number only.
+``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed all work that
+used the output before. ``done``: until that block has stored everything. Block b of every rank moves the same tiles of
+each part, so that blocks depend on blocks of their number only.
 
 Equivalent: see ``exchange_cells``. In place for all_gather only: an all_to_all would overwrite what peers have to send.
 
@@ -29,14 +29,14 @@ WARPS = 16
 
 
 def arrange(site: LaunchSite, outputs: tuple[int, ...], input: int, part_bytes: int, *, distinct: bool) -> Launch:
-    """How to move one part a pair of ranks.
+    """Make the launch that moves one part for each pair of ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         outputs: address of each rank's output of ``world_size`` parts.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
-        part_bytes: of a part.
-        distinct: each peer gets a part of its own (all_to_all), else all get the same (all_gather).
+        part_bytes: size of a part.
+        distinct: each peer gets its own part (all_to_all), else all get the same (all_gather).
     """
     constants = {
         "N": site.world_size,

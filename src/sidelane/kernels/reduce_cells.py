@@ -28,18 +28,18 @@ from sidelane.program.collective import Reduction
 def arrange(
     site: LaunchSite, output: int, input: int, part_bytes: int, reduction: Reduction, *, distinct: bool
 ) -> Launch:
-    """How to reduce one part a rank.
+    """Make the launch that reduces one part for each rank.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         output: address of one part.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
         part_bytes: 1 to ``SLOT_PAYLOAD_BYTES``, whole elements.
         reduction: operation and dtype.
-        distinct: each rank gets a part of its own (reduce_scatter), else all get the same (all_reduce).
+        distinct: each rank gets its own part (reduce_scatter), else all get the same (all_reduce).
 
     Raises:
-        ValueError: a part is too large, or nothing.
+        ValueError: a part is too large or empty.
     """
     constants = reduction_constants(reduction)
     return cells_launch(KERNEL, site, output, input, part_bytes, distinct=distinct, constants=constants)
@@ -47,7 +47,7 @@ def arrange(
 
 @triton.jit
 def elements_of(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr):
-    """int32[CELLS] -> wide[CELLS, 2] for elements of 2 bytes, wide[CELLS] for 4, wide[CELLS / 2] for 8."""
+    """Convert int32[CELLS] to wide[CELLS, 2] for elements of 2 bytes, wide[CELLS] for 4, wide[CELLS / 2] for 8."""
     if ELEMENT_BYTES == 2:
         pair = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
         return widen(pair.to(DTYPE, bitcast=True), FLOAT)
@@ -60,7 +60,7 @@ def elements_of(words, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: 
 
 @triton.jit
 def words_of(values, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr):
-    """The words of wide values: the reverse of :func:`elements_of`."""
+    """Convert wide values to words: the inverse of :func:`elements_of`."""
     if ELEMENT_BYTES == 2:
         low, high = tl.split(values.to(DTYPE).to(tl.int16, bitcast=True))
         return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
@@ -93,7 +93,7 @@ def _reduce_cells(
             put_cells(slot(peers[turn], generation, rank, N), index, words, generation, index < cells)
         start += step
 
-    tl.debug_barrier()  # what is written below may be what other threads have read above
+    tl.debug_barrier()  # other threads may have read above the bytes that are written below
     senders = tl.arange(0, R)[:, None]
     spent = tl.full((), 0, tl.int32)
     start = first

@@ -7,8 +7,8 @@
     rank 1   ready? | shard 1 of every input -> reduce -> output (two shots: every output) | done?
 
 ``ready``: each block waits until the block of its number runs on every peer, whose stream has then written the input
-and passed whatever used the output before. ``done``: until it has read and stored everything. Block b of every rank
-handles the same tiles of each shard, so blocks depend on blocks of their number only.
+and passed all work that used the output before. ``done``: until that block has read and stored everything. Block b of
+every rank handles the same tiles of each shard, so that blocks depend on blocks of their number only.
 
 Equivalent: see ``reduce_cells``. For an all_reduce in one shot there is one shard, which every rank reduces. In place
 is fine but for that: shard r of any input is read by rank r only, before shard r of any output is stored, by rank r.
@@ -30,14 +30,15 @@ from sidelane.program.collective import Reduction
 
 TILE_BYTES, WARPS = 4096, 8
 PAIR_TILE_BYTES, PAIR_WARPS, PAIR_GATHER_WARPS = 8192, 16, 8
-"""Of two ranks: a block has as many bytes on their way as four ranks give it. A reduce_scatter of 4 MiB takes 14.1 us,
-else 16.0. Results that are stored for both need fewer threads: 21.9 us for 4 MiB on 128 blocks, 23.8 on 64 of more."""
+"""Tile bytes and warps for two ranks, so that a block has as many bytes in flight as with four. A reduce_scatter of
+4 MiB takes 14.1 us, else 16.0. Results that are stored on both ranks need fewer warps: 21.9 us for 4 MiB on 128 blocks,
+23.8 on 64 blocks with more."""
 
 FEW_BLOCKS, FEW_TILE_BYTES, FEW_WARPS, MOST_STAGES = 24, 16384, 32, 6
 FEW_SHARED_BYTES = 192 << 10
-"""So few blocks need more bytes on their way each: the compiler copies tiles ahead into shared memory (``num_stages``).
-13 blocks take 168 us for 64 MiB of four ranks like this, 232 without copying ahead, and 416 with tiles of 4 KB
-(probes: docs/lab/probes.md)."""
+"""Bytes of shared memory for launches of few blocks, each of which needs more bytes in flight: the compiler prefetches
+tiles into shared memory (``num_stages``). 13 blocks take 168 us for 64 MiB of four ranks, 232 without prefetching, and
+416 with tiles of 4 KB (probes: docs/lab/probes.md)."""
 
 
 def arrange(
@@ -50,14 +51,14 @@ def arrange(
     *,
     gather: bool,
 ) -> Launch:
-    """How to reduce shards.
+    """Make the launch that reduces shards.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         outputs: address of this rank's output of one shard; with ``gather`` of each rank's, of all shards.
         inputs: address of each rank's input of ``total_bytes``.
-        shard_bytes: of a shard, a whole number of elements; ``total_bytes`` if all ranks reduce everything.
-        total_bytes: of an input; its last shards may be shorter or empty.
+        shard_bytes: size of a shard, a whole number of elements; ``total_bytes`` if all ranks reduce everything.
+        total_bytes: size of an input; its last shards may be shorter or empty.
         reduction: operation and dtype.
         gather: every rank gets the results of all (all_reduce in two shots).
     """
@@ -130,7 +131,7 @@ def _reduce_tile(
     FLOAT: tl.constexpr, INPUT_ALIGNED: tl.constexpr, OUTPUT_ALIGNED: tl.constexpr, TILE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce a tile of everyone's shard, in the order of the ranks."""
+    """Reduce a tile of the shards of all ranks, in the order of the ranks."""
     offsets = tl.arange(0, TILE)
     mask = None if WHOLE else offsets < tl.minimum(count - tile * TILE, TILE).to(tl.int32)
     begin = tile * TILE * ELEMENT_BYTES

@@ -6,7 +6,7 @@
     rank 0   input -> parcels 0 of every rank | signal, wait: all there | own parcels -> reduce -> output
     rank 1   input -> parcels 1 of every rank | signal, wait: all there | own parcels -> reduce -> output
 
-Equivalent: see ``reduce_cells``. In place is fine: a block sends all that lies where it writes before it writes.
+Equivalent: see ``reduce_cells``. In place is allowed: a block sends all bytes that it overwrites before it writes.
 
 Legend: N ranks; UNIT and TILE as in ``memory``.
 """
@@ -27,18 +27,18 @@ from sidelane.program.collective import Reduction
 def arrange(
     site: LaunchSite, output: int, input: int, part_bytes: int, reduction: Reduction, *, distinct: bool
 ) -> Launch:
-    """How to reduce one part a rank.
+    """Make the launch that reduces one part for each rank.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         output: address of one part.
         input: address of one part, or of ``world_size`` parts if ``distinct``.
         part_bytes: 1 to ``PARCEL_BYTES``, whole elements.
         reduction: operation and dtype.
-        distinct: each rank gets a part of its own (reduce_scatter), else all get the same (all_reduce).
+        distinct: each rank gets its own part (reduce_scatter), else all get the same (all_reduce).
 
     Raises:
-        ValueError: a part is too large, or nothing.
+        ValueError: a part is too large or empty.
     """
     given = (site, output, input, part_bytes)
     constants = {

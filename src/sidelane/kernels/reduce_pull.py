@@ -1,7 +1,7 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
-"""reduce_scatter and all_reduce of many bytes: every rank reduces what it reads from everyone's staging.
+"""reduce_scatter and all_reduce of many bytes: every rank reduces what it reads from the staging of all ranks.
 
     one shot   input -> own staging | there? | shard r of all stagings -> reduce -> output | read?
     two shot   input -> own staging | there? | shard r of all stagings -> reduce -> output, shard r of own staging
@@ -34,7 +34,7 @@ STRIDE_ALIGNMENT = 16
 
 
 def aligned(nbytes: int) -> int:
-    """Distance of shards in staging; a rank needs it once for each shard."""
+    """Return the distance of shards in staging in bytes; a rank needs as much for each shard."""
     return -(-nbytes // STRIDE_ALIGNMENT) * STRIDE_ALIGNMENT
 
 
@@ -49,15 +49,15 @@ def arrange(
     *,
     gather: bool,
 ) -> Launch:
-    """How to reduce shards.
+    """Make the launch that reduces shards.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         output: address of one shard, or of all of them with ``gather``.
         input: address of ``total_bytes``.
         stagings: address of each rank's staging, aligned to 16 bytes: ``aligned(shard_bytes)`` for each shard.
-        shard_bytes: of a shard, a whole number of elements; ``total_bytes`` if all ranks reduce everything.
-        total_bytes: of an input; its last shards may be shorter or empty.
+        shard_bytes: size of a shard, a whole number of elements; ``total_bytes`` if all ranks reduce everything.
+        total_bytes: size of an input; its last shards may be shorter or empty.
         reduction: operation and dtype.
         gather: every rank gets the results of all (all_reduce in two shots).
     """
@@ -158,7 +158,7 @@ def _reduce_tile(
     N: tl.constexpr, GATHER: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, FLOAT: tl.constexpr,
     ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce a tile of everyone's shard, in the order of the ranks."""
+    """Reduce a tile of the shards of all ranks, in the order of the ranks."""
     offsets = tile * TILE + tl.arange(0, TILE)
     mask = None if WHOLE else offsets < count
     values = ()
@@ -176,7 +176,7 @@ def _fetch(
     N: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Read one tile of every peer's result, all loads in front of all stores."""
+    """Read one tile of every peer's result, all loads before all stores."""
     offsets = tile * TILE + tl.arange(0, TILE)
     values = ()
     for turn in tl.static_range(1, N):

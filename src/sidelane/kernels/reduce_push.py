@@ -5,13 +5,12 @@
 
     rank 0   ready? | chunk 0 of every shard -> stagings, signal | chunk 1 -> stagings, signal | ...
                                             chunk 0 from all? reduce -> every output | ...         | done?
-    rank 1   likewise
+    rank 1   the same, with its shard
 
-``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed whatever used
-its staging and its output before. Then it works in chunks
-(``program/reduce_chunks.py``): while those of its peers are on their way, it reduces the ones before out of its own
-staging. Block b of every rank handles the same tiles of each shard, so blocks depend on blocks of their number only.
-``done``: until all results have been stored.
+``ready``: each block waits until the block of its number runs on every peer, whose stream has then passed all work that
+used its staging and its output before. Then it works in chunks (``program/reduce_chunks.py``): while those of its peers
+are on their way, it reduces the previous ones from its own staging. Block b of every rank handles the same tiles of
+each shard, so that blocks depend on blocks of their number only. ``done``: until all results have been stored.
 
 An input may be an output: shard r is overwritten by rank r, in tiles that all others have sent to it.
 
@@ -51,15 +50,15 @@ def arrange(
     total_bytes: int,
     reduction: Reduction,
 ) -> Launch:
-    """How to reduce shards, and give the results to all.
+    """Make the launch that reduces shards and stores the results on all ranks.
 
     Args:
-        site: where.
+        site: rank, arenas and blocks of the launch.
         outputs: address of each rank's output of ``total_bytes``.
         input: address of as many.
         stagings: address of each rank's staging, aligned to 16 bytes: ``Chunks.peer_bytes`` for each of its peers.
-        shard_bytes: of a shard, a whole number of elements.
-        total_bytes: of an input; its last shards may be shorter or empty.
+        shard_bytes: size of a shard, a whole number of elements.
+        total_bytes: size of an input; its last shards may be shorter or empty.
         reduction: operation and dtype.
     """
     chunks = reduce_chunks.chunks_of(shard_bytes, site.most_blocks)
@@ -120,7 +119,7 @@ def _reduce_push(
 
 @triton.jit
 def _in_slot(tile, chunk, rounds, source, owner, peer_bytes, TILE_BYTES: tl.constexpr):
-    """Where in its staging the owner of a tile has what ``source``, another rank, sent in some chunk."""
+    """Return the offset, in the staging of a tile's owner, of bytes that another rank, ``source``, sent in a chunk."""
     peer = source - (source > owner).to(tl.int64)
     slot = (chunk % SLOTS - chunk) * rounds * tl.num_programs(0)
     return peer * peer_bytes + (tile + slot) * TILE_BYTES
@@ -186,7 +185,7 @@ def _reduce_tile(
     N: tl.constexpr, OP: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, FLOAT: tl.constexpr,
     INPUT_ALIGNED: tl.constexpr, OUTPUT_ALIGNED: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Reduce what all ranks have of a tile, in the order of the ranks."""
+    """Reduce a tile over all ranks, in the order of the ranks."""
     offsets = tl.arange(0, TILE)
     mask = None if WHOLE else offsets < tl.minimum(tl.maximum(length - tile * TILE, 0), TILE).to(tl.int32)
     begin = (rank * shard + tile * TILE) * ELEMENT_BYTES

@@ -1,7 +1,7 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""A GEMM whose blocks claim as much of a compute unit as they are told (overlap paper, 3.1).
+"""A GEMM whose blocks claim a chosen share of a compute unit (overlap paper, 3.1).
 
 Equivalent: ``torch.mm(a, b, out=c)``; sums are float32, rounded once. A block computes tiles ``program``, ``program +
 blocks``, and so on: with as many blocks as tiles the grid is data-parallel, with fewer persistent. Tiles go in groups
@@ -27,21 +27,21 @@ from sidelane.kernels.gemm_shape import GemmShape
 
 GROUP = 8
 ALIGNMENT = 16
-"""Bytes that addresses must be multiples of."""
+"""Bytes of which addresses must be multiples."""
 
 
 def constants_of(shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, wide: bool) -> dict[str, Any]:
-    """What the kernel is compiled for.
+    """Return the compile-time constants of the kernel.
 
     Args:
-        shape: its tiles.
+        shape: tiles of the kernel.
         a: [m, k], contiguous, float32, float16 or bfloat16.
         b: [k, n], the same.
         c: [m, n], the same.
         wide: multiply in float32.
 
     Raises:
-        ValueError: tensors that do not fit together, or lie otherwise.
+        ValueError: shapes, dtypes, strides or alignment of the tensors do not fit.
     """
     sizes = [tuple(tensor.shape) for tensor in (a, b, c)]
     (m, k), n = sizes[0], sizes[1][-1]
@@ -59,7 +59,7 @@ def constants_of(shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Te
 @triton.jit
 def _tile_place(tile, M: tl.constexpr, N: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
                 GROUP: tl.constexpr):  # fmt: skip
-    """Row and column of tiles at which number ``tile`` stands."""
+    """Return row and column, in tiles, of tile number ``tile``."""
     down: tl.constexpr = (M + TILE_M - 1) // TILE_M
     across: tl.constexpr = (N + TILE_N - 1) // TILE_N
     first = tile // (GROUP * across) * GROUP
@@ -82,7 +82,7 @@ def _shaped_gemm(
         down, across = _tile_place(tile, M, N, TILE_M, TILE_N, GROUP)
         row = down * TILE_M + tl.arange(0, TILE_M)
         column = across * TILE_N + tl.arange(0, TILE_N)
-        # Rows and columns beyond the end read others, which nobody stores: loads need no mask for them.
+        # Rows and columns beyond the end load other elements, which are not stored: loads need no mask.
         left = pointer(a, DTYPE, True) + (row % M).to(tl.int64)[:, None] * K + depth[None, :]
         right = pointer(b, DTYPE, True) + depth.to(tl.int64)[:, None] * N + (column % N)[None, :]
         sums = tl.zeros([TILE_M, TILE_N], tl.float32)

@@ -1,6 +1,6 @@
-"""How much memory a process may still take, and what it lacks where the system refuses it something.
+"""Memory that a process may still allocate, and reasons in words when the system refuses a resource.
 
-The kernel grants shared memory beyond what there is, and kills someone later.
+Both are needed since the kernel overcommits shared memory, and kills a process later.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LIMITS = {
 
 
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping or hitting a container's limit; None where the system does not tell."""
+    """Return the bytes that can be allocated without swapping or exceeding a container's limit; None if unknown."""
     limits = [value for value in (_machine(), *_control_groups()) if value is not None]
     return min(limits, default=None)
 
 
 def lacking(error: OSError) -> str:
-    """What the system said, and what there is too little of.
+    """Return the text of a system error, with the resource that is exhausted.
 
     >>> lacking(OSError(errno.EMFILE, "Too many open files"))
     'no more files that this process may have open (ulimit -n): [Errno 24] Too many open files'
@@ -43,7 +43,7 @@ def _machine() -> int | None:
 
 
 def _control_groups() -> list[int | None]:
-    """Room in the memory control groups of this process: versions 2 and 1, seen from outside and from inside."""
+    """Return the free bytes in the memory control groups of this process: versions 2 and 1, from outside and inside."""
     rooms: list[int | None] = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -62,7 +62,7 @@ def _room(folder: Path, limit_name: str, usage_name: str) -> int | None:
     limit, usage = _read(folder / limit_name).strip(), _read(folder / usage_name).strip()
     if not (limit.isdigit() and usage.isdigit()):  # "max", or no such group
         return None
-    # File pages that nobody uses count as usage and go when memory is asked for.
+    # Inactive file pages count as usage, but the kernel drops them when memory is allocated.
     statistics = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if line.count(" ") == 1)
     return max(0, int(limit) - int(usage) + int(statistics.get("inactive_file", 0)))
 

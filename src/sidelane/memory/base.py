@@ -12,8 +12,7 @@ class SymmetricBlock(Protocol):
 
     Attributes:
         tensor: this rank's bytes, 1-d uint8 of ``nbytes``, zero when allocated.
-        addresses: where *this process* reaches the block of each rank; ``addresses[rank]`` of its own rank is
-            ``tensor.data_ptr()``.
+        addresses: address of each rank's block in *this process*; that of its own rank is ``tensor.data_ptr()``.
     """
 
     @property
@@ -37,5 +36,5 @@ class SymmetricMemory(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what this object holds. Tensors that callers still have stay valid."""
+        """Release this object's resources. Tensors that callers still hold remain valid."""
         ...

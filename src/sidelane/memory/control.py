@@ -1,8 +1,8 @@
-"""The control block: what the ranks of one machine tell each other besides bytes and flags.
+"""The control block: shared memory in which the ranks of one machine post their calls, progress and failures.
 
-Every rank owns one part of a shared allocation and is the only one who writes it; all read all parts. It says which
-calls the rank has begun and ended, what it is doing, what each of its last calls was, and whether it gave up. CPU and
-GPU executors use it alike, from host threads. Who a rank is (process id with start time) is exchanged when it is made.
+Every rank owns one part of a shared allocation and is its only writer; all ranks read all parts. A part holds the last
+call that the rank has begun and ended, its current step, its last calls, and its abort, if it gave up. Host threads of
+CPU and GPU executors use it alike. The ranks exchange their identities (process id with start time) when it is made.
 
 Layout of a part: four words (last call begun, last call ended, closed, last call agreed on), then records (see
 ``memory.record``): the step, the abort and a ring of the last 64 calls. Words are single stores; records carry a
@@ -46,18 +46,18 @@ from sidelane.memory.process import ProcessIdentity
 from sidelane.memory.record import Record
 
 _MOST_PAYLOADS = 4096
-_LIVENESS_INTERVAL_S = 0.1  # a look at a process costs a system call or two
-_STEP_S = 200e-6  # a wait for peers that are in step
+_LIVENESS_INTERVAL_S = 0.1  # checking a process costs a system call or two
+_STEP_S = 200e-6  # time in which peers usually come: no sleep until then
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnPosts:
-    """Where a rank posts its calls, for code that does so without :meth:`ControlBlock.post_call`.
+    """Memory in which a rank posts its calls, for compiled code that replaces :meth:`ControlBlock.post_call`.
 
     Attributes:
-        records: call ``n`` is posted in number ``n % len(records)``.
-        begun_address: of the 64-bit word that holds the last call begun.
-        lock: held by whoever writes there.
+        records: ring of records; call ``n`` is posted in record ``n % len(records)``.
+        begun_address: address of the 64-bit word that holds the last call begun.
+        lock: held while writing.
     """
 
     records: list[Record]
@@ -68,14 +68,14 @@ class OwnPosts:
 class ControlBlock:
     """One rank's view of the control parts of all ranks of a group. Making one is collective; any thread may use it.
 
-    Calls are numbered from 1 by the communicator, growing, the same on every rank; executors call them epochs.
+    The communicator numbers calls from 1 upwards, the same on every rank; executors call these numbers epochs.
 
     Args:
-        exchange: of the ranks, all on one machine. From here on it notices what is said here.
+        exchange: connection of the ranks, all on one machine. From here on its waits raise failures posted here.
 
     Attributes:
-        unread: the first call that peers may still have to read here; 0 if there is none.
-        pid: of the process that is this rank.
+        unread: first call whose post peers may not have read yet; 0 if there is none.
+        pid: process id of this rank.
 
     Raises:
         UnavailableError, PeerError, PeerTimeoutError: as :class:`sidelane.memory.host_shared.SharedBytes` does.
@@ -89,24 +89,24 @@ class ControlBlock:
         self.pid = self._self.pid
         self._parts = [PostBoard(shared.view(rank)) for rank in range(shared.world_size)]
         self._own = self._parts[shared.rank]
-        self._lock = threading.Lock()  # threads of this rank share one writer's role
-        self._giving_up = threading.RLock()  # in a signal handler, too, in the middle of anything
+        self._lock = threading.Lock()  # a part has one writer at a time
+        self._giving_up = threading.RLock()  # reentrant: a signal handler may abort at any point of the code
         self._open_calls: set[int] = set()
         self._last_ended = 0
-        self.unread, self._patience_s = 0, 0.0  # and how long they may take
-        self._payloads: dict[str, bytes] = {}  # of signatures posted before: most calls are repetitions
+        self.unread, self._patience_s = 0, 0.0  # seconds that peers may take to read it
+        self._payloads: dict[str, bytes] = {}  # by signature: most calls are repetitions
         self._dead: set[int] = set()
         self._look_at = 0.0
         self._is_closed = False
         exchange.look = self._look
 
-    # --- what this rank says ------------------------------------------------------------------------------------------
+    # --- writing this rank's part -------------------------------------------------------------------------------------
 
     def post_call(self, call: int, signature: str, refusal: str | None = None, *, blames: int | None = None) -> None:
-        """Say what call number ``call`` is here, or why this rank refuses it (its arguments were wrong).
+        """Post the signature of call number ``call``, or the reason why this rank refuses it (wrong arguments).
 
-        With ``blames``, the refusal repeats that the call of that rank cannot be made, for ranks that did not compare.
-        Texts beyond 1024 bytes are cut, with a digest of the whole at the end, so that different ones stay different.
+        With ``blames``, the refusal repeats that of the given rank, for ranks that did not compare the call. Texts over
+        1024 bytes are cut and end with a digest of the whole, so that different texts stay different.
         """
         if call < 1:
             raise ValueError(f"ControlBlock.post_call: call numbers begin at 1 (value={call})")
@@ -128,18 +128,18 @@ class ControlBlock:
             if refusal is None and own.words[BEGUN] < call:
                 own.words[BEGUN] = call
             if refusal is not None and own.words[AGREED] < call:
-                own.words[AGREED] = call  # who refuses does not compare: nobody need keep a post for this rank
+                own.words[AGREED] = call  # a rank that refuses does not compare: peers need keep no posts for it
 
     def own_posts(self) -> OwnPosts:
-        """Where :meth:`post_call` writes."""
+        """Return the memory that :meth:`post_call` writes."""
         return OwnPosts(self._own.slots, _address(self._own.words, BEGUN), self._lock)
 
     def payload(self, signature: str) -> bytes | None:
-        """What posts with ``signature`` put there; None before the first."""
+        """Return the payload of posts with ``signature``; None before the first such post."""
         return self._payloads.get(signature)
 
     def begin(self, call: int, step: str) -> None:
-        """Say that this rank has begun ``call``; ``step`` describes it in a few words."""
+        """Record that this rank has begun ``call``; ``step`` describes it in a few words."""
         self._check_usable("begin")
         with self._lock:
             self._open_calls.add(call)
@@ -147,12 +147,12 @@ class ControlBlock:
             self._own.step.write(call, RUNS, fit(step, STEP_TEXT_BYTES - 1))
 
     def note(self, call: int, step: str) -> None:
-        """Say that this rank waits for a peer in ``call``; ``step`` takes the place of what ``begin`` said."""
+        """Record that this rank waits for a peer in ``call``; ``step`` replaces the text of ``begin``."""
         with self._lock:
             self._own.step.write(call, WAITS, fit(step, STEP_TEXT_BYTES - 1))
 
     def end(self, call: int) -> None:
-        """Say that nothing of ``call`` runs here any more, whichever way it ended."""
+        """Record that ``call`` has ended on this rank, with or without an error."""
         with self._lock:
             self._open_calls.discard(call)
             self._last_ended = max(self._last_ended, call)
@@ -160,7 +160,7 @@ class ControlBlock:
             self._own.words[ENDED] = min(self._open_calls) - 1 if self._open_calls else self._last_ended
 
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
-        """Make ``check`` raise on every rank from now on, for good. The first message of a rank stands.
+        """Make ``check`` raise on every rank from now on. Only the first message of a rank counts.
 
         Args:
             message: what happened, naming rank and step.
@@ -177,32 +177,32 @@ class ControlBlock:
                 self._own.abort.write(time.monotonic_ns(), TIMED_OUT if timed_out else FAILED, payload)
 
     def close(self) -> None:
-        """Say that this rank takes part in no further call. Idempotent. The memory goes with the last reference."""
+        """Record that this rank makes no further call. Idempotent. The memory is unmapped with the last reference."""
         self._is_closed = True
         if os.getpid() != self._self.pid:
             return  # a forked copy shares the memory, but is no rank
         self._own.words[CLOSED] = 1
 
-    # --- what this rank sees ------------------------------------------------------------------------------------------
+    # --- reading all parts --------------------------------------------------------------------------------------------
 
     def begun(self, rank: int) -> int:
-        """Number of the last call that ``rank`` has begun; 0 before the first."""
+        """Return the number of the last call that ``rank`` has begun; 0 before the first."""
         return self._parts[rank].words[BEGUN]
 
     def ended(self, rank: int) -> int:
-        """Number of the last call of ``rank`` that has ended, as have all before it."""
+        """Return the number of the last call of ``rank`` up to which all calls have ended."""
         return self._parts[rank].words[ENDED]
 
     def absent(self, call: int) -> tuple[int, ...]:
-        """Ranks that have not begun ``call``."""
+        """Return the ranks that have not begun ``call``."""
         return tuple(rank for rank, part in enumerate(self._parts) if part.words[BEGUN] < call)
 
     def at_fault(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Of ranks that somebody waits for, those that do not wait for a peer themselves; all, if all of them do."""
+        """Return those of the awaited ranks that do not wait for a peer themselves; all of them if every one does."""
         return tuple(rank for rank in ranks if not self._waits(rank)) or tuple(ranks)
 
     def check(self, call: int) -> None:
-        """Raise if ``call`` cannot complete any more. Costs microseconds; processes are looked at every 100 ms.
+        """Raise if ``call`` cannot complete any more. Costs microseconds; liveness is checked every 100 ms.
 
         Raises:
             PeerError: a rank gave up (the text is its own, ``ranks`` the culprits it named), refused this call, closed
@@ -213,15 +213,15 @@ class ControlBlock:
         self._check_gone(call)
 
     def check_present(self, call: int) -> None:
-        """As :meth:`check`, but that ranks may have refused ``call``: others follow it then."""
+        """Check as :meth:`check` does, but accept refusals of ``call``: the next calls can still complete."""
         self._check_aborts()
         self._check_gone(call)
 
     def check_same(self, call: int) -> None:
-        """Raise if a rank has posted another call under this number, where that is known. One or two loads a rank.
+        """Raise if a rank is known to have posted another call under this number. Costs one or two loads per rank.
 
         Raises:
-            PeerError: with both calls.
+            PeerError: the calls differ; both are named.
         """
         own = self._own.slot(call)
         for rank, part in enumerate(self._parts):
@@ -234,10 +234,10 @@ class ControlBlock:
             raise PeerError(f"call {call}: ranks made different calls, and bytes have moved: {both}", (rank,))
 
     def calls_of_all(self, call: int, timeout_s: float) -> list[PostedCall]:
-        """Wait until every rank has posted ``call``; what they posted, by rank, refusals included.
+        """Wait until every rank has posted ``call``, and return the posts by rank, refusals included.
 
-        A rank that did not wait for this one and is more than ``RING_CALLS`` ahead has overwritten what it posted; a
-        signature that says so, and equals no other, stands for it.
+        A rank that did not wait for this one and is more than ``RING_CALLS`` ahead has overwritten its post. It is
+        replaced by a signature that says so and equals no other.
 
         Raises:
             PeerTimeoutError: ranks did not come within ``timeout_s``; all ranks are told, as by ``abort``.
@@ -250,7 +250,7 @@ class ControlBlock:
                 if rank not in found and (posted := part.posted(rank, call) or self._overwritten(rank, call)):
                     found[rank] = posted
             if len(found) == self.world_size:
-                self._check_aborts()  # what follows may wait for a rank that has posted and then given up
+                self._check_aborts()  # a rank may have posted and then given up
                 self._own.words[AGREED] = self.unread = call
                 self._patience_s = timeout_s
                 return [found[rank] for rank in range(self.world_size)]
@@ -260,20 +260,20 @@ class ControlBlock:
             self._wait_on(call, mine, missing, began, timeout_s)
 
     def behind(self, call: int) -> tuple[int, ...]:
-        """Ranks that have not come to ``call``: they have not begun it or a later one, nor refused one that late."""
+        """Return the ranks that have neither begun nor refused ``call`` or a later one."""
         return tuple(
             rank for rank, part in enumerate(self._parts) if part.words[BEGUN] < call and part.words[AGREED] < call
         )
 
     def wait_for(self, call: int, timeout_s: float) -> None:
-        """Wait until every rank has come to ``call``. Raises as :meth:`calls_of_all`."""
+        """Wait until every rank has begun or refused ``call``. Raises as :meth:`calls_of_all`."""
         began = time.monotonic()
         while missing := self.behind(call):
             self._check_aborts()
             self._wait_on(call, "long ago here", missing, began, timeout_s)
 
     def _wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
-        """Wait a little for ranks that have not posted ``call``; raise if there is no use in it."""
+        """Sleep shortly for ranks that have not posted ``call``; raise if they cannot, or are too late."""
         self._check_gone(call, missing)
         waited = time.monotonic() - began
         if waited > timeout_s:
@@ -283,14 +283,14 @@ class ControlBlock:
             culprits = self.at_fault(missing)
             self.abort(message, culprits, timed_out=True)
             raise PeerTimeoutError(message, culprits)
-        # Ranks in step come within microseconds, and the shortest sleep takes 70.
+        # Ranks usually come within microseconds, and the shortest sleep takes 70.
         time.sleep(0 if waited < _STEP_S else min(max(waited / 8, 20e-6), 5e-3))
 
     def describe(self, rank: int, call: int = 0) -> str:
-        """One phrase for people: who the rank is, whether it lives and what it was last seen doing.
+        """Describe a rank for an error: process, liveness, and its last known step.
 
-        With ``call``, also that it has ended there, though later ones have not; and what it is on the other rank,
-        unless it is known to be the same as here.
+        With ``call``, also tell whether that call has ended there while a later one has not, and the rank's signature
+        of the call, unless it is known to equal this rank's.
         """
         part, peer = self._parts[rank], self._peers[rank]
         if part.words[CLOSED]:
@@ -309,15 +309,15 @@ class ControlBlock:
         return step is not None and step[1] == WAITS and step[0] > self.ended(rank)
 
     def _look(self) -> None:
-        """Raise if what all ranks agreed on last cannot complete any more."""
+        """Raise if the last call that all ranks agreed on cannot complete any more."""
         self.check(int(self._own.words[AGREED]))
 
     def _let_peers_read(self) -> None:
-        """Before a post is overwritten that peers may read: this rank may have run ahead while another one slept.
+        """Wait, before a post is overwritten, until peers have read it: this rank may have run ahead of a slow one.
 
-        Whoever has not read it by the time-out, or has left, does without: that failure shows elsewhere. Of calls that
-        all ranks agreed on, one is enough to remember: peers that posted for an agreement had read what was posted for
-        the one before.
+        A peer that has not read it by the time-out, or has left, gets no post: that failure is raised elsewhere. It is
+        enough to remember one agreed call, since peers that posted for an agreement have read the posts of the previous
+        one.
         """
         call, self.unread = self.unread, 0
         until = time.monotonic() + self._patience_s
@@ -332,7 +332,7 @@ class ControlBlock:
             time.sleep(50e-6)
 
     def _overwritten(self, rank: int, call: int) -> PostedCall | None:
-        """What stands for a post that its rank has overwritten by a later one; None if it did not."""
+        """Return the replacement of a post that its rank has overwritten by a later one; None if it has not."""
         if self._parts[rank].slot(call).number <= call:
             return None
         ahead = self.begun(rank) - call
@@ -375,9 +375,9 @@ class ControlBlock:
             closed = self._parts[rank].words[CLOSED]
             if rank == self.rank or not (closed or rank in self._dead):
                 continue
-            # Its words are final now that it is gone. A rank that closed in good order had ended what it began.
+            # The words of a rank that is gone are final. A rank that closed without an error had ended its calls.
             if (self.begun(rank) if closed else self.ended(rank)) < call:
-                self._check_aborts()  # what it said before it went, maybe since the last look, is the cause
+                self._check_aborts()  # an abort that it posted before it went is the cause
                 how = "closed its communicator before" if closed else "died in or before"
                 raise PeerError(f"rank {rank} {how} call {call}: {self.describe(rank)}", (rank,))
 

@@ -1,8 +1,8 @@
-"""File descriptors that another process of this machine asks for by a token, over a socket without a file.
+"""Transfer of file descriptors to other processes of this machine, by a token, over an abstract Unix socket.
 
-A descriptor is good in its own process only; the kernel carries it to another one with a message (``SCM_RIGHTS``). A
-thread of the owner answers, so that whoever asks need not agree with the owner on a moment. Descriptors are made when
-they are asked for and closed when they are sent: there may be more of them than a process may have open.
+A descriptor is valid in its own process only; the kernel passes it to another one with a message (``SCM_RIGHTS``). A
+thread of the owner answers requests, so that both sides need not meet at one moment. Descriptors are made for a request
+and closed when they are sent: there may be more of them than a process may have open.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from sidelane.errors import UnavailableError
 from sidelane.memory.available import lacking
 
 MOST_AT_ONCE = 64
-"""Descriptors in one message; the kernel allows 253."""
+"""Largest number of descriptors in one message; the kernel allows 253."""
 
 TIMEOUT_S = 10.0
-"""For one message of an owner that has been asked."""
+"""Seconds that the owner may take for one message."""
 
 _MOST_BYTES = 1 << 14
 _PAUSE_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of whoever is at the other end (``SO_PEERCRED``)."""
+"""Layout of process, user and group of the peer (``SO_PEERCRED``)."""
 
 
 class SharedDescriptor(NamedTuple):
-    """One of the things that a token stands for.
+    """One part of the memory behind a token.
 
     Attributes:
-        nbytes: size.
-        open: makes a descriptor of it.
+        nbytes: size in bytes.
+        open: makes a descriptor of the part.
     """
 
     nbytes: int
@@ -49,15 +49,15 @@ class SharedDescriptor(NamedTuple):
 
 
 class DescriptorServer:
-    """Answers other processes of this user until this process ends.
+    """Thread that sends descriptors to other processes of this user until this process ends.
 
     Args:
-        parts_of: what a token stands for; it raises SidelaneError with the reason if there is no such thing. Called in
-            the thread that answers.
+        parts_of: returns the parts behind a token, or raises SidelaneError with the reason why there are none. Called
+            in the thread that answers.
 
     Attributes:
-        address: for :func:`fetch`.
-        pid: process that answers; a forked one has a server of its own.
+        address: address for :func:`fetch`.
+        pid: process that answers; a forked copy has its own server.
 
     Raises:
         OSError: this system has no such sockets.
@@ -68,7 +68,7 @@ class DescriptorServer:
         self.pid = os.getpid()
         self.address = f"@sidelane-{self.pid}-{secrets.token_hex(4)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forks.closing(self._socket)  # while it is open anywhere, nobody who asks hears that this process has ended
+        forks.closing(self._socket)  # clients notice the end of this process only if no copy keeps the socket open
         self._socket.bind(_bound(self.address))
         self._socket.listen(64)
         threading.Thread(target=self._serve, name="sidelane-descriptors", daemon=True).start()
@@ -80,9 +80,9 @@ class DescriptorServer:
             except OSError as error:
                 if error.errno in (errno.EBADF, errno.EINVAL):
                     return  # it was closed
-                time.sleep(_PAUSE_S)  # no descriptor is left, or whoever asked has gone
+                time.sleep(_PAUSE_S)  # out of descriptors, or the client has gone
                 continue
-            # A peer that dies, or takes its time, costs its own answer.
+            # A client that dies or is slow loses its answer only.
             forks.closing(peer)
             with peer, contextlib.suppress(OSError):
                 peer.settimeout(TIMEOUT_S)
@@ -105,16 +105,16 @@ class DescriptorServer:
                         opened.callback(os.close, descriptors[-1])
                     said = json.dumps({"sizes": [part.nbytes for part in some], "left": left})
                     socket.send_fds(peer, [said.encode()], descriptors)
-        except Exception as error:  # whoever asks is told, and this thread goes on
+        except Exception as error:  # the client is told, and this thread goes on
             why = lacking(error) if isinstance(error, OSError) else error
             peer.send(json.dumps({"problem": f"{type(error).__name__}: {why}"}).encode())
 
 
 def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
-    """Size in bytes and descriptor of each part that a token stands for; each descriptor is closed behind its turn.
+    """Yield size in bytes and descriptor of each part behind a token; each descriptor is closed after its iteration.
 
     Raises:
-        UnavailableError: the owner is gone, does not answer, or has no such thing.
+        UnavailableError: the owner is gone, does not answer, or does not know the token.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as owner:
@@ -142,7 +142,7 @@ def fetch(address: str, token: str) -> Iterator[tuple[int, int]]:
 
 
 def _receive(owner: socket.socket) -> tuple[bytes, list[int]]:
-    """A message, and the descriptors that came with it; they are not handed to programs that this one starts."""
+    """Receive a message and its descriptors, which are closed in programs that this process starts."""
     descriptors: array.array[int] = array.array("i")
     room = socket.CMSG_LEN(MOST_AT_ONCE * descriptors.itemsize)
     text, ancillary, _, _ = owner.recvmsg(_MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)

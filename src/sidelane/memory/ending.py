@@ -1,8 +1,8 @@
-"""Threads leave torch before the interpreter ends.
+"""End of threads at exit: those that call torch must leave it before the interpreter ends.
 
-Python waits for no daemon thread at exit, and until 3.14 ends one where it comes back from code that runs without the
-interpreter's lock. In C++ of torch (a store, a tensor's copy, a future) that ends the process: ``terminate called
-without an active exception``. So whoever has such a thread is asked here to end it, while all others still run.
+Python does not wait for daemon threads at exit, and until 3.14 it ends one where it reacquires the GIL. Inside of
+torch's C++ code (a store, a tensor's copy, a future) that ends the process: ``terminate called without an active
+exception``. So owners of such threads register here, and are told to end them while all other threads still run.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from typing import Protocol
 from sidelane.errors import CommunicatorClosedError
 
 GRACE_S = 2.0
-"""For calls under way to end by themselves: peers may count on them."""
+"""Seconds in which calls under way may end by themselves: peers may depend on them."""
 
 LEAVING_S = 5.0
-"""For those that were told to give up."""
+"""Seconds in which calls may end after they were told to give up."""
 
 
 class Ends(Protocol):
-    """Has a thread that makes calls of torch."""
+    """An object with a thread that calls torch."""
 
     def end(self, until: float) -> None:
-        """End it, in good order up to that moment of ``time.monotonic``, and soon from there. May raise."""
+        """End the thread: let its work complete until that moment of ``time.monotonic``, then give up. May raise."""
         ...
 
 
 def at_exit(owner: Ends, *, first: bool = False) -> None:
-    """Have ``owner`` end its thread at exit, if it is still there.
+    """Call ``owner.end`` at exit, if the object still exists.
 
     Args:
-        owner: is not kept.
-        first: its thread makes calls by threads of others.
+        owner: the object, to which only a weak reference is kept.
+        first: end it before the others, since its thread uses their threads.
     """
     (_first if first else _then).add(owner)
 
 
 def give_up_if_it_ends() -> None:
-    """Called by what waits for peers, on any thread.
+    """Raise in a wait for peers if the interpreter is ending.
 
     Raises:
-        CommunicatorClosedError: the interpreter ends, and this is not its main thread.
+        CommunicatorClosedError: the interpreter is ending, and this is not its main thread.
     """
     if _gives_up.is_set() and threading.current_thread() is not threading.main_thread():
         raise CommunicatorClosedError("the interpreter ends")
 
 
 def give_up() -> None:
-    """From now on, :func:`give_up_if_it_ends` raises."""
+    """Let :func:`give_up_if_it_ends` raise from now on."""
     _gives_up.set()
 
 
@@ -67,6 +67,6 @@ _gives_up = threading.Event()
 _first: weakref.WeakSet[Ends] = weakref.WeakSet()
 _then: weakref.WeakSet[Ends] = weakref.WeakSet()
 
-# Finalizers end engines and unmap memory: they run behind this, as what is registered first runs last.
+# Finalizers end engines and unmap memory. They run after this function, since handlers run in reverse order.
 weakref.finalize(_gives_up, lambda: None)
 atexit.register(_end_all)

@@ -1,20 +1,20 @@
-"""What the ranks of a communicator tell each other while they make or enlarge what they share.
+"""Rendezvous: exchange of values between the ranks of a communicator when shared resources are made or enlarged.
 
-Objects travel through the store of the process group, never through its collectives: those have one order for everybody
-who uses the group, while two communicators of one group, each used by its own thread, have two. Keys name the group,
-the place of the communicator among those of this group, the number of the exchange in it, and the rank. So an exchange
-meets those of the same communicator with the same number, and what each of them is about is compared.
+Values are exchanged through the store of the process group, never by its collectives: these have one order for all
+users of the group, while two communicators of one group, each used by its own thread, have two. Keys consist of the
+group, the place of the communicator among those of this group, the number of the exchange in it, and the rank. So an
+exchange meets those of the same communicator with the same number, and their subjects are compared.
 
-What becomes of an exchange is decided in the store, once, by the first rank that knows: all have met there, or one has
-given up. So ranks never disagree about it, however late they come. A place, which is a first exchange, that was decided
-without a rank is none for it: it goes on to the next. That is where the others come again, whatever this process has
-made before (docs/decisions/0117). A later exchange that one rank gave up is over for all of them.
+The outcome of an exchange is decided in the store, once, by the first rank that knows it: all ranks have met, or one
+has given up. So ranks never disagree about it, however late they come. If the first exchange at a place was decided
+without some rank, this rank goes on to the next place, where the others come again, whatever this process has made
+before (docs/decisions/0117). A later exchange that one rank gave up has failed for all of them.
 
-A rank that cannot take part says so under its key, and the others raise its reason at once. A rank that does not come
-is named within the time-out of the communicator; one that dies, or gives up elsewhere, as soon as that is noticed.
+A rank that cannot take part posts its reason under its key, and the others raise it at once. A rank that does not come
+is named within the time-out of the communicator; a rank that dies, or gives up elsewhere, as soon as that is noticed.
 
-What is in the store is data, never code: JSON, of the form that this rank's own post has. Whoever can write there can
-make communicators fail, and no more (docs/internals/trust.md).
+The store holds data, never code: JSON, of the form of this rank's own post. A process that can write there can make
+communicators fail, and no more (docs/internals/trust.md).
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ _OUTCOME = "outcome"
 
 
 class Exchange:
-    """The exchanges of one communicator, in one order on all of its ranks. Making one costs nothing and is no exchange.
+    """The exchanges of one communicator, in one order on all of its ranks. Making this object is not collective.
 
     Args:
-        group: made by ``torch.distributed``; its ranks make their communicators in the same order.
+        group: group of ``torch.distributed``; its ranks make their communicators in the same order.
         timeout_s: seconds that a rank may take to come.
-        again: ranks may still read what an earlier group of this name has left in the store. It costs a round trip.
+        again: the store may hold values of an earlier group of this name, which are skipped. It costs a round trip.
 
     Attributes:
-        rank, world_size: in the group.
-        ranks: of the group, in the world.
-        name: the same on all ranks from the first exchange on, and of no other communicator of them.
-        store: of the group, for those who need one for themselves.
-        peers: who the others are, once that is known: the dead are noticed then.
-        look: called while this rank waits; raises what is known to have gone wrong.
+        rank, world_size: this rank and the number of ranks in the group.
+        ranks: global ranks of the group.
+        name: name of the communicator, unique, and the same on all ranks from the first exchange on.
+        store: a store of the group for other uses.
+        peers: identities of the ranks, once they are known; from then on dead ranks are noticed.
+        look: called while this rank waits; it raises failures that are known.
 
     Raises:
         ValueError: this process is not in the group.
@@ -100,17 +100,17 @@ class Exchange:
         self._self = ProcessIdentity.own()
 
     def __call__(self, what: str, make: Callable[[], Item]) -> list[Item]:
-        """Tell the others what ``make`` returns; what it returned on each rank, in their order. Collective.
+        """Send the result of ``make`` to all ranks, and return the results of all ranks in their order. Collective.
 
         Args:
-            what: what it is about, in words: the same on all ranks.
-            make: called here. What it raises is raised here, and its text on the others. What it returns is JSON but
-                for tuples, and of one form on all ranks: values of the same types, tuples of the same lengths.
+            what: subject of the exchange in words, the same on all ranks.
+            make: makes this rank's value. Its error is raised here, and the text of the error on the other ranks. The
+                value is JSON except for tuples, and has one form on all ranks: equal types, tuples of equal lengths.
 
         Raises:
-            PeerError: a rank could not take part, died, gave up or told something of another form; PeerTimeoutError:
-                one did not come.
-            MismatchError: on another rank it was about something else, or it runs another version of Sidelane.
+            PeerError: a rank could not take part, died, gave up or sent a value of another form; PeerTimeoutError: a
+                rank did not come.
+            MismatchError: another rank has another subject, or runs another version of Sidelane.
         """
         self._number += 1
         try:
@@ -123,7 +123,7 @@ class Exchange:
         if self._store is None:
             return [item]
         found = self._meet(what, item) if self._number == 1 else self._follow(what, item)
-        self._forget(self._number - 1)  # whoever has posted since has read it
+        self._forget(self._number - 1)  # ranks that have posted this exchange have read the previous one
         require_one_version("Communicator", [post.version for post in found])
         refused = [rank for rank, post in enumerate(found) if post.reason]
         if refused:
@@ -146,7 +146,7 @@ class Exchange:
         """Wait until ``missing`` names no rank any more.
 
         Raises:
-            PeerError: one of them died, or something else is known to have gone wrong; PeerTimeoutError: it is late.
+            PeerError: one of them died, or another failure is known; PeerTimeoutError: a rank is late.
         """
         began = looked = time.monotonic()
         while ranks := missing():
@@ -157,7 +157,7 @@ class Exchange:
                 self._look_around(what, ranks)
             if now - began > self._timeout_s:
                 named = ", ".join(map(str, ranks))
-                if self._number == 1:  # nobody has met
+                if self._number == 1:  # the ranks have never met
                     named += ": every rank of the group makes its communicators, in one order"
                 raise PeerTimeoutError(
                     f"{what} (exchange {self._number} of communicator {self.name}): rank {self.rank} waited "
@@ -167,7 +167,7 @@ class Exchange:
             time.sleep(min(max((now - began) / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the others that this rank takes part in nothing, and why."""
+        """Tell the others that this rank does not take part in the next exchange, and why."""
         self._number += 1
         with contextlib.suppress(PeerError):
             self._refuse("", error)
@@ -179,7 +179,7 @@ class Exchange:
             self._store = dist.PrefixStore(f"sidelane/{self.name}", self.store)
 
     def _meet(self, what: str, item: Any) -> list[Post]:
-        """The first exchange, at the first place to which all ranks come."""
+        """Run the first exchange, at the first place where all ranks meet."""
         if self._again:
             self._go_past(what)
         while True:
@@ -194,11 +194,11 @@ class Exchange:
                 if not outcome.met and self.rank not in outcome.ranks:
                     raise outcome.error(what) from failure
             finally:
-                del failure  # which keeps this frame
+                del failure  # its traceback refers to this frame: a reference cycle
             self._go_on()
 
     def _follow(self, what: str, item: Any) -> list[Post]:
-        """A later exchange: of those who have met."""
+        """Run a later exchange of ranks that have met."""
         outcome, failure = self._settle(what, item)
         if outcome.met:
             return _by_rank(self._read(what))
@@ -210,7 +210,7 @@ class Exchange:
             del failure  # which keeps this frame
 
     def _settle(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
-        """Post, and wait for the others; what has become of the exchange, and what this rank has against it."""
+        """Post, and wait for the others. Return the outcome of the exchange, and this rank's own error, if any."""
         self._post(Post(version.VERSION, self._word, what, "", item))
         self._settling = True
         try:
@@ -231,19 +231,19 @@ class Exchange:
         return _OUTCOME if self._number == 1 else f"{self._number}/{_OUTCOME}"
 
     def _decide(self, what: str, outcome: ExchangeOutcome) -> ExchangeOutcome:
-        """Say what becomes of this exchange, unless that is decided; returns what counts."""
+        """Decide the outcome of this exchange, unless another rank has. Return the outcome that counts."""
         assert self._store is not None
         with self._reaching_the_store(what):
             return ExchangeOutcome.of(self._store.compare_set(self._outcome_key, "", json.dumps(outcome)))
 
     def _decided(self) -> ExchangeOutcome | None:
-        """What has become of this exchange, where that is known."""
+        """Return the outcome of this exchange; None if it is not decided yet."""
         assert self._store is not None
         key = self._outcome_key
         return ExchangeOutcome.of(self._store.get(key)) if self._store.check([key]) else None
 
     def _raise_if_over(self, what: str, error: Exception) -> None:
-        """Raise what the others do where they have given up a later exchange, in which this rank then failed."""
+        """Raise the error of the others if they had given up a later exchange before this rank failed in it."""
         try:
             if self._store is not None and self._number > 1:
                 with contextlib.suppress(RuntimeError):  # then this rank's own error is the one to see
@@ -256,7 +256,7 @@ class Exchange:
             del error  # which keeps this frame
 
     def _go_past(self, what: str, *, missed: bool = True) -> None:
-        """Leave behind what is decided; with ``missed``, also where this rank was missed."""
+        """Skip places that are decided; with ``missed``, also those that were given up for want of this rank."""
         with self._reaching_the_store(what):
             while (over := self._decided()) is not None and (missed or self.rank not in over.ranks):
                 self._go_on()
@@ -264,7 +264,7 @@ class Exchange:
     def _refuse(self, what: str, error: BaseException) -> None:
         if self._store is None:
             return
-        if self._number == 1:  # where others have given up on this rank, this was its turn
+        if self._number == 1:  # a place that the others gave up for want of this rank is the one that it refuses
             self._go_past(what, missed=False)
         self._post(Post(version.VERSION, self._word, what, f"{type(error).__name__}: {error}"))
 
@@ -276,7 +276,7 @@ class Exchange:
                 self._posted = post_of(text)
 
     def _collect(self, what: str) -> list[Post]:
-        """What every rank posted."""
+        """Wait for the posts of all ranks, and return them."""
         found: dict[int, Post] = {}
 
         def read() -> list[int]:
@@ -287,10 +287,10 @@ class Exchange:
         return _by_rank(found)
 
     def _read(self, what: str, known: Container[int] = ()) -> dict[int, Post]:
-        """What ranks posted that are not known, as far as it is there.
+        """Return the posts that are in the store, except those of ``known`` ranks.
 
         Raises:
-            PeerError: what is there is no post.
+            PeerError: the value in the store is no post.
         """
         store = self._store
         assert store is not None
@@ -324,7 +324,7 @@ class Exchange:
             raise PeerError(f"{what} (exchange {self._number} of communicator {self.name}): {named} died", dead)
 
     def _forget(self, number: int) -> None:
-        """Delete what this rank posted, and rank 0 what became of a later exchange."""
+        """Delete this rank's post; on rank 0 also the outcome of a later exchange."""
         assert self._store is not None
         with contextlib.suppress(RuntimeError):  # stores that cannot delete keep it
             self._store.delete_key(f"{number}/{self.rank}")
@@ -340,10 +340,10 @@ class Exchange:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store through which the ranks of a group met, with a connection of its own where there are any.
+    """Return the store of a process group, with its own connection if the store uses connections.
 
     Raises:
-        UnavailableError: it has none.
+        UnavailableError: the group has no store.
     """
     from torch.distributed import distributed_c10d
 
@@ -355,7 +355,7 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
         ) from error
     if store is None:
         raise UnavailableError("Communicator: the group has no store (allowed=groups that were made with one)")
-    # Of its own: whoever waits for a key keeps a connection to himself as long as he waits.
+    # Its own connection: a wait for a key occupies a connection as long as it lasts.
     clone: Callable[[], dist.Store] = getattr(store, "clone", lambda: store)
     try:
         return clone()
@@ -367,7 +367,7 @@ def require_own(group: dist.ProcessGroup, what: str) -> None:
     """Raise if this process is a forked copy of the rank of a group, and no rank itself.
 
     Raises:
-        CommunicatorClosedError: it is.
+        CommunicatorClosedError: this process is such a copy.
     """
     maker = _inherited.get(group)
     if maker is not None:
@@ -380,7 +380,7 @@ def _by_rank(found: Mapping[int, Post]) -> list[Post]:
 
 @forks.in_copies
 def _inherit() -> None:
-    """All groups that there are in a copy are its parent's."""
+    """Note, in a forked copy, that all existing groups belong to its parent."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None:
         for group in list(c10d._world.pg_map):
@@ -388,7 +388,7 @@ def _inherit() -> None:
 
 
 _places: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""By group, in which communicators are made: ranks that have made other groups before agree on it."""
+"""Counters of the places of communicators, by group: ranks that have made different groups before agree on them."""
 _counting = forks.rlock()
 _inherited: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Groups of the process that this one is a copy of, with its number."""
+"""Groups that this process has inherited by fork, with the process id of the parent."""

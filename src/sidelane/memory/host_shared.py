@@ -1,8 +1,8 @@
-"""Host memory that several processes of one machine share, made so that nothing can be left behind.
+"""Host memory that several processes of one machine share, and that leaves no files behind.
 
 On Linux it is an anonymous file (memfd) that the peers open through ``/proc/<pid>/fd/<fd>``: it never has a name, the
 kernel frees it with the last process that maps it, however that process ends, and the size of /dev/shm does not matter.
-Elsewhere it is a named temporary file, whose name goes as soon as every peer has it open.
+Elsewhere it is a named temporary file, which is unlinked as soon as every peer has opened it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from sidelane.memory.process import ProcessIdentity
 # Reserved piece by piece, so that a signal (Ctrl-C, a profiler's timer) interrupts one piece and not all of it.
 _RESERVE_BYTES = 256 << 20
 _MEMFD, _PREFIX = "sidelane", "sidelane-"
-"""Names of files without and with one."""
+"""Name of anonymous files, and prefix of the names of temporary files."""
 
 
 class SharedBytes:
     """``nbytes`` zeroed bytes for each rank of a group, mapped by all of them.
 
-    Making one is collective. A rank that fails makes all fail, with the reason of the one that did.
+    Making one is collective. If a rank fails, all fail with its reason.
 
     Args:
-        exchange: of the ranks, all on one machine.
+        exchange: connection of the ranks, all on one machine.
         nbytes: size of one rank's part, > 0, the same on every rank.
 
     Raises:
@@ -45,7 +45,7 @@ class SharedBytes:
     def __init__(self, exchange: Exchange, nbytes: int) -> None:
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.nbytes = nbytes
-        # Parts begin on pages of their own: a page is the unit that first touch places in memory near its rank.
+        # Parts begin on page boundaries: the kernel places a page near the rank that touches it first.
         self._stride = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         opened = _Opened()
         try:
@@ -66,22 +66,22 @@ class SharedBytes:
             opened.close()
         if any(problems):
             if mapped is not None:
-                mapped.close()  # not when the traceback of this error goes
+                mapped.close()  # now, not when the traceback of this error is freed
             named = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
             raise UnavailableError(f"SharedBytes: cannot share {nbytes} bytes a rank: {named}")
         assert mapped is not None
         self.mapping = mapped
 
     def offset(self, rank: int) -> int:
-        """Where the part of ``rank`` begins in ``mapping``."""
+        """Return the offset of the part of ``rank`` in ``mapping``, in bytes."""
         return rank * self._stride
 
     def view(self, rank: int) -> memoryview:
-        """The bytes of ``rank``. The memory stays mapped as long as the view, or anything made from it, exists."""
+        """Return the bytes of ``rank``. They stay mapped as long as the view, or an object made from it, exists."""
         return memoryview(self.mapping)[self.offset(rank) : self.offset(rank) + self.nbytes]
 
     def _attach(self, first: _Offer) -> tuple[mmap.mmap | None, str]:
-        """Map the file that rank 0 made and reserve this rank's part of it; the mapping, or what went wrong."""
+        """Map the file of rank 0, and reserve this rank's part of it. Return the mapping, or None and the problem."""
         try:
             descriptor = os.open(first.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -105,7 +105,7 @@ class SharedBytes:
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others before it opens anything; descriptor, name and inode are rank 0's alone."""
+    """The post of a rank before the memory is mapped; only rank 0 sets descriptor, name and inode."""
 
     process: ProcessIdentity
     nbytes: int
@@ -116,14 +116,14 @@ class _Offer(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Where the file is: what rank 0 told names a file of this module, and no other one."""
+        """Path of the file, built so that a post can name files of this module only."""
         if self.name:
             return os.path.join(tempfile.gettempdir(), _PREFIX + self.name.rpartition(os.sep)[2].removeprefix(_PREFIX))
         return f"/proc/{self.process.pid}/fd/{self.descriptor}"
 
 
 class _Opened:
-    """Rank 0's own hold on the file while the others attach."""
+    """The file of rank 0, which it keeps open while the others attach."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -131,7 +131,7 @@ class _Opened:
         forks.closing(self)
 
     def open(self) -> int:
-        """Make the file; its descriptor. ``name`` is what the others find it by, where they need one."""
+        """Make the file, and return its descriptor. The others find it by ``name`` if it is not anonymous."""
         if hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create(_MEMFD, os.MFD_CLOEXEC)
         else:
@@ -168,7 +168,7 @@ def _offer(rank: int, nbytes: int, total_bytes: int, opened: _Opened) -> _Offer:
 
 
 def _agree(offers: list[_Offer]) -> None:
-    """Raise on every rank alike when the ranks cannot share."""
+    """Raise on every rank alike if the ranks cannot share memory."""
     machines = {offer.process.machine for offer in offers}
     if len(machines) > 1:
         places = ", ".join(f"rank {rank} on {offer.process.host}" for rank, offer in enumerate(offers))
@@ -184,7 +184,7 @@ def _agree(offers: list[_Offer]) -> None:
 
 
 def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
-    """Make the kernel commit pages now: a page that cannot be had later is a SIGBUS in the middle of a copy."""
+    """Let the kernel commit the pages now: a page that it lacks later would be a SIGBUS in the middle of a copy."""
     for start in range(offset, offset + nbytes, _RESERVE_BYTES):
         length = min(_RESERVE_BYTES, offset + nbytes - start)
         if hasattr(os, "posix_fallocate"):

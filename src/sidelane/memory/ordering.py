@@ -1,4 +1,4 @@
-"""The one memory fence of the host code, for data that another process reads while nobody holds a common lock.
+"""The one memory fence of the host code, for data that another process reads without a common lock.
 
 Why a fence at all. A rank writes bytes, then a word that says "the bytes are there". x86 makes the stores of one core
 visible in order. ARM does not: another process may see the word first. Python offers no barrier by name. The GIL is
@@ -21,7 +21,7 @@ import threading
 
 
 class Fence:
-    """The fence of one writer, which one thread uses at a time: it need not look for the lock of the thread."""
+    """The fence of one writer, used by one thread at a time: it saves the look-up of the thread's own lock."""
 
     __slots__ = ("_lock",)
 
@@ -34,7 +34,7 @@ class Fence:
 
 
 class _OwnLock(threading.local):
-    """A lock of each thread, which nobody else takes."""
+    """A lock for each thread, which no other thread takes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -49,7 +49,7 @@ def full_fence() -> None:
 
 
 def _order(lock: threading.Lock) -> None:
-    # It is held between the calls, or else a Ctrl-C came in here. A signal handler that came in here took it again.
+    # The lock is held between calls, unless Ctrl-C or a signal handler interrupted this function: so do not block.
     lock.acquire(False)
     lock.release()
     lock.acquire(False)

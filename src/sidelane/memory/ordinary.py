@@ -1,4 +1,4 @@
-"""Ordinary memory that peers reach: what an allocation is called, and how another process maps it."""
+"""Ordinary memory that peers can map: names and handles of allocations, and the interface of a device's memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 Standing = tuple[int, tuple[tuple[int, int, int], ...]]
-"""(address of a function, ((address, question, number), ...)): memory is what it was for as long as
-``function(uint64_t *number, int question, void *address)`` returns 0 and finds these numbers."""
+"""Check of allocations by compiled code: (address of a function, ((address, question, number), ...)). None of them was
+freed as long as ``function(uint64_t *number, int question, void *address)`` returns 0 and sets these numbers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,12 +18,12 @@ class Allocation:
     """Memory of this process that others can map.
 
     Attributes:
-        name: of this allocation and no other one, as long as anybody has it mapped: an address that was freed and
-            given out again has another name.
-        handle: by which another process maps it, printable.
-        start: address of its first byte here.
-        nbytes: size.
-        kept: what must live as long as peers may have it mapped, so that nothing else gets its name.
+        name: unique name as long as any process has the allocation mapped: memory that was freed and allocated again
+            at the same address has another name.
+        handle: printable handle by which another process maps it.
+        start: address of its first byte in this process.
+        nbytes: size in bytes.
+        kept: object that must live as long as peers may have it mapped, so that its name is not reused.
     """
 
     name: str
@@ -34,44 +34,44 @@ class Allocation:
 
 
 class Mapping(Protocol):
-    """An allocation of another process, mapped until the last reference to this object goes."""
+    """An allocation of another process, mapped until the last reference to this object is dropped."""
 
     @property
     def start(self) -> int:
-        """Address of its first byte here."""
+        """Address of its first byte in this process."""
         ...
 
 
 class OrdinaryMemory(Protocol):
-    """What a device's ordinary memory allows.
+    """The ordinary memory of a device.
 
     Attributes:
-        most_held: allocations of a rank that its peers keep mapped for a lane; None for all that it has.
+        most_held: largest number of a rank's allocations that its peers keep mapped for a lane; None: no limit.
     """
 
     @property
     def most_held(self) -> int | None: ...
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
-        """The allocation that holds a tensor with bytes; or why peers cannot map it."""
+        """Return the allocation that holds a tensor with bytes, or the reason why peers cannot map it."""
         ...
 
     def is_gone(self, allocation: Allocation) -> bool:
-        """True once it was freed: its name means nothing any more."""
+        """Return True once the allocation was freed, so that its name is invalid."""
         ...
 
     def attach_thread(self) -> None:
-        """Let the calling thread map, too."""
+        """Prepare the calling thread for :meth:`map`."""
         ...
 
     def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
-        """What compiled code asks to know that none of them was freed; None where it cannot, or one has been."""
+        """Return a check for compiled code that none of them was freed; None if there is none, or one was freed."""
         ...
 
     def map(self, handle: str, name: str) -> Mapping:
         """Map an allocation of another process on this machine.
 
         Raises:
-            UnavailableError: that is not possible, or the handle is of another allocation by now.
+            UnavailableError: it cannot be mapped, or the handle belongs to another allocation by now.
         """
         ...

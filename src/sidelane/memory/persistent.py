@@ -1,12 +1,14 @@
-"""Tensors that stay, made where no memory pool of the calling thread gets hold of them.
+"""Persistent tensors, allocated outside of any memory pool of the calling thread.
 
 ``torch.compile(mode="reduce-overhead")`` runs compiled code once in the memory pool of the graph that it captures next,
-and refuses whatever is left in there that is no output. What an operator makes at its first call and keeps (contexts,
-counters, addresses) would be. Such pools take what their thread allocates, on its stream; so another thread makes it.
+and refuses tensors that remain there and are no outputs. Tensors that an operator makes at its first call and keeps
+(contexts, counters, addresses) would remain. Such pools serve allocations of their own thread, on its stream. So
+another thread allocates persistent tensors.
 
-That waits for what it makes, on a stream of its own: a default stream may wait for peers that wait for this rank.
+That thread waits for their content on a stream of its own: a default stream may wait for peers that wait for this rank.
 
-Nor is what is kept of ``torch.inference_mode``, should the first call be made there: later ones could not write to it.
+Persistent tensors are no inference tensors even if the first call is made in ``torch.inference_mode``, since later
+calls could not write to them.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ T = TypeVar("T")
 
 
 def lasting(device: torch.device, make: Callable[[], T]) -> T:
-    """What ``make`` returns, its content written.
+    """Return the tensors that ``make`` returns, allocated persistently and with their content written.
 
     Args:
-        device: where ``make`` allocates. On CPUs the caller's thread calls it, as in a capture, whose mode may not let
-            another one allocate.
-        make: makes tensors; not the default device's but this one's.
+        device: device on which ``make`` allocates. On CPUs the caller's thread calls ``make``; also in a capture,
+            whose mode may forbid allocations of other threads.
+        make: makes the tensors on this device, not on torch's default device.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        with torch.inference_mode(False):  # which is a thread's own
+        with torch.inference_mode(False):  # the mode is thread-local: other threads need not leave it
             return make()
 
-    # Of this thread: another one has its own current device.
+    # Found here, since another thread has its own current device.
     index = torch.cuda.current_device() if device.index is None else device.index
 
     def apart() -> T:

@@ -1,4 +1,4 @@
-"""A rank's part of the control block: where its words and records lie, and what a post of a call is."""
+"""Layout of a rank's part of the control block: words and records, and the posts of calls in them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sidelane.memory.record import Record
 
 RING_CALLS = 64
 MOST_TEXT_BYTES = 1024
-"""Of what is said of a call: the split sizes of 16 ranks fit."""
+"""Largest number of bytes of the text of a post, with its NUL: the split sizes of 16 ranks fit."""
 
 SPLITS = " splits "
-"""Stands in a signature in front of what may differ between the ranks."""
+"""Separator in a signature in front of the part that may differ between ranks."""
 
 STEP_TEXT_BYTES = 512
 PAGE_BYTES = 4096
@@ -28,13 +28,13 @@ RUNS, WAITS = range(2)  # status of a step
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PostedCall:
-    """What one rank posted for one call.
+    """The post of one rank for one call.
 
     Attributes:
-        rank: whose post it is.
-        signature: what the call is there.
-        refusal: why it cannot be made; None: it can.
-        blames: the rank at fault, where the one that posted only repeats what another one did.
+        rank: rank that posted it.
+        signature: signature of the call on that rank.
+        refusal: reason why the rank does not make the call; None if it does.
+        blames: rank at fault, if the refusal only repeats that of another rank.
     """
 
     rank: int
@@ -44,12 +44,12 @@ class PostedCall:
 
     @property
     def common(self) -> str:
-        """What of the signature is the same on all ranks."""
+        """The part of the signature that must be the same on all ranks."""
         return self.signature.partition(SPLITS)[0]
 
     @property
     def differing(self) -> str:
-        """What of it may differ."""
+        """The part of the signature that may differ between ranks."""
         return self.signature.partition(SPLITS)[2]
 
 
@@ -67,7 +67,7 @@ class PostBoard:
         return self.slots[call % RING_CALLS]
 
     def has_read(self, call: int) -> bool:
-        """True if this rank reads no posts of a call any more: it has, or has begun a later one without."""
+        """Return True if this rank reads no more posts of a call: it has read them, or has begun a later call."""
         return self.words[AGREED] >= call or self.words[BEGUN] > call
 
     def posted(self, rank: int, call: int) -> PostedCall | None:
@@ -85,7 +85,7 @@ class PostBoard:
 
 
 def fit(text: str, limit: int = MOST_TEXT_BYTES - 1) -> bytes:
-    """``text`` as utf-8 without NUL in at most ``limit`` bytes, cut between characters, ending in a digest when cut."""
+    """Return ``text`` as utf-8 without NUL in at most ``limit`` bytes; a text that is cut ends in a digest."""
     data = text.replace("\0", "\ufffd").encode(errors="replace")
     if len(data) <= limit:
         return data

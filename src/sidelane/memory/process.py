@@ -1,4 +1,4 @@
-"""Who a peer is, and whether it is still alive: process ids that cannot be mistaken for those of a later process."""
+"""Identity and liveness of peer processes: process ids that cannot be mistaken for those of a later process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ProcessIdentity(NamedTuple):
 
     Attributes:
         pid: process id in its own pid namespace.
-        started: start time in clock ticks since boot (Linux); 0 where the system does not tell. Ids are reused,
+        started: start time in clock ticks since boot (Linux); 0 if the system does not tell. Ids are reused,
             (id, start time) pairs are not.
-        namespace: inode of its pid namespace; 0 where there are none. Ids mean nothing across namespaces.
-        host: name of the machine, for people.
-        boot: random id of this boot of the kernel, equal for all containers of one machine; "" where there is none.
+        namespace: inode of its pid namespace; 0 if there are none. Ids mean nothing across namespaces.
+        host: name of the machine, for messages.
+        boot: random id of this boot of the kernel, equal for all containers of one machine; "" if there is none.
     """
 
     pid: int
@@ -28,7 +28,7 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def own(cls) -> ProcessIdentity:
-        """The calling process."""
+        """Return the identity of the calling process."""
         try:
             namespace = os.stat("/proc/self/ns/pid").st_ino
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -39,13 +39,13 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def machine(self) -> str:
-        """Equal for processes that can share memory. Host names are the second choice: containers have their own."""
+        """Id of the machine, equal for processes that can share memory: the boot id, or else the host name."""
         return self.boot or self.host
 
     def alive(self, observer: ProcessIdentity) -> bool | None:
-        """Whether the process still runs; None when ``observer`` (the calling process) cannot know.
+        """Return whether the process still runs; None if ``observer`` (the calling process) cannot know.
 
-        A zombie counts as dead: its memory is gone and its threads are too.
+        A zombie counts as dead: its memory and threads are gone.
         """
         if (self.machine, self.namespace) != (observer.machine, observer.namespace):
             return None
@@ -53,7 +53,7 @@ class ProcessIdentity(NamedTuple):
             state = _state_and_start(self.pid)
             return state is not None and state[0] not in "ZX" and state[1] == self.started
         try:
-            os.kill(self.pid, 0)  # signal 0 only asks
+            os.kill(self.pid, 0)  # signal 0 only checks
         except ProcessLookupError:
             return False
         except PermissionError:
@@ -62,7 +62,7 @@ class ProcessIdentity(NamedTuple):
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process from /proc, None without such a process."""
+    """Return state letter and start time of a process from /proc; None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""A record in shared memory with one writer and any number of readers, who get all of it or nothing."""
+"""A record in shared memory (a seqlock with a checksum): one writer, any number of readers, no torn reads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Record:
 
     Words of 8 bytes: sequence, number, digest (8 bits of status, 24 of length, 32 of checksum), tie; then the payload.
     The sequence is odd while the writer is at work and 0 before the first write. A reader accepts what it copied if the
-    sequence is even and did not change, the checksum is that of sequence, status and payload, and the tie goes with
-    number and digest. The sequence alone would do on x86; the fences make it do elsewhere; checksum and tie turn a
-    mistake in either into a detected one.
+    sequence is even and did not change, the checksum is that of sequence, status and payload, and the tie is the
+    exclusive or of number and digest. On x86 the sequence alone would suffice; elsewhere the fences are needed, too.
+    Checksum and tie detect a mistake in either.
 
-    Most writes change the number alone. They store number and tie, in whichever order others see them: two stores that
-    belong to different numbers do not go together, as number and payload that do not would not.
+    Most writes change the number alone. They store number and tie, which readers may see in either order: a number and
+    a tie of different writes do not match, nor do a number and a payload of different writes.
 
     Args:
-        view: where it lives, aligned to 8 bytes, zeroed by whoever allocated it.
+        view: memory of the record, aligned to 8 bytes and zeroed.
 
     Attributes:
-        written, status, digest: what this object, the writer's, last put there; ``written`` is None while it does.
-        room: bytes that a payload may have.
+        written, status, digest: values of the last write by this object; ``written`` is None during a write.
+        room: largest size of a payload in bytes.
     """
 
     HEADER_BYTES = 32
@@ -47,32 +47,32 @@ class Record:
 
     @property
     def number(self) -> int:
-        """The number alone, from a single load: a hint whether ``read`` is worth it."""
+        """The number alone, from a single load: a hint whether ``read`` is worth its time."""
         return self._words[1]
 
     def looks_like(self, other: Record) -> bool:
-        """True if both have the same number, status and payload, from single loads: a hint, as ``number`` is."""
+        """Return True if both have the same number, status and payload, from single loads: a hint, like ``number``."""
         return self._words[1] == other._words[1] and self._words[2] == other._words[2]
 
     @property
     def seal(self) -> int:
-        """What goes with status and payload, and changes whenever they are written: see :meth:`has`."""
+        """The digest word, which changes whenever status or payload are written: see :meth:`has`."""
         return self._words[2]
 
     def has(self, number: int, seal: int) -> bool:
-        """True if the record has this number, and the status and payload that were read with this seal."""
+        """Return True if the record has this number, and the status and payload that were read with this seal."""
         words = self._words
         return words[1] == number and words[2] == seal and words[3] == number ^ seal
 
     @property
     def address(self) -> int:
-        """Where the words are, in this process."""
+        """Address of the words in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._words))
 
     def write(self, number: int, status: int, payload: bytes) -> None:
         """Replace the record. Only its owner may, one thread at a time. ``status`` is below 256."""
         words = self._words
-        if payload is self.written and status == self.status:  # calls repeat, and bytes do not change
+        if payload is self.written and status == self.status:  # a repeated call: only its number changes
             words[1] = number  # as in native/replay.c
             words[3] = number ^ self.digest
             return
@@ -93,7 +93,7 @@ class Record:
         self.written, self.status, self.digest = payload, status, digest
 
     def read(self) -> tuple[int, int, bytes] | None:
-        """(number, status, payload); None if nothing was written, or if no whole record was there for about 20 ms."""
+        """Return (number, status, payload); None before the first write, or if every read for about 20 ms was torn."""
         for attempt in range(self._PATIENCE):
             if attempt:
                 time.sleep(0 if attempt < 20 else 50e-6)
@@ -112,5 +112,5 @@ class Record:
 
 
 def _checksum(sequence: int, status: int, payload: bytes) -> int:
-    """Of the payload, from a start that is another one for every status and each of millions of sequences."""
+    """Return the CRC-32 of a payload, started with sequence and status, so that it covers them, too."""
     return zlib.crc32(payload, (sequence << 8 | status) & 0xFFFFFFFF)

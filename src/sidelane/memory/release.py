@@ -1,9 +1,9 @@
-"""When symmetric memory of a GPU is given back: torch waits for the whole device then, and lets no other thread run.
+"""Deferred release of symmetric GPU memory: torch waits for the whole device when it frees it, and holds the GIL.
 
-The last reference may go at any moment, in the garbage collector, too. If a graph is being captured, such a wait ends
-the process. If half a call is submitted, or a prelaunched one waits for its trigger, it never ends. So what is dropped
-is kept here, and given back at moments that are chosen: when memory is allocated, when a lane is closed, and at once
-where there are no lanes. A moment that turns out to be a bad one is left to the next.
+The last reference may be dropped at any moment, also by the garbage collector. If a graph is being captured, that wait
+ends the process. If half a call is submitted, or a prelaunched call waits for its trigger, the wait never ends. So
+dropped memory is kept here and released at safe moments: when memory is allocated, when a lane is closed, and at once
+if there are no lanes. If a moment turns out to be unsafe, the release is left to the next one.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch
 from sidelane import forks
 
 PATIENCE_S = 2.0
-"""That a device may take to become idle."""
+"""Seconds that a device may take to become idle."""
 
 
 class Submitter(Protocol):
-    """Gives a device work that may wait for what has yet to be submitted, here or by peers."""
+    """An object that submits work to a device; the work may wait for later submissions, by this process or by peers."""
 
     @property
     def lock(self) -> threading.Lock:
-        """Held while it submits a call."""
+        """Lock that is held while a call is submitted."""
         ...
 
     def waits_for_the_host(self) -> bool:
-        """True if the device has work that only this process can end."""
+        """Return True if the device has work that waits for an act of this host."""
         ...
 
 
 class Kept:
-    """Keeps something that is to be given back at such a moment, once nobody refers to this object any more."""
+    """Owner of an object that is released at a safe moment after the last reference to the owner is dropped."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ class Kept:
 
     def __del__(self) -> None:
         kept = None if sys.is_finalizing() else _kept.pop(id(self), None)
-        if kept is None:  # or it is of the process that this one was forked from
+        if kept is None:  # at exit, or made by the process that this one was forked from
             return
         _dropped.append(kept)
         if not lanes:
@@ -53,7 +53,7 @@ class Kept:
 
 
 class KeptBytes(Kept):
-    """Bytes of a tensor: ``torch.as_tensor`` makes one that keeps this object as long as its storage lives."""
+    """Bytes of a tensor, for ``torch.as_tensor``, whose result keeps this object as long as its storage lives."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -69,18 +69,18 @@ class KeptBytes(Kept):
 
 
 def keep_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, 1-d uint8, of which the memory is given back as described above."""
+    """Return the bytes of a tensor as 1-d uint8; their memory is released at a safe moment."""
     kept = torch.as_tensor(KeptBytes(tensor), device=tensor.device)
     assert kept.data_ptr() == tensor.data_ptr(), "a copy"
     return kept
 
 
 def give_back() -> bool:
-    """Give back what was dropped, if now is a good moment. True if nothing is left."""
+    """Release dropped memory, if this moment is safe. Return True if none is left."""
     if not _dropped:
         return True
     if not _giving_back.acquire(blocking=False):
-        return False  # another thread does, or this one: a collection of garbage can happen in between
+        return False  # another thread is releasing, or this one, interrupted by the garbage collector
     try:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
@@ -102,13 +102,13 @@ def give_back() -> bool:
 
 
 def held_bytes() -> tuple[int, int]:
-    """Bytes of tensors that somebody still refers to, and of those that wait for a good moment."""
+    """Return the bytes of tensors that are in use, and of those that wait for their release."""
     kept = sum(what.nbytes for _, what in list(_kept.values()) if isinstance(what, torch.Tensor))
     return kept, sum(what.nbytes for _, what in list(_dropped) if isinstance(what, torch.Tensor))
 
 
 def becomes_idle(device: torch.device) -> bool:
-    """Wait for a device as torch will, but not for ever: ``PATIENCE_S``. True if it had nothing left to do."""
+    """Wait for a device, for ``PATIENCE_S`` at most. Return True if it has become idle."""
     if not torch.cuda.is_available():
         return True
     waiter = _waiters.get(device)
@@ -120,7 +120,7 @@ def becomes_idle(device: torch.device) -> bool:
 
 
 class _Waiter(threading.Thread):
-    """Waits for a device in place of a thread that has something else to do."""
+    """Thread that waits for a device, so that the waiting thread can stop after a time-out."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(name=f"sidelane-waits-{device}", daemon=True)
@@ -134,7 +134,7 @@ class _Waiter(threading.Thread):
 
 
 lanes: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What is open and may be in the middle of a call."""
+"""Memories of open lanes, whose calls may be under way."""
 
 submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
 
@@ -146,9 +146,7 @@ _waiters: dict[torch.device, _Waiter] = {}
 
 @forks.in_copies
 def _begin_anew() -> None:
-    """In a forked copy of the process: what was kept is its parent's, on whose devices it can give back nothing. What
-    it keeps from now on is its own.
-    """
+    """Forget, in a forked copy of the process, the memory of the parent, which the copy cannot release."""
     forks.keep_for_ever([*_kept.values(), *_dropped])
     for each in (_kept, _dropped, _waiters, lanes, submitters):
         each.clear()

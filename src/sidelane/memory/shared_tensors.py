@@ -1,7 +1,7 @@
-"""Ordinary CPU tensors that peers reach: those in memory that torch shares (``Tensor.share_memory_``), on Linux.
+"""Ordinary CPU tensors that peers can map: those in torch's shared memory (``Tensor.share_memory_``), on Linux.
 
-Their bytes are a file that has no name any more; another process finds it among the open files of its owner. A file is
-known by its device and inode, which the kernel gives to no other one while anybody has it mapped.
+Their bytes are an unlinked file, which another process finds among the open files of its owner. A file is identified
+by its device and inode, which the kernel does not reuse while a process has it mapped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sidelane.memory.ordinary import Allocation, Standing
 _MAPS = Path("/proc/self/maps")
 _FILES = Path("/proc/self/fd")
 MOST_KNOWN = 1024
-"""Storages remembered; the oldest goes first."""
+"""Largest number of remembered storages; the oldest is forgotten first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -41,7 +41,7 @@ class MappedFile:
 
 
 class SharedTensors:
-    """See :class:`sidelane.memory.ordinary.OrdinaryMemory`."""
+    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for torch's shared memory."""
 
     most_held = 64
 
@@ -74,7 +74,7 @@ class SharedTensors:
         return True
 
     def attach_thread(self) -> None:
-        """Nothing: all threads are alike."""
+        """Do nothing: any thread can map."""
 
     def standing(self, allocations: Sequence[Allocation]) -> Standing | None:
         return None  # no compiled code makes calls of CPU ranks
@@ -105,7 +105,7 @@ class SharedTensors:
 
 
 def _file_at(address: int) -> Allocation | str:
-    """The file that is mapped at an address, and where another process opens it."""
+    """Return the file that is mapped at an address, with a path for other processes; or the reason against it."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -143,6 +143,6 @@ def _name_of(status: os.stat_result) -> str:
 
 
 mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
-"""What this process has mapped, for all lanes."""
+"""Files that this process has mapped, for all lanes."""
 
 _mapping = forks.rlock()

@@ -17,7 +17,7 @@ class ShmBlock:
 
     Attributes:
         tensor: this rank's bytes, 1-d uint8.
-        addresses: where this process reaches the block of each rank.
+        addresses: address of each rank's block in this process.
         tensors: the block of each rank as a tensor of this process; they keep the memory mapped, as ``tensor`` does.
     """
 
@@ -30,7 +30,7 @@ class ShmMemory:
     """Allocator of symmetric CPU blocks for one group. All ranks on one machine.
 
     Args:
-        exchange: of the ranks that allocate together; the memory handles travel through it.
+        exchange: connection of the ranks, through which memory handles are exchanged.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -60,5 +60,5 @@ class ShmMemory:
         return ShmBlock(tensors[shared.rank], tuple(tensor.data_ptr() for tensor in tensors), tensors)
 
     def close(self) -> None:
-        """Let go of the exchange. Tensors that callers still have stay valid. Idempotent."""
+        """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""
         self._exchange = None

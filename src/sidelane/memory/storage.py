@@ -1,4 +1,4 @@
-"""Storages of a part of other memory, which say when their last reference goes; and storages that exchange memory."""
+"""Storages over a part of other memory, which report their deletion; and storages that exchange memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sidelane.modes import outside_of_modes
 
 
 class _Part:
-    """What a storage refers to, for as long as it lives."""
+    """Owner of a storage's memory, which the storage keeps alive."""
 
     __slots__ = ("__array_interface__", "__cuda_array_interface__", "_gone", "_whole")
 
@@ -37,13 +37,13 @@ class _Part:
 
 
 def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[], object]) -> torch.Tensor:
-    """Bytes of ``whole`` as a 1-d uint8 tensor with a storage of its own, which keeps ``whole``.
+    """Return bytes of ``whole`` as a 1-d uint8 tensor with its own storage, which keeps ``whole`` alive.
 
     Args:
         whole: contiguous bytes.
-        offset: of the first byte.
-        nbytes: how many, > 0.
-        gone: called when the last reference to the storage goes: in any thread, and in the middle of anything.
+        offset: first byte in ``whole``.
+        nbytes: number of bytes, > 0.
+        gone: called when the last reference to the storage is dropped, in any thread and at any point of its code.
     """
     assert offset >= 0
     assert 0 < nbytes <= whole.nbytes - offset
@@ -51,7 +51,7 @@ def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[],
     if whole.is_cuda:
         made = torch.as_tensor(part, device=whole.device)
     else:
-        with outside_of_modes():  # a pool's would move it, as it moves results
+        with outside_of_modes():  # the dispatch mode of a pool would move the result
             made = torch.from_numpy(np.asarray(part))
     assert made.data_ptr() == whole.data_ptr() + offset, "a copy"
     return made
@@ -59,7 +59,7 @@ def storage_of(whole: torch.Tensor, offset: int, nbytes: int, gone: Callable[[],
 
 @functools.cache
 def exchange_objection() -> str | None:
-    """Why :func:`exchange_memory` does not work here; None where it does."""
+    """Return the reason why :func:`exchange_memory` does not work with this torch; None if it works."""
     if hasattr(torch.UntypedStorage, _EXCHANGE):
         return None
     first, second = torch.arange(24, dtype=torch.uint8), torch.full((40,), 7, dtype=torch.uint8)
@@ -79,9 +79,9 @@ def exchange_objection() -> str | None:
 
 
 def exchange_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Give each storage the memory of the other, with its size: whatever refers to a storage sees the other bytes.
+    """Give each storage the memory and size of the other: all tensors of a storage then see the other bytes.
 
-    Whoever frees a storage, or changes its size, exchanges back before.
+    Exchange them back before a storage is freed or resized.
 
     Args:
         one: on the device of ``other``; one of the two is empty, or both have the same size.
@@ -94,14 +94,14 @@ def exchange_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> N
 
 
 _EXCHANGE = "_swap_data_ptr_"
-"""torch's own call for it, which torch 2.11 does not have. There the same words of the two objects are exchanged."""
+"""Name of torch's own method for it, which torch 2.11 lacks: there the words of the two objects are exchanged."""
 
 _SIZE = 4
-"""Word of the size, behind the address, its context, what frees it and the device."""
+"""Index of the word of the size, after address, context, deleter and device."""
 
 
 def _words(storage: torch.UntypedStorage) -> ctypes.Array[ctypes.c_uint64]:
-    # Behind the table of virtual functions and two counters of references (c10/core/StorageImpl.h).
+    # They follow the pointer to the virtual table and two reference counts (c10/core/StorageImpl.h).
     return (ctypes.c_uint64 * (_SIZE + 1)).from_address(storage._cdata + 16)
 
 

@@ -1,6 +1,6 @@
-"""What ranks keep for each other in a store: JSON, which is data and never code, checked where it is read.
+"""Values that ranks exchange through a store: JSON, data and never code, checked when it is read.
 
-The store is TCP on a port, or a file: whoever reaches it can write there. It can make communicators fail, and no more.
+The store is a TCP port or a file. A process that can write there can make communicators fail, and no more.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from sidelane import version
 from sidelane.errors import MismatchError, PeerError, PeerTimeoutError
 
 SHOWN = 200
-"""Characters of what a rank posted, in the text of an error."""
+"""Largest number of characters of a posted value in the text of an error."""
 
 
 class Post(NamedTuple):
-    """What a rank says in an exchange.
+    """The post of a rank in an exchange.
 
     Attributes:
-        version: of Sidelane. It and the word come first in posts of all versions; of another one no more is known.
-        word: for itself.
-        what: the exchange is about.
-        reason: why the rank takes no part in it; "" if it does.
-        item: what it tells.
+        version: version of Sidelane. Version and word come first in posts of all versions; the rest may differ.
+        word: random word that identifies the rank's exchange object.
+        what: subject of the exchange.
+        reason: reason why the rank does not take part; "" if it does.
+        item: the rank's value.
     """
 
     version: str
@@ -36,10 +36,10 @@ class Post(NamedTuple):
 
 
 def parsed(text: bytes | str) -> Any:
-    """What ``text`` says, with tuples for lists.
+    """Parse JSON, with tuples for lists.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: the text is no JSON.
     """
     try:
         return _with_tuples(json.loads(text))
@@ -48,14 +48,14 @@ def parsed(text: bytes | str) -> Any:
 
 
 def alike(own: Any, other: Any) -> bool:
-    """True if two values have one form: they are of one type, or tuples of one length whose values are alike."""
+    """Return True if two values have one form: the same type, and for tuples the same length and forms of the items."""
     if type(own) is not type(other):
         return False
     return not isinstance(own, tuple) or (len(own) == len(other) and all(map(alike, own, other)))
 
 
 def not_understood(what: str, rank: int, said: bytes) -> PeerError:
-    """The error where a rank said what this version of Sidelane does not."""
+    """Return the error for a value that this version of Sidelane cannot read."""
     return PeerError(
         f"{what}: rank {rank} said {said[:SHOWN]!r} (allowed=what Sidelane {version.VERSION} says there)", (rank,)
     )
@@ -65,7 +65,7 @@ def require_one_version(what: str, versions: Sequence[str]) -> None:
     """Raise on every rank alike if ranks run different versions of Sidelane.
 
     Raises:
-        MismatchError: they do.
+        MismatchError: the versions differ.
     """
     if len(set(versions)) > 1:
         named = "; ".join(f"rank {rank}: {its}" for rank, its in enumerate(versions))
@@ -73,13 +73,13 @@ def require_one_version(what: str, versions: Sequence[str]) -> None:
 
 
 class ExchangeOutcome(NamedTuple):
-    """What has become of an exchange.
+    """The outcome of an exchange, which the ranks decide once in the store.
 
     Attributes:
-        met: all ranks have come, with certain words; "" if one has given up.
-        text: why it did.
-        ranks: that it missed.
-        timed_out: it waited as long as it may.
+        met: digest of the words of all ranks, if all have met; "" if one has given up.
+        text: error of the rank that gave up.
+        ranks: ranks that were missing.
+        timed_out: the rank gave up after its time-out.
     """
 
     met: str
@@ -89,7 +89,7 @@ class ExchangeOutcome(NamedTuple):
 
     @classmethod
     def of(cls, word: bytes | str) -> ExchangeOutcome:
-        """As the store has it. Raises RuntimeError where it has something else."""
+        """Parse an outcome from the store. Raises RuntimeError if it is none."""
         try:
             met, text, ranks, timed_out = parsed(word)
             if alike(("", "", True), (met, text, timed_out)) and alike((0,) * len(ranks), ranks):
@@ -99,13 +99,13 @@ class ExchangeOutcome(NamedTuple):
         raise RuntimeError(f"it says {word[:SHOWN]!r} of what became of an exchange")
 
     def error(self, what: str) -> PeerError:
-        """What a rank raises where another one gave up."""
+        """Return the error that the other ranks raise after one gave up."""
         kind = PeerTimeoutError if self.timed_out else PeerError
         return kind(f"{what}: another rank gave up: {self.text}", self.ranks)
 
 
 def post_of(text: bytes | str) -> Post:
-    """A post as the store has it. Raises ValueError where it has something else."""
+    """Parse a post from the store. Raises ValueError if it is none."""
     match parsed(text):
         case (str(its), str(word), *_) if its != version.VERSION:
             return Post(its, word)
@@ -115,13 +115,13 @@ def post_of(text: bytes | str) -> Post:
 
 
 def met(found: Sequence[Post]) -> ExchangeOutcome:
-    """All ranks have come."""
+    """Return the outcome in which all ranks have met."""
     words = "/".join(post.word for post in found)
     return ExchangeOutcome(hashlib.blake2b(words.encode(), digest_size=16).hexdigest())
 
 
 def gave_up(error: BaseException, rank: int) -> ExchangeOutcome:
-    """A rank has raised an error."""
+    """Return the outcome in which a rank has given up with an error."""
     ranks = error.ranks if isinstance(error, PeerError) else (rank,)
     return ExchangeOutcome("", str(error) or type(error).__name__, tuple(ranks), isinstance(error, PeerTimeoutError))
 

@@ -1,17 +1,17 @@
-"""Symmetric memory on GPUs, by way of ``torch.distributed._symmetric_memory`` (its CUDA backend).
+"""Symmetric memory on GPUs, by ``torch.distributed._symmetric_memory`` (its CUDA backend).
 
-Some things are done differently from ``symm_mem.empty`` followed by ``symm_mem.rendezvous`` on the caller's group:
+It differs from ``symm_mem.empty`` followed by ``symm_mem.rendezvous`` on the caller's group:
 
-- Memory does not come from torch's pool of symmetric segments: which segment a rank gets from there depends on what it
-  has freed so far, and a rank that gets a used one skips the rendezvous that its peers wait in.
+- Memory does not come from torch's pool of symmetric segments: the segment that a rank gets there depends on what it
+  has freed so far, and a rank that gets a used one skips the rendezvous in which its peers wait.
 - torch numbers the exchanges of a rendezvous per process, not per group. A rank that took part in another group's
   rendezvous meanwhile would look for its peers under other numbers, and hang. A store that renumbers the keys, under a
   group name of its own, keeps sub-groups apart.
 - Multicast objects are never made, whatever the environment says.
-- Ranks may share a device, which torch refuses unless it is told: one GPU is enough to try several ranks.
-- Freeing memory waits for the whole device, so that it is done at chosen moments (``giving_back``).
-- torch passes the handles of memory through a socket of which each process has one. Threads with a communicator each
-  would take each other's, so one rendezvous at a time is under way in a process, chosen by its rank 0.
+- Ranks may share a device, which torch refuses unless a variable allows it: one GPU is enough to try several ranks.
+- Freeing memory waits for the whole device, so that it is done at safe moments (``memory/release.py``).
+- torch passes the handles of memory through one socket per process. Threads with a communicator each would receive
+  each other's handles, so a process makes one rendezvous at a time, in an order that locks of rank 0 decide.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _POLL_S = 500e-6
 
 
 class LockTimeoutError(Exception):
-    """The lock of a process did not become free.
+    """The lock of a process did not become free in time.
 
     Attributes:
-        pid: of the process.
+        pid: process id.
     """
 
     def __init__(self, pid: int) -> None:
@@ -62,7 +62,7 @@ class LockTimeoutError(Exception):
 
 @contextlib.contextmanager
 def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
-    """Hold the locks of processes. Who holds some waits for others in the order of numbers only: there is no circle.
+    """Hold the locks of processes, taken in the order of process ids, so that there is no deadlock.
 
     Raises:
         LockTimeoutError: one did not become free within ``timeout_s``.
@@ -71,7 +71,7 @@ def alone_in(pids: Collection[int], timeout_s: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for pid in sorted(set(pids)):
             lock = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            forks.closing(lock)  # a copy would keep what this process gives back
+            forks.closing(lock)  # a forked copy would keep the lock
             while not _took(lock, pid):
                 if time.monotonic() > deadline:
                     raise LockTimeoutError(pid)
@@ -101,7 +101,7 @@ class TorchSymmetricBlock:
 
     Attributes:
         tensor: this rank's bytes, 1-d uint8.
-        addresses: where this process reaches the block of each rank.
+        addresses: address of each rank's block in this process.
         handle: keeps the peers' memory mapped; None without peers.
     """
 
@@ -116,8 +116,8 @@ class TorchSymmetricMemory:
     Making one is collective.
 
     Args:
-        exchange: of the ranks.
-        device: of this rank.
+        exchange: connection of the ranks.
+        device: CUDA device of this rank.
         timeout_s: seconds that a rank may take to come to an allocation.
 
     Raises:
@@ -178,7 +178,7 @@ class TorchSymmetricMemory:
         return TorchSymmetricBlock(keep_bytes(tensor), addresses, Kept(handle, self._device))
 
     def close(self) -> None:
-        """Let go of the exchange. Tensors that callers still have stay valid. Idempotent."""
+        """Drop the exchange. Tensors that callers still hold remain valid. Idempotent."""
         if self._exchange is not None:
             self._alias.close()
         self._exchange = None
@@ -186,13 +186,13 @@ class TorchSymmetricMemory:
         give_back()
 
     def _map(self, tensor: torch.Tensor, pids: Sequence[int]) -> Any:
-        """The handle of everyone's memory, made while none of these processes makes another one."""
+        """Map the memory of all ranks while none of their processes makes another rendezvous; return torch's handle."""
         assert self._exchange is not None
         with contextlib.ExitStack() as stack:
 
             def take_turn() -> None:
                 if self._rank == 0:
-                    stack.enter_context(alone_in(pids, self._timeout_s / 2))  # the others wait, too
+                    stack.enter_context(alone_in(pids, self._timeout_s / 2))  # the others wait meanwhile
 
             handle: Any = None
 
@@ -209,7 +209,7 @@ class TorchSymmetricMemory:
         return handle
 
     def _take(self, nbytes: int) -> tuple[torch.Tensor | None, str]:
-        """Zeroed memory of this rank that peers can map, or why there is none."""
+        """Allocate zeroed memory that peers can map. Return it, or None and the problem."""
         symmetric_memory = _symmetric_memory()
         backend = symmetric_memory.get_backend(self._device)
         if backend != "CUDA":
@@ -225,7 +225,7 @@ class TorchSymmetricMemory:
 
 
 class _Alias:
-    """The group under a name that only Sidelane uses, with the renumbering store."""
+    """The group under a unique name of Sidelane, with the renumbering store."""
 
     def __init__(self, name: str, exchange: Exchange) -> None:
         self._name, self._rank, self._world_size = name, exchange.rank, exchange.world_size
@@ -236,17 +236,17 @@ class _Alias:
         self._told = False
 
     def rendezvous(self, tensor: torch.Tensor) -> Any:
-        """Map everyone's memory. Collective.
+        """Map the memory of all ranks. Collective.
 
         Raises:
-            PeerTimeoutError: a rank did not come. PeerError: it died or failed in another way.
+            PeerTimeoutError: a rank did not come. PeerError: a rank died or failed in another way.
         """
         self._store.begin_round()
         try:
             with _told_in_the_environment():
                 return self._map(tensor)
         except PeerError:
-            raise  # of the store
+            raise  # raised by the store
         except dist.DistError as error:
             raise PeerError(f"allocate: exchanging memory handles failed: {error}") from error
         except RuntimeError as error:
@@ -260,8 +260,8 @@ class _Alias:
         try:
             return symmetric_memory.rendezvous(tensor, self._name)
         except RuntimeError as error:
-            # Some versions look groups up in a table of their own. The others compare allocation counts for groups in
-            # that table, which differ between ranks for good reasons: so it is filled only where it is asked for.
+            # Some versions of torch look groups up in a separate table. Other versions compare allocation counts for
+            # groups in that table, which may differ between ranks: so it is filled only if torch misses the group.
             if "no group info" not in str(error) or self._told:
                 raise
         self._told = True
@@ -270,16 +270,16 @@ class _Alias:
 
 
 class RenumberingStore(dist.Store):
-    """Gives the keys of a rendezvous numbers that are equal on all ranks.
+    """Store that replaces the numbers in torch's rendezvous keys by numbers that are equal on all ranks.
 
     torch's keys are ``<prefix>/<number>/<rank>``. The number is replaced by that of the rendezvous on this store and,
     within it, the order in which numbers first appear: in the second rendezvous, ``CUDASymmetricMemory/7/0`` and
     ``.../8/0`` become ``2/0/0`` and ``2/1/0``, on a rank where torch is at 7 as on one where it is at 3.
 
     Args:
-        store: that keeps them.
-        wait_for: waits until no rank is missing any more (see :meth:`Exchange.wait_for`): a rank that dies is noticed
-            where torch would wait for the time-out.
+        store: store that holds the values.
+        wait_for: waits until no rank is missing (see :meth:`Exchange.wait_for`): it notices a rank that dies, for which
+            torch would wait until the time-out.
     """
 
     def __init__(self, store: dist.Store, wait_for: Callable[[Callable[[], Sequence[int]]], None]) -> None:
@@ -289,7 +289,7 @@ class RenumberingStore(dist.Store):
         self._numbers: dict[str, int] = {}
 
     def begin_round(self) -> None:
-        """The next keys belong to the next rendezvous."""
+        """Begin the next rendezvous: the next keys belong to it."""
         self._round += 1
         self._numbers.clear()
 
@@ -301,7 +301,7 @@ class RenumberingStore(dist.Store):
         return self._store.get(self._renumber(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """The time-out is that of the communicator."""
+        """Wait for keys, with the time-out of the communicator."""
         renamed = [self._renumber(key) for key in keys]
 
         def missing() -> list[int]:
@@ -336,8 +336,10 @@ def _c10d() -> Any:
 
 
 def _graphs_may_be_compiled() -> bool:
-    """True if this may be inside of what ``torch.compile`` runs in the memory pool of a graph, where nothing may stay:
-    a handle keeps two arrays of addresses that torch takes from its allocator (``lasting``). Others need no thread.
+    """Return True if ``torch.compile`` may be running this code in the memory pool of a graph.
+
+    No tensors may remain in such a pool, and a handle keeps two arrays of addresses from torch's allocator: ``lasting``
+    then makes it on another thread, which costs time otherwise.
     """
     return "torch._inductor.cudagraph_trees" in sys.modules
 

@@ -1,4 +1,4 @@
-"""The one part in C: calls of a communicator that repeat. Compiled where it is first used; all goes on without it."""
+"""Optional C code, compiled at its first use: repeated calls of a communicator, and memory pools on GPUs."""
 
 from sidelane.native.build import Replays, load_replays
 from sidelane.native.effects import Effect, Note

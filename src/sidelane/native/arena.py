@@ -14,14 +14,14 @@ from sidelane.forks import OwnFolder
 from sidelane.native.build import compile_to, find_compiler, is_private, private_cache
 
 ARENAS = 16
-"""Regions that a process may have at once."""
+"""Largest number of pools that a process may have at once."""
 
 
 class ArenaLibrary:
-    """What ``arena.c`` defines.
+    """The functions of the library that ``arena.c`` compiles to.
 
     Args:
-        path: of the library.
+        path: path of the library.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,17 +38,17 @@ class ArenaLibrary:
 
     @staticmethod
     def names(slot: int) -> tuple[str, str]:
-        """The functions by which torch takes memory of a slot and gives it back."""
+        """Return the names of the functions by which torch allocates memory of a slot and frees it."""
         return f"sidelane_arena_malloc_{slot}", f"sidelane_arena_free_{slot}"
 
 
 @functools.cache
 def load_arenas() -> ArenaLibrary:
-    """The library, compiled now if no earlier process of this user has.
+    """Load the library, compiled now unless an earlier process of this user has compiled it.
 
     Raises:
         RuntimeError: there is no C compiler, or it failed.
-        OSError: what it made cannot be written or loaded.
+        OSError: the library cannot be written or loaded.
     """
     source = (importlib.resources.files("sidelane.native") / "arena.c").read_bytes()
     compiler = find_compiler()
@@ -71,12 +71,12 @@ def load_arenas() -> ArenaLibrary:
 
 @functools.cache
 def _own_folder() -> OwnFolder:
-    """For this process; torch opens the library by its name when a pool is made."""
+    """Return a folder of this process. It must persist: torch opens the library by its path when a pool is made."""
     return OwnFolder("sidelane-")
 
 
 @forks.in_copies
 def _begin_anew() -> None:
-    """In a copy: the folder goes with the process that made it."""
+    """Forget the library in a forked copy: its folder is deleted with the process that made it."""
     load_arenas.cache_clear()
     _own_folder.cache_clear()

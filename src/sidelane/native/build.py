@@ -1,10 +1,10 @@
 """Compile ``replay.c`` with the machine's C compiler, once for each version of it and of Python, and load it.
 
-Triton compiles its launchers on the same machines in the same way, so that where kernels run this does too. Nothing is
-compiled when the package is installed: wheels stay pure, and a machine without a compiler does without.
+Triton compiles its launchers in the same way, so that a machine that runs kernels has a compiler. Nothing is compiled
+when the package is installed: wheels stay pure, and a machine without a compiler runs the Python code.
 
-What is loaded runs with all rights of this process. So it is kept in a folder, and in files, that belong to this user
-and that nobody else can write; where the user's cache is not like that, every process compiles for itself.
+Loaded code runs with all rights of this process. So it is kept in a folder and files that belong to this user and that
+nobody else can write. If the user's cache is not like that, every process compiles for itself.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MOST_LETTERS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Replays:
-    """What became of it.
+    """The result of compiling and loading ``replay.c``.
 
     Attributes:
-        module: what ``replay.c`` defines; None where it could not be had.
-        words: how it was made, or why it was not.
+        module: the module; None if it could not be compiled or loaded.
+        words: description of how it was made, or why it was not.
     """
 
     module: ModuleType | None
@@ -53,10 +53,10 @@ class Replays:
 
 @functools.cache
 def load_replays() -> Replays:
-    """The module, compiled now if no earlier process of this user has. Takes half a second then. Raises nothing."""
+    """Load the module, compiled now (half a second) if no earlier process of this user has done so. Raises nothing."""
     try:
         return _load_or_compile()
-    except Exception as problem:  # whatever is wrong with the machine, Sidelane runs without
+    except Exception as problem:  # Sidelane runs without the module, whatever is wrong with the machine
         return Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
 
 
@@ -78,14 +78,14 @@ def _load_or_compile() -> Replays:
                     return Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
                 compile_to(path / name, source, compiler)
                 return Replays(load(path / name), f"compiled by {Path(compiler[0]).name}")
-        except (ImportError, OSError) as error:  # a home that is full, or cannot be written or run from
+        except (ImportError, OSError) as error:  # the home folder is full, read-only or mounted noexec
             problem = error
     assert problem is not None, "there are folders"
     raise problem
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The command of a C compiler: the environment's ``CC``, or one that has a usual name; empty without one."""
+    """Return the command of a C compiler: ``CC`` of the environment, or a usual name; empty if there is none."""
     for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
         words = shlex.split(command)
         if words and (path := shutil.which(words[0])):
@@ -94,11 +94,11 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:
-    """Put the module there whole or not at all, unless another process has by now.
+    """Compile a module to a path atomically, unless another process has put it there meanwhile.
 
     Raises:
-        RuntimeError: the compiler says so, or took longer than ``TIMEOUT_S``.
-        OSError: it could not be run, or its output not be written.
+        RuntimeError: the compiler failed, or took longer than ``TIMEOUT_S``.
+        OSError: the compiler could not be run, or its output could not be written.
     """
     with OwnFolder(f".{MODULE}-", path.parent) as temporary:
         text, binary = temporary / "source.c", temporary / path.name
@@ -117,8 +117,8 @@ def load(path: Path) -> ModuleType:
     """Load a compiled module.
 
     Raises:
-        ImportError: it is not one for this Python, or not whole.
-        PermissionError: somebody else can write it.
+        ImportError: the module is for another Python, or incomplete.
+        PermissionError: other users can write the file.
     """
     if not is_private(path):
         raise PermissionError(f"{path.name} can be written by others")
@@ -131,7 +131,7 @@ def load(path: Path) -> ModuleType:
 
 
 def _load_earlier(path: Path) -> ModuleType | None:
-    """What an earlier process compiled; None if there is nothing of use, which is removed."""
+    """Load the module of an earlier process; None if there is none. A module that cannot be loaded is deleted."""
     if not path.exists():
         return None
     try:
@@ -142,7 +142,7 @@ def _load_earlier(path: Path) -> ModuleType | None:
 
 
 def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
-    """The user's cache, then one for this process alone."""
+    """Yield the folders to try: the user's cache, then one for this process alone."""
     folder = private_cache()
     if folder is not None:
         yield contextlib.nullcontext(folder)
@@ -150,7 +150,7 @@ def _folders() -> Iterator[contextlib.AbstractContextManager[Path]]:
 
 
 def private_cache() -> Path | None:
-    """The user's cache, if nobody else can write there."""
+    """Return the user's cache folder; None if other users can write there."""
     folder = cache_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -161,13 +161,13 @@ def private_cache() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """True for what is this user's, and nobody else can write."""
+    """Return True if a file or folder belongs to this user, and nobody else can write it."""
     found = path.stat()
     return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o022
 
 
 def _run(command: list[str]) -> None:
-    # With all its children: what is killed alone leaves them, and their hold on the pipes, behind.
+    # In a session of its own, to be killed with all its children, which would otherwise keep the pipes open.
     name = Path(command[0]).name
     silent, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(

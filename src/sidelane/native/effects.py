@@ -1,4 +1,4 @@
-"""What a repeated call notes down about itself, as ``replay.c`` reads it."""
+"""Side effects of a repeated call on Python objects, in the form that ``replay.c`` carries out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Effect(enum.IntEnum):
-    """What is done with the target, the name and the value of a :data:`Note`."""
+    """Kind of a side effect on the target, name and value of a :data:`Note`."""
 
     SET = 0
     """``target.name = value``"""
@@ -22,4 +22,4 @@ class Effect(enum.IntEnum):
 
 
 Note = tuple[Effect, Any, str, Any]
-"""(effect, target, name, value)"""
+"""A side effect: (effect, target, name, value)."""

@@ -1,4 +1,4 @@
-"""What users hold of collectives: communicators, sessions and their lanes, and what is loaded into them."""
+"""Objects in the hands of users: communicators, sessions and their lanes, and programs and kernels loaded into them."""
 
 from sidelane.collectives.work import Work
 from sidelane.session.batch import Batched

@@ -19,14 +19,14 @@ from sidelane.session.lists import ListedCall, Tensors
 
 @untraced
 class Batched:
-    """Collects collectives, and runs all of them as one when its ``with`` block ends. Made by ``Communicator.batch``.
+    """Collects collectives, and runs all of them as one call when its ``with`` block ends (``Communicator.batch``).
 
-    Its methods take what those of the communicator take, lists too; they check nothing and return nothing. Nothing
-    orders the collectives among each other: none may read or write what another one writes. A block that ends with an
-    error runs nothing.
+    Its methods take the arguments of the communicator's methods, lists included; they check and return nothing.
+    The collectives have no order among each other: none may read or write the bytes that another one writes. A block
+    that ends with an error runs none of them.
 
     Attributes:
-        work: with ``async_op=True``, what to wait for, from the end of the block on.
+        work: with ``async_op=True`` the :class:`Work` of the call, from the end of the block on.
     """
 
     def __init__(self, path: CallPath, *, variant: str, beside: Beside | None, async_op: bool) -> None:
@@ -78,7 +78,7 @@ class Batched:
     def _run(self, error: BaseException | None) -> None:
         calls = self._calls
         if error is not None:
-            # The peers may have come to the end of theirs: the block has its place in the order of calls all the same.
+            # The peers may have ended their blocks without an error: this block takes its place in the order of calls.
             if isinstance(error, Exception) and not calls.closed and calls.failure is None and calls.armed is None:
                 calls.refuse(calls.number(), BATCH, error)
             return

@@ -1,4 +1,4 @@
-"""What runs next to a call, by its time: measured here, or as the caller has measured it; the same on every rank."""
+"""Time of the computation that runs next to a call: measured here or by the caller, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sidelane.errors import UnavailableError
 from sidelane.program.shape import Computation
 
 RUNS = 5
-"""Of a GEMM after a first one; the median counts."""
+"""Number of timed runs of a GEMM, after one that is not timed; the median counts."""
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -32,15 +32,15 @@ def beside(
 
     Args:
         gemm: see there.
-        us: likewise.
-        device: of the communicator.
+        us: see there.
+        device: device of the communicator.
         capturing: a graph is being captured.
-        slowest_of: leaves the greatest of all ranks' values in a tensor. Collective.
+        slowest_of: replaces each value of a tensor by the greatest of all ranks. Collective.
     """
     if capturing:
         raise UnavailableError("beside: the ranks cannot agree while a graph is captured (allowed=before)")
     problem: Exception | None = _problem(gemm, us)
-    mine = math.inf  # what tells the others, which wait for this rank's time, that it has none
+    mine = math.inf  # tells the peers, which wait for this rank's time, that it has none
     if problem is None:
         try:
             mine = _gemm_us(gemm, device) if gemm is not None else float(us or 0.0)
@@ -57,12 +57,12 @@ def beside(
         raise ValueError(f"beside: gemm (value={gemm}, allowed=the same on all ranks)")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     shares = hidden_shares(name)
-    # Four digits: more would tell apart what is the same.
+    # Four digits: with more, equal computations would differ.
     return Computation(float(f"{agreed:.4g}"), gemm, shares["conccl"], shares["c3_sp"])
 
 
 def _problem(gemm: tuple[int, int, int, str] | None, us: float | None) -> ValueError | None:
-    """What is wrong with the arguments."""
+    """Return the error of wrong arguments; None if they are right."""
     if (gemm is None) == (us is None):
         return ValueError(f"beside: gemm, us (value={gemm}, {us}, allowed=one of the two)")
     if us is not None:
@@ -77,7 +77,7 @@ def _problem(gemm: tuple[int, int, int, str] | None, us: float | None) -> ValueE
 
 
 def _digest(gemm: tuple[int, int, int, str] | None) -> int:
-    """A number that a float32 has, for comparison."""
+    """Return a hash of the GEMM that float32 represents exactly, to compare it between ranks."""
     if gemm is None:
         return 0
     m, n, k, dtype = gemm if _problem(gemm, None) is None else (0, 0, 0, DTYPES[0])
@@ -85,10 +85,10 @@ def _digest(gemm: tuple[int, int, int, str] | None) -> int:
 
 
 def _gemm_us(gemm: tuple[int, int, int, str], device: torch.device) -> float:
-    """Microseconds that it takes alone, on the current stream."""
+    """Measure the microseconds of a GEMM alone on the current stream."""
     m, n, k, name = gemm
     dtype = getattr(torch, name)
-    # Random: numbers that are all the same take less power, and so less time.
+    # Random values: equal values take less power, and so less time.
     a, b = (torch.randn(size, dtype=dtype, device=device) for size in ((m, k), (k, n)))
     c = torch.empty(m, n, dtype=dtype, device=device)
     times = []

@@ -1,4 +1,4 @@
-"""Programs of one's own on the ranks of a communicator: proved, bound to named buffers, called like collectives."""
+"""The caller's own programs: proved, bound to named buffers, and called like collectives."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class NamedBuffers:
     """The tensors of one rank for a program.
 
     Attributes:
-        program: whose.
-        tensors: by name of the buffer.
-        regions: of the tensors.
-        remote: names of the buffers that engines of peers touch.
+        program: the program.
+        tensors: tensors by name of the buffer.
+        regions: regions of the tensors, by name.
+        remote: names of the buffers that engines of peers read or write.
     """
 
     program: Program
@@ -53,12 +53,12 @@ class NamedBuffers:
 
     @staticmethod
     def check(program: Program, given: Mapping[str, torch.Tensor], arguments: Arguments) -> NamedBuffers:
-        """Find the tensors in memory.
+        """Check the tensors of a program, and find their regions.
 
         Raises:
-            TypeError: not a program, or not tensors by name.
-            ValueError: another number of ranks, a buffer that is missing or that the program does not have, too small,
-                not contiguous, on another device, overlapping another one, or out of reach of the peers that touch it.
+            TypeError: ``program`` is no program, or ``given`` is no mapping from names to tensors.
+            ValueError: the number of ranks differs; or a buffer is missing, unknown, too small, not contiguous, on
+                another device, overlaps another one, or is not symmetric although peers use it.
         """
         if not isinstance(program, Program):
             raise TypeError(f"load: program (value={type(program).__name__}, allowed=sidelane.program.ir.Program)")
@@ -101,7 +101,7 @@ class NamedBuffers:
 
     @property
     def signature(self) -> str:
-        """What all ranks must have alike."""
+        """The signature that must be the same on all ranks."""
         places = {name: self.regions[name].place for name in sorted(self.remote)}
         text = f"{self.program!r} {places}"
         digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -110,26 +110,26 @@ class NamedBuffers:
 
 _ALIGNMENT = 256
 _EAGER, _CAPTURED = range(2)
-"""Regions of flags: replays of a graph know nothing of the calls between them."""
+"""Numbers of the flag regions: captured programs have their own, since replays do not follow the calls between them."""
 
 
 @untraced
 class BoundProgram:
-    """A program between these buffers of the ranks. Made by :meth:`Communicator.load`.
+    """A program bound to buffers of the ranks. Made by :meth:`Communicator.load`.
 
-    To call it is a call of the communicator: every rank makes it, in the order of all calls. It takes its place in the
-    caller's order of work; inside of a CUDA graph capture it becomes part of the graph. It has flags and staging of its
-    own, and keeps them and the tensors until :meth:`close`.
+    Calling it is a call of the communicator: every rank makes it, in the order of all calls. It runs in the caller's
+    order of work; inside of a CUDA graph capture it becomes part of the graph. It has its own flags and staging, and
+    keeps them and the tensors until :meth:`close`.
 
-    A program whose callers have a part in it (``sidelane.program.transform.triggers``) is started ahead, by
-    ``async_op=True``. Each :meth:`trigger` lets go on what waits for it; behind the last, the ``Work`` is waited for.
-    What callers read while it is under way is ready behind :meth:`wait_for_arrival`. In a graph, where no value of one
-    call can be written, triggers and arrivals are dependencies.
+    A program in which callers signal or wait (``sidelane.program.transform.triggers``) is started ahead, by
+    ``async_op=True``. Each :meth:`trigger` releases the commands that wait for it; after the last one, the caller waits
+    for the ``Work``. Bytes that callers read while it is under way are ready after :meth:`wait_for_arrival`. In a
+    graph, where the number of one call cannot be written, triggers and arrivals are dependencies.
 
     Attributes:
-        program: what runs.
-        triggers: how many this rank fires in each call.
-        arrivals: how many this rank may wait for in each call.
+        program: the program.
+        triggers: number of triggers that this rank fires in each call.
+        arrivals: number of arrivals that this rank may wait for in each call.
     """
 
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
@@ -163,24 +163,24 @@ class BoundProgram:
         self._has_callers = bool(self.triggers or self.arrivals)
         self._epoch = 0
         self._unfired: set[int] = set()
-        self._work: Work | None = None  # of the last call outside of graphs, where callers have a part in it
-        self._captured_work: Work | None = None  # of the last one in a graph
-        self._capture = 0  # that the last call of all went into
+        self._work: Work | None = None  # of the last call outside of graphs, if callers signal or wait in it
+        self._captured_work: Work | None = None  # of the last call in a graph
+        self._capture = 0  # number of the capture that the last call of all went into
 
     def __str__(self) -> str:
         return f"{self.program.collective} {self.program.variant}"
 
     @entry
     def __call__(self, *, async_op: bool = False) -> Work | None:
-        """Run it once, all ranks together.
+        """Run the program once, all ranks together.
 
         Args:
             async_op: return a :class:`Work` instead of ordering the caller behind it.
 
         Raises:
-            RuntimeError: it was closed, or waits for triggers of its last call.
-            ValueError: it has triggers, and the caller would wait for them before firing one.
-            UnavailableError: it cannot be captured; nothing has happened.
+            RuntimeError: it was closed, or triggers of its last call have not been fired.
+            ValueError: it has triggers and ``async_op`` is False: the caller would wait before firing them.
+            UnavailableError: it cannot be captured; nothing has been submitted.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
@@ -205,14 +205,14 @@ class BoundProgram:
         return work
 
     def trigger(self, number: int) -> None:
-        """Let go on what waits for a trigger, behind the caller's work so far, which has computed what it is for.
+        """Fire a trigger behind the caller's work so far, which has computed the bytes that it releases.
 
         Args:
-            number: of the trigger, each once in a call: that of the ``caller`` engine of this rank.
+            number: number of the trigger, which is that of the ``caller`` engine of this rank; each once per call.
 
         Raises:
-            RuntimeError: no call is under way, or it has been fired in this one.
-            ValueError: there is no such trigger, or a graph is captured that the call is not in.
+            RuntimeError: no call is under way, or the trigger has been fired in this call.
+            ValueError: there is no such trigger, or a graph is being captured that the call is not in.
             PeerError, PeerTimeoutError: a peer failed.
         """
         self._check_number("trigger", number)
@@ -225,7 +225,7 @@ class BoundProgram:
         self._unfired.discard(number)
 
     def trigger_from_host(self, number: int) -> None:
-        """As :meth:`trigger`, but at once: not behind the caller's work, which must have ended as far as it matters."""
+        """Fire a trigger at once (see :meth:`trigger`). The work that computes its bytes must have ended."""
         self._check_number("trigger_from_host", number)
         self._refuse_graphs("trigger_from_host")
         with self._calls.failing_for_good():
@@ -233,9 +233,11 @@ class BoundProgram:
         self._unfired.discard(number)
 
     def trigger_by_kernel(self, number: int) -> tuple[tuple[int, int], ...]:
-        """Where a kernel of this rank fires a trigger: (address, value) of each flag, to be stored as 32 bits, release,
-        at system scope. From here on it counts as fired: a kernel that is not launched is a time-out. On CPU ranks
-        Triton's interpreter runs the kernel, in this process. Raises as :meth:`trigger`.
+        """Return (address, value) of each flag that a kernel of this rank stores to fire a trigger.
+
+        The kernel stores 32 bits, release, at system scope. The trigger counts as fired from here on: if the kernel is
+        never launched, the call times out. On CPU ranks Triton's interpreter runs the kernel, in this process. Raises
+        as :meth:`trigger`.
         """
         self._check_number("trigger_by_kernel", number)
         self._refuse_graphs("trigger_by_kernel")
@@ -243,15 +245,15 @@ class BoundProgram:
         return tuple((address, value.at(self._epoch) & WORD_MASK) for address, value in self._words[number])
 
     def wait_for_arrival(self, number: int) -> None:
-        """Order the caller's next work behind an arrival: then it may read what has come. CPU ranks wait for the end.
+        """Order the caller's next work behind an arrival, so that it may read the bytes. CPU ranks wait for the end.
 
         Args:
-            number: of the arrival, in the order of the ``caller`` engines of this rank that wait.
+            number: number of the arrival, in the order of the ``caller`` engines of this rank that wait.
 
         Raises:
-            RuntimeError: no call is under way that was made with ``async_op=True``; or, in a graph, triggers of it have
-                not been fired.
-            ValueError: there is no such arrival, or a graph is captured that the call is not in.
+            RuntimeError: no call with ``async_op=True`` is under way; or, in a graph, not all of its triggers have been
+                fired.
+            ValueError: there is no such arrival, or a graph is being captured that the call is not in.
             PeerError, PeerTimeoutError: a peer failed.
         """
         if not 0 <= number < self.arrivals:
@@ -269,7 +271,7 @@ class BoundProgram:
                 self._arrivals[number].follow(self._epoch, place, work)
 
     def renew(self, call: int) -> None:
-        """Let flags that follow calls count as set by ``call``. Nothing of the program may be under way anywhere."""
+        """Set flags that hold call numbers as if ``call`` had set them, while the program runs on no rank."""
         if self._block is None:
             return
         words = self._block.tensor[: WORD_BYTES * self.program.flag_count].view(torch.int32)
@@ -277,7 +279,7 @@ class BoundProgram:
             words[index] = as_int32(value.at(call))
 
     def close(self) -> None:
-        """Let go of its memory and of the tensors, once this rank's calls have ended. Idempotent, and no collective.
+        """Release its memory and the tensors, once this rank's calls have ended. Idempotent, not collective.
 
         Raises:
             PeerError, PeerTimeoutError: a call failed.
@@ -286,12 +288,12 @@ class BoundProgram:
             return
         if not self._calls.closed and self._calls.failure is not None:
             with contextlib.suppress(SidelaneError):
-                self._calls.backend.synchronize()  # threads of CPU ranks look at its flags until they have heard of it
+                self._calls.backend.synchronize()  # threads of CPU ranks poll its flags until they see the failure
         elif not self._calls.closed:
             with self._calls.failing_for_good():
-                if self._capture:  # whose graph this rank has left without the program
+                if self._capture:  # this rank has ended that capture without the program
                     self._unfired.clear()
-                for number in sorted(self._unfired):  # streams that wait cannot be called back
+                for number in sorted(self._unfired):  # waits that are submitted to streams cannot be cancelled
                     self._triggers[number].fire_from_host(self._epoch)
                 self._calls.backend.synchronize()
                 if self._work is not None:
@@ -323,7 +325,7 @@ class BoundProgram:
             self.close()
 
     def _begin(self, async_op: bool, place: Place) -> int:
-        """Check that a call may begin in which callers have a part; the number of the capture that it would go into."""
+        """Check that a call with triggers or arrivals may begin. Return the number of the capture that it goes into."""
         capture = self._calls.backend.capture_of(place) if place[1] else 0
         if self._unfired and self._capture in (0, capture):
             raise RuntimeError(f"a call of {self}, which waits for its triggers {sorted(self._unfired)}")
@@ -331,11 +333,11 @@ class BoundProgram:
             raise ValueError(f"a call of {self}, which has triggers to be fired meanwhile (allowed=async_op=True)")
         before = self._work if not capture else self._captured_work if capture == self._capture else None
         if before is not None and self.triggers:
-            before.wait()  # what is computed for this call goes where that one has read
+            before.wait()  # the caller overwrites bytes that the previous call has read
         return capture
 
     def _place_of_call(self, method: str) -> Place:
-        """Where the caller stands. Raises ValueError where the call is in a graph and that not in it, or vice versa."""
+        """Return the caller's stream. Raises ValueError unless it is in the capture of the call, or both in none."""
         backend = self._calls.backend
         place = backend.place()
         if (backend.capture_of(place) if place[1] else 0) != self._capture:
@@ -363,16 +365,16 @@ class BoundProgram:
 
 @dataclasses.dataclass(frozen=True)
 class Forms:
-    """A program as it runs, proved.
+    """The proved programs that run for a caller's program, outside of captures and in them.
 
     Attributes:
-        eager: outside of captures, without what callers do themselves.
-        captured: within; None where it has none, or where that is found out in a capture.
-        problem: why not.
-        triggers: what each trigger of this rank signals.
-        arrivals: what each arrival of this rank waits for.
-        with_callers: a program in which callers have a part, from which a capture makes what it needs.
-        proves: whether to prove that.
+        eager: program outside of captures, without the commands of callers.
+        captured: program in captures; None if it cannot be captured, or if a capture makes it from ``with_callers``.
+        problem: reason why it cannot be captured.
+        triggers: signals of each trigger of this rank.
+        arrivals: waits of each arrival of this rank.
+        with_callers: program with the commands of callers, from which a capture makes its own.
+        proves: prove the latter, too.
     """
 
     eager: Program
@@ -385,23 +387,23 @@ class Forms:
 
     @staticmethod
     def of(program: Program, rank: int, capabilities: Set[type[Move]], *, proves: bool, captures: bool) -> Forms:
-        """Find the forms of a program, and prove them.
+        """Make the forms of a program, and prove them.
 
         Args:
-            program: as its author wrote it.
-            rank: whose triggers.
-            capabilities: moves that the engines have; others are put together from these.
-            proves: whether to.
-            captures: there can be graphs.
+            program: the caller's program.
+            rank: rank whose triggers and arrivals are returned.
+            capabilities: moves that the engines support; others are lowered to these.
+            proves: prove the programs; else only their structure is checked.
+            captures: the device has graphs.
 
         Raises:
             ProgramError: the program is wrong.
-            ValueError: what callers do in it is neither a trigger nor an arrival.
+            ValueError: a command of a caller is neither a trigger nor an arrival.
             UnavailableError: no executor runs one of its commands.
         """
         if proves:
             verify(program)
-        elif malformed := check_structure(program):  # of memory that there is not, say
+        elif malformed := check_structure(program):  # such as a span outside of its buffer
             raise ProgramError(f"load: refused {program.collective} {program.variant}", malformed)
         adds = [c for queue in program.queues for c in queue.commands if isinstance(c, Signal) and c.op is SignalOp.ADD]
         if adds:
@@ -414,7 +416,7 @@ class Forms:
             runs, arrivals = without_callers(eager), arrivals_of(program, rank)
             if not captures:
                 return Forms(runs, None, "there are no graphs", triggers, arrivals)
-            return Forms(runs, None, "", triggers, arrivals, eager, proves)  # one routing is rarely captured
+            return Forms(runs, None, "", triggers, arrivals, eager, proves)  # made in a capture: few are captured
         if not captures or not has_epochs(eager):
             return Forms(eager, eager)
         try:
@@ -426,7 +428,7 @@ class Forms:
         return Forms(eager, frozen)
 
     def for_a_graph(self) -> Program:
-        """What is captured. Raises UnavailableError if nothing can be."""
+        """Return the program to capture. Raises UnavailableError if it cannot be captured."""
         if self.captured is not None:
             return self.captured
         problem = self.problem
@@ -455,7 +457,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
     ready = calls.number()
     with calls.failing_for_good(), calls.telling_refusals(ready, "load"):
         bound = BoundProgram(calls, path.preparer, forms, found)
-        bound.renew(call)  # new flags hold 0, which a call far on would take for its own
+        bound.renew(call)  # new flags hold 0, which counts as signalled for a call number beyond 2**31
         backend.settle()
     calls.announce(ready, f"load {found.signature}: flags are ready", compares=True)
     path.preparer.own_programs.add(bound)
@@ -463,7 +465,7 @@ def bind_program(path: CallPath, program: Program, buffers: Mapping[str, torch.T
 
 
 def _last_signals(program: Program, rank: int) -> dict[int, Value]:
-    """Of each flag of a rank that follows calls, what an invocation leaves there."""
+    """Return the value that an invocation leaves in each flag of a rank that holds call numbers, by flag index."""
     found: dict[int, Value] = {}
     for queue in program.queues:
         for command in queue.commands:

@@ -42,7 +42,7 @@ from sidelane.session.prelaunch import Prelaunched, prepare_prelaunched
 from sidelane.session.session import Lane, Session
 
 _MOST_BYTES = 2**63 - 1
-"""That a tensor can have."""
+"""Largest number of bytes of a tensor in torch."""
 
 
 @untraced
@@ -50,32 +50,32 @@ class Communicator:
     """Collectives among the ranks of a process group on one node.
 
     Every rank of the group makes the communicator and makes the same calls in the same order, one at a time: threads
-    may take turns, or have a communicator each, but two that call at once are an error. A call takes its place in the
+    may take turns, or have a communicator each, but two threads that call at once are an error. A call runs in the
     caller's order of work: on CPUs it returns when it is done, on GPUs it is queued on the current stream (inside a
     CUDA graph capture it becomes part of the graph). ``async_op=True`` returns a :class:`Work` instead.
 
-    Tensors are contiguous and on the communicator's device. Ordinary tensors are fine everywhere; tensors from
-    :meth:`empty` save a copy, and in-place calls save that of a rank's own part (docs/internals/programs.md has both).
-    Autograd takes what a call writes as modified in place, as it does with torch.distributed.
+    Tensors must be contiguous and on the communicator's device. All calls accept ordinary tensors; tensors from
+    :meth:`empty` save a copy, and in-place calls save the copy of a rank's own part (docs/internals/programs.md).
+    Autograd treats the outputs of a call as modified in place, as it does with torch.distributed.
 
     :meth:`all_gather`, :meth:`all_to_all`, :meth:`broadcast`, :meth:`reduce_scatter` and :meth:`all_reduce` also take a
     list (or tuple) wherever they take a tensor: a call for each tensor, run as one (docs/internals/programs.md).
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
-        device: where the tensors are. None: the current CUDA device where there is one, else the CPU.
+        device: device of the tensors. None: the current CUDA device if there is one, else the CPU.
         config: settings; None for those in force (``sidelane.config``).
 
     Attributes:
-        abilities: what ``auto`` chooses among.
-        kept: what operators that are made of calls keep with it until :meth:`close`, by keys of their own.
-        profile: the measured times that it chooses by, rank 0's.
+        abilities: implementations that ``auto`` chooses among.
+        kept: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
+        profile: measured times of rank 0, by which ``auto`` chooses.
 
     Raises:
-        ValueError: more than 16 ranks. A device or a setting that there is not; the other ranks raise PeerError and say
-            which.
+        ValueError: the group has more than 16 ranks; or a device or setting does not exist, and then the other ranks
+            raise PeerError with the reason.
         UnavailableError: the ranks are on several machines, or the device lacks symmetric memory.
-        PeerTimeoutError: a rank of the group did not come.
+        PeerTimeoutError: a rank of the group did not make the communicator in time.
     """
 
     @explained(Page.ERRORS)
@@ -97,7 +97,7 @@ class Communicator:
         self.rank, self.world_size = session.rank, session.world_size
         self.device, self.config = session.device, session.config
         self.lane, self.profile, self.abilities = lane, lane.profile, lane.backend.abilities
-        # As its own: every call comes by.
+        # As attributes of its own, for speed: every call reads them.
         self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
         self._control, self._backend = lane.control, lane.backend
         self._barrier_tensor: torch.Tensor | None = None
@@ -107,18 +107,18 @@ class Communicator:
     def empty(self, *size: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Make an uninitialised tensor in symmetric memory. Collective: same size and dtype on every rank.
 
-        Its bytes come from a pool that grows when there is no room. They go back when the tensor and its views have
-        gone on all ranks; calls that were made before may still use them then, as with torch's own allocator. What a
-        graph has captured is kept until :meth:`close`.
+        Its bytes come from a pool that grows when it is full. They are reused once the tensor and its views have been
+        deleted on all ranks, while earlier calls may still be using them, as with torch's own allocator. Tensors that
+        a graph has captured are kept until :meth:`close`.
 
         Args:
             size: shape, as in ``torch.empty``.
-            dtype: any that torch has a size for.
+            dtype: any dtype with a fixed element size.
 
         Raises:
-            MismatchError: ranks asked for different sizes; nothing was allocated.
-            PeerTimeoutError: a rank did not come.
-            UnavailableError: the device does not have it, or ``Config.memory_bytes`` are reserved; on all ranks alike.
+            MismatchError: the sizes differ between ranks; nothing was allocated.
+            PeerTimeoutError: a rank did not make the call in time.
+            UnavailableError: there is no more memory, or ``Config.memory_bytes`` are reserved; on all ranks alike.
         """
         return self._empty(size, dtype)
 
@@ -150,7 +150,7 @@ class Communicator:
         return tensor[:nbytes].view(dtype).view(shape)
 
     def memory(self) -> MemoryUse:
-        """The symmetric memory that :meth:`empty` and calls have taken from the device, and how much is in use."""
+        """Return the bytes of symmetric memory that :meth:`empty` and calls have reserved, and how many are in use."""
         return dataclasses.replace(self.lane.memory.use(), own=self.lane.preparer.own_bytes)
 
     @repeated_entry
@@ -171,8 +171,8 @@ class Communicator:
             async_op: return a :class:`Work` instead of ordering the caller behind the collective.
             variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``bcst`` (``output`` symmetric), ``one_shot``
                 (a kernel, GPUs only: docs/internals/protocols.md), or ``auto`` (docs/internals/choice.md).
-            beside: for ``auto``: ``nothing`` runs next to it, or ``compute``, which wants all compute units, or what
-                :meth:`beside` returns. None takes ``Config.beside``.
+            beside: for ``auto``, the work that runs next to the call: ``nothing``; ``compute``, which uses all compute
+                units; or a result of :meth:`beside`. None takes ``Config.beside``.
 
         Raises:
             ValueError, TypeError: wrong arguments; nothing has moved.
@@ -200,9 +200,9 @@ class Communicator:
             input: any dtype.
             output_split_sizes: rows of dimension 0 from each rank; None, like the next one, for equal parts.
             input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
-            copy_own_part: False leaves part r of rank r where it is, in ``input``: nothing writes its place in
-                ``output``, and nothing reads it. The same on all ranks. Next to a GEMM that copy is what costs most
-                (docs/guide/overlap.md). Copy engines only; in place nothing is copied anyway.
+            copy_own_part: False leaves part r of rank r in ``input`` only: its place in ``output`` is not written, and
+                the part is not read. The same on all ranks. Next to a GEMM this copy is the most expensive one
+                (docs/guide/overlap.md). Copy engines only; a call in place has no such copy anyway.
             async_op: see :meth:`all_gather`.
             beside: see :meth:`all_gather`.
             variant: ``pcpy``, ``b2b``, ``striped``, ``alternating``, ``swap`` (``output`` symmetric, equal counts),
@@ -337,7 +337,7 @@ class Communicator:
                 batch.all_to_all(tokens_out, tokens)
 
         Args:
-            variant: of all: ``b2b``, ``pcpy``, what else every kind in the block has for lists, or ``auto``.
+            variant: of all: ``b2b``, ``pcpy``, any other that every kind in the block has for lists, or ``auto``.
             beside: see :meth:`all_gather`.
             async_op: ``batch.work`` is then a :class:`Work`.
 
@@ -360,16 +360,17 @@ class Communicator:
 
         Args:
             output: see :meth:`all_gather`; the handle keeps it.
-            input: likewise.
+            input: see :meth:`all_gather`; the handle keeps it.
             variant: of copy engines: ``b2b``, ``pcpy``, ``bcst`` (``output`` symmetric).
-            host_trigger: where ``trigger_from_host()`` shall work; the engines then see any trigger a little later.
+            host_trigger: allow ``trigger_from_host()``; the engines then see any trigger a little later.
             beside: see :meth:`all_gather`.
 
         Returns:
             The handle (docs/internals/prelaunch.md), to be used in a ``with`` block.
 
         Raises:
-            As :meth:`all_gather`, and UnavailableError inside a capture, or where no trigger could get through.
+            Exception: as :meth:`all_gather`.
+            UnavailableError: inside a capture, or if the armed call would block its own trigger.
         """
         return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger, beside)
 
@@ -391,18 +392,17 @@ class Communicator:
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
-        """Prove a program of one's own and bind it to tensors, to call it like a collective. Collective.
+        """Prove the caller's own program and bind it to tensors, to call it like a collective. Collective.
 
         Args:
-            program: the same on every rank (docs/internals/programs.md). What it claims to do is a collective, with the
-                buffers ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any
-                names.
-            buffers: this rank's tensors by name, any dtype, contiguous, of at least the bytes that the program has
-                there. A buffer that engines of peers touch is symmetric memory (:meth:`empty`) at one place on every
-                rank, also on those that have no bytes in it.
+            program: the same on every rank (docs/internals/programs.md). Its claim is a collective, with the buffers
+                ``input`` and ``output``, or a :class:`sidelane.program.contract.Contract` with buffers of any names.
+            buffers: this rank's tensors by name: any dtype, contiguous, at least as large as in the program. A buffer
+                that engines of peers use must be symmetric memory (:meth:`empty`) at one place on every rank, even on
+                ranks that have no bytes in it.
 
         Returns:
-            What runs it: ``run = communicator.load(program, buffers)``, then ``run()`` on every rank.
+            A callable: ``run = communicator.load(program, buffers)``, then ``run()`` on every rank.
 
         Raises:
             ProgramError: the proof failed; the text names ranks, commands and bytes.
@@ -414,19 +414,20 @@ class Communicator:
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
-        """Give a Triton kernel of one's own flags, by which it meets its peers. Collective.
+        """Give the caller's own Triton kernel its flags, by which it synchronizes with its peers. Collective.
 
         Args:
-            kernel: made by ``triton.jit``. Its first argument is the context (``sidelane.device.context`` has what it
-                can do with it). CPU ranks run it by Triton's interpreter, with ``TRITON_INTERPRET=1``.
-            flags: how many it signals and waits for, of each sender.
+            kernel: made by ``triton.jit``. Its first argument is the context, for the functions of
+                ``sidelane.device.context``. CPU ranks run it by Triton's interpreter, with ``TRITON_INTERPRET=1``.
+            flags: number of flags that it has for each sender.
 
         Returns:
-            What launches it (docs/guide/own-kernels.md): ``push = communicator.load_kernel(push_tiles, flags=8)``, then
-            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)`` on every rank.
+            The kernel, to be launched on every rank (docs/guide/own-kernels.md):
+            ``push = communicator.load_kernel(push_tiles, flags=8)``, then
+            ``push.launch((8,), communicator.peers(output), shard, TILE=1024)``.
 
         Raises:
-            TypeError, ValueError: no kernel, or a number of flags that there is not; nothing was allocated.
+            TypeError, ValueError: ``kernel`` is no kernel, or ``flags`` is out of range; nothing was allocated.
             UnavailableError: inside a capture, or more than 8 ranks.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
@@ -434,19 +435,19 @@ class Communicator:
 
     @leaving_modes
     def peers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Addresses of a symmetric tensor on all ranks, for kernels: int64[world_size] on its device. No collective.
+        """Return the addresses of a symmetric tensor on all ranks, int64[world_size] on its device. Not collective.
 
         Raises:
             ValueError: the tensor is not symmetric memory, or not contiguous.
-            UnavailableError: of a new tensor, while a graph is captured.
+            UnavailableError: a graph is being captured, and the tensor is new.
         """
         return self.lane.peers(tensor)
 
     @leaving_modes
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Number of the block and offset in bytes of a symmetric tensor; None for ordinary memory. No collective.
+        """Return the block number and offset in bytes of a symmetric tensor; None for ordinary memory. Not collective.
 
-        Tensors at the same place of different ranks are those that their peers reach by :meth:`peers`.
+        :meth:`peers` returns the addresses of the tensors at the same place on all ranks.
 
         Raises:
             ValueError: the tensor is not contiguous, or symmetric memory of another communicator.
@@ -463,14 +464,14 @@ class Communicator:
 
     @leaving_modes
     def reach(self, tensor: torch.Tensor) -> Reached:
-        """How peers get at a tensor: ``symmetric``, ``mapped`` or ``staged``, and why. No collective.
+        """Return how peers reach a tensor (``symmetric``, ``mapped`` or ``staged``), and why. Not collective.
 
-        A tensor that is ``mapped`` is staged all the same where that of another rank is, and in asynchronous calls that
-        do not go ahead (docs/internals/reach.md; :meth:`last_choice` says of a call that it has). One in a
+        A ``mapped`` tensor is staged nevertheless if the tensor of another rank is, and in asynchronous calls that do
+        not go ahead (docs/internals/reach.md; :meth:`last_choice` tells whether a call did). A tensor in a
         :func:`sidelane.pool` is ``symmetric`` once the ranks have found it at one place on all of them.
 
         Raises:
-            ValueError: no call takes this tensor.
+            ValueError: no call accepts this tensor.
         """
         (region,) = self.lane.arguments.regions("reach", tensor)
         if region.symmetric:
@@ -485,17 +486,17 @@ class Communicator:
 
     @leaving_modes
     def beside(self, *, gemm: tuple[int, int, int, str] | None = None, us: float | None = None) -> Computation:
-        """Say what runs next to calls, for their ``beside=``: ``auto`` then weighs how much of either disappears.
+        """Describe the computation next to calls, for their ``beside=``: ``auto`` then weighs how much of either hides.
 
-        Collective: the slowest rank's time is the hint of all ranks. It is one small collective and, of a GEMM, a few
-        runs of it on the current stream, whose matrices are freed again; make it once and keep it.
+        Collective: the slowest rank's time counts on all ranks. It takes one small collective and, for a GEMM, a few
+        runs of it on the current stream, whose matrices are freed again; call it once and keep the result.
 
         Args:
-            gemm: (m, n, k, dtype): m x k times k x n, dtype as torch names it (``bfloat16``).
-            us: instead, what the computation takes, in microseconds.
+            gemm: (m, n, k, dtype): m x k times k x n, with torch's name of the dtype (``bfloat16``).
+            us: instead of ``gemm``, the time of the computation in microseconds.
 
         Raises:
-            ValueError: both or none of them; dimensions, a dtype or a time that is none; another GEMM than on other
+            ValueError: both or none of them are given; a dimension, dtype or time is wrong; or the GEMM differs between
                 ranks. On every rank.
             UnavailableError: a graph is being captured.
         """
@@ -521,15 +522,15 @@ class Communicator:
         self.lane.synchronize()
 
     def last_choice(self) -> Choice | None:
-        """How this rank's last call was run, and why; None before the first call."""
+        """Return the candidate that ran this rank's last call, and the reason; None before the first call."""
         return self._calls.last_choice
 
     def last_submitted(self) -> Submitted | None:
-        """What this rank's last call gave to its engines, by class of engine; None before the first call."""
+        """Return the commands of this rank's last call, by class of engine; None before the first call."""
         return self._backend.executor.ledger.last
 
     def submitted(self) -> Counts:
-        """The same for all calls since the communicator was made, without those that were captured into graphs."""
+        """Return the sum of :meth:`last_submitted` over all calls, without those that were captured into graphs."""
         return self._backend.executor.ledger.total()
 
     def close(self) -> None:
@@ -564,7 +565,7 @@ class Communicator:
                 if made:
                     return None
                 if made is None:
-                    repeats = None  # it may be remembered, and its time come again
+                    repeats = None  # the call may be remembered already, and run again later
             except (PeerError, KeyboardInterrupt) as error:
                 self._calls.fail(error)
                 raise

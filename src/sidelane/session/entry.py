@@ -1,4 +1,4 @@
-"""The door of a communicator: methods that take a place in the order of its calls go in by it."""
+"""Decorators for the methods of a communicator that are calls: one at a time, in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class HasCalls(Protocol):
-    """Whatever makes calls of a communicator."""
+    """An object that makes calls of a communicator."""
 
     _calls: Calls
 
@@ -25,16 +25,16 @@ S = TypeVar("S", bound=HasCalls)
 
 
 def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let one thread in at a time; tell the peers of a call whose arguments do not even fit; let no compiler in.
+    """Wrap a method that is a call: one thread at a time, wrong signatures told to the peers, no tracing by compilers.
 
-    Calls have one order, which is the same on all ranks. Two threads that call at once have none, so that this is an
-    error on the rank where it is noticed, and ends the communicator: nobody knows which of the two calls its peers are
-    in. (Threads that take turns, as backward passes do, are fine.) A signal handler, or a finaliser, that calls inside
-    of a call of its own thread is refused before the call has a place in the order, so that nothing ends. A call that
-    Python refuses for its signature has its place in the order, too: the peers may have made it. Arguments that are
-    refused say where to read on. And what a compiler traces would be done while it traces.
+    Calls have one order, which is the same on all ranks. Two threads that call at once have no defined order. This is
+    an error, which ends the communicator: it is not known which of the two calls the peers are in. (Threads that take
+    turns, as backward passes do, are fine.) A signal handler or a finaliser that calls inside of a call of its own
+    thread is refused before its call gets a number, so that the communicator goes on. A call that Python refuses for
+    its signature gets a number, too: the peers may have made it. Errors about arguments name the page to read. Tracing
+    by torch.compile is disabled, since a traced call would run while the compiler traces.
 
-    What the method does is done outside of the caller's modes of PyTorch (``sidelane.modes``).
+    The method runs outside of the caller's modes of PyTorch (``sidelane.modes``).
 
     It costs 0.5 us a call (two cores of an EPYC, Python 3.11; eager calls take the host 4 us and more).
     """
@@ -42,7 +42,7 @@ def entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P],
 
 
 def repeated_entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Let in as :func:`entry` does, for calls that compiled code repeats: ``CallPath`` leaves modes for all others."""
+    """Wrap a method as :func:`entry` does, but without leaving modes: a repeated call need not, ``CallPath`` does."""
     return _door(method, leaves_modes=False)
 
 
@@ -51,7 +51,7 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
     @functools.wraps(method)
     def entered(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         calls = self._calls
-        entrance = calls.entrance  # a forked copy has another one
+        entrance = calls.entrance  # read each time, since a forked copy has another lock
         if not entrance.acquire(False):
             if (outer := _inside(calls)) is not None:
                 raise made_inside(method.__name__, outer)
@@ -62,7 +62,7 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
                     return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
-            # No name for the traceback: it keeps this frame, which would keep it.
+            # The traceback gets no local name: it refers to this frame, and the name would close a reference cycle.
             if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
                 error = see(unfit(error, method), Page.ERRORS)  # raised here, not inside of the method
                 calls.refuse(calls.number(), method.__name__, error)
@@ -78,7 +78,7 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
 
 
 def _inside(calls: Calls) -> str | None:
-    """The method that this thread is inside of, where a signal handler or a finaliser has interrupted it."""
+    """Return the method of this thread that a signal handler or finaliser has interrupted; None if there is none."""
     door = sys._getframe(1)
     frame = door.f_back
     while frame is not None:

@@ -17,22 +17,21 @@ from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-"""A tensor, or a list of them: all tensor arguments of a call are the one or the other."""
+"""A tensor or a list of tensors: either all tensor arguments of a call are lists, or none."""
 
 
 def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
-    """True if a call is one with lists, or meant to be."""
+    """Return True if an argument of a call is a list, and calls of this kind take lists."""
     return kind in LISTED and any(isinstance(argument, list | tuple) for argument in arguments)
 
 
 class ListedCall:
-    """Collectives on lists of tensors, run as one call; with ``BATCH`` for a name, of several kinds.
+    """Collectives on lists of tensors that run as one call; under the name ``BATCH`` of several kinds.
 
     Args:
-        name: of the call: its kind, or ``BATCH``.
-        asked: what to do, in no order.
-        world_size: ranks.
-
+        name: kind of the call, or ``BATCH``.
+        asked: the collectives; they have no order among each other.
+        world_size: number of ranks.
     """
 
     def __init__(self, name: str, asked: Sequence[CallRequest], world_size: int) -> None:
@@ -41,7 +40,7 @@ class ListedCall:
 
     @cached_property
     def _lists(self) -> list[list[Sequence[torch.Tensor]]]:
-        """Of each collective. Raises TypeError or ValueError for lists that do not go together."""
+        """The arguments of each collective as lists. Raises TypeError or ValueError for lists of different lengths."""
         return [_lists(each) for each in self._asked]
 
     @cached_property
@@ -81,7 +80,7 @@ class ListedCall:
 
 
 def _lists(asked: CallRequest) -> list[Sequence[torch.Tensor]]:
-    """The arguments as lists, outputs first."""
+    """Return the arguments as lists, outputs first."""
     lists: list[Sequence[torch.Tensor]] = []
     listed = any(isinstance(argument, list | tuple) for argument in asked.given)
     for argument in asked.given:
@@ -112,14 +111,14 @@ def _requests(
 
 
 def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:
-    """Refuse tensors that overlap where one of them is written: nothing orders the tensors of a call."""
+    """Refuse tensors that overlap if one of them is written: the tensors of a call have no order."""
     touched: list[tuple[Region, int, bool]] = []
     for number, request in enumerate(requests):
         if request.collective.in_place:
             touched.append((request.whole, number, True))
         else:
             touched += [(request.output, number, True), (request.input, number, False)]
-    last: dict[bool, tuple[int, int]] = {}  # of those that are written, and of those that are read: end and number
+    last: dict[bool, tuple[int, int]] = {}  # end and number of the last written (True) and of the last read region
     for region, number, written in sorted(touched, key=lambda entry: entry[0].address):
         if not region.nbytes:
             continue

@@ -1,4 +1,4 @@
-"""Kernels of one's own on the ranks of a communicator: with flags of their own, launched like collectives."""
+"""The caller's own kernels: loaded with their own flags, and launched like collectives."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from sidelane.session.entry import entry
 
 MOST_FLAGS = 1 << 20
 MOST_RECENT = 1024
-"""Launches remembered by their arguments."""
+"""Largest number of launches that are cached by their arguments."""
 
 MOST_GRID = (2**31 - 1, 65535, 65535)
 
 
 @untraced
 class OwnKernel:
-    """A Triton kernel that talks to its peers by ``sidelane.device.context``. Made by ``Communicator.load_kernel``.
+    """A Triton kernel that signals its peers by ``sidelane.device.context``. Made by ``Communicator.load_kernel``.
 
     Attributes:
-        kernel: what runs.
-        name: of it.
-        flags: how many it has.
-        context: what it gets as its first argument: int64, on the device.
+        kernel: the function that ``triton.jit`` made.
+        name: its name.
+        flags: number of its flags for each sender.
+        context: its first argument, an int64 tensor on the device.
     """
 
     def __init__(self, calls: Calls, preparer: Preparer, device: torch.device, kernel: Any, flags: int) -> None:
@@ -77,22 +77,22 @@ class OwnKernel:
     def launch(
         self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, alike: str = "", **options: Any
     ) -> Work | None:
-        """Launch it on all ranks together: a call of the communicator, in the order of all calls.
+        """Launch the kernel on all ranks together: a call of the communicator, in the order of all calls.
 
-        It takes its place in the caller's order of work; inside of a CUDA graph capture it becomes part of the graph.
+        It runs in the caller's order of work; inside of a CUDA graph capture it becomes part of the graph.
 
         Args:
-            grid: programs in one to three dimensions, the same on every rank.
-            arguments: behind the context, of any type that Triton takes. Their values may differ between ranks.
+            grid: number of programs in one to three dimensions, the same on every rank.
+            arguments: arguments after the context, of any type that Triton takes. Values may differ between ranks.
             async_op: return a :class:`Work` instead of ordering the caller behind it.
-            alike: what else must be the same on every rank; compared, like grid and options, where it is new.
-            options: constants of the kernel and what Triton's launcher takes (``num_warps``), the same on every rank.
+            alike: text that must be the same on every rank; like grid and options it is compared if it is new.
+            options: constants of the kernel and options of Triton's launcher (``num_warps``), the same on every rank.
 
         Raises:
-            RuntimeError: it was closed, or its last launch has not come to ``end``.
-            ValueError: a grid that there is not.
+            RuntimeError: it was closed, or its first launch did not call ``end``.
+            ValueError: the grid is out of range.
             UnavailableError: this device cannot run it.
-            Exception: what Triton raises where it cannot compile it; nothing has happened.
+            Exception: Triton cannot compile it; nothing has been launched.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
         calls = self._calls
@@ -137,19 +137,22 @@ class OwnKernel:
 
     @property
     def counters(self) -> torch.Tensor:
-        """int32, on the device: what ``begin_of`` and ``end_relaxed`` take (``sidelane.device.context``)."""
+        """Counters for ``begin_of`` and ``end_relaxed`` (``sidelane.device.context``): int32, on the device."""
         if self._block is None:
             raise RuntimeError(f"counters of {self}, which was closed")
         return self._block.tensor[:REGION_FLAGS_OFFSET].view(torch.int32)
 
     def generation(self) -> int:
-        """How many launches have come to their end on this rank, replays included. Waits for the caller's work."""
+        """Return the number of launches that have ended on this rank, replays included. Waits for the caller's work."""
         if self._block is None:
             raise RuntimeError(f"generation of {self}, which was closed")
         return int(self._block.tensor[:8].view(torch.int32)[GENERATION]) & 0xFFFFFFFF
 
     def _see_that_it_ends(self) -> None:
-        """A kernel without ``end`` has one generation for ever, in which no wait waits. The host does not wait here."""
+        """Refuse a kernel whose first launch has finished without ``end``. The host does not wait here.
+
+        The generation of such a kernel never changes, so that signals of older launches would fulfil its waits.
+        """
         if not self._has_launched or (self._first is not None and not self._first.query()):
             return
         with torch.cuda.stream(None if self._first is None else torch.cuda.Stream(self.context.device)):
@@ -158,10 +161,10 @@ class OwnKernel:
         self._first, self._has_ended = None, True
 
     def renew(self, call: int) -> None:
-        """Nothing: generations are its own."""
+        """Do nothing: the flags hold generations of this kernel, not call numbers."""
 
     def close(self) -> None:
-        """Let go of its flags, once this rank's calls have ended. Idempotent, and no collective.
+        """Release its flags, once this rank's calls have ended. Idempotent, not collective.
 
         Raises:
             PeerError, PeerTimeoutError: a call failed.
@@ -183,12 +186,11 @@ class OwnKernel:
 
 
 def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
-    """Give a kernel flags of its own. Collective. See ``Communicator.load_kernel``.
+    """Give a kernel its own flags. Collective. See ``Communicator.load_kernel``.
 
-    Of a session's up to 16 ranks only 8 may: what a kernel does with all ranks at once it does in ``MAX_RANKS`` lanes,
-    a constant of the compiled kernel (``device/context``), and a row of flags has as many words. So have the context
-    and the board of who is waited for. The kernels of collectives have the same limit, and so have the fused operators,
-    which come here.
+    Sessions have up to 16 ranks, but kernels only 8: a kernel handles all ranks at once in ``MAX_RANKS`` lanes, a
+    constant of the compiled kernel (``device/context``). Rows of flags, the context, and the board have as many words.
+    The kernels of collectives and of the fused operators, which are loaded here, have the same limit.
     """
     arguments = path.arguments
 
@@ -211,11 +213,11 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
 
 
 class Peers:
-    """Where each rank has a symmetric tensor, for kernels: int64[N] on the device, of each tensor only once.
+    """Cache of the addresses of symmetric tensors on all ranks, for kernels: int64[N] on the device per place.
 
     Args:
-        heap: of the session.
-        arguments: checks what callers pass.
+        heap: symmetric memory of the session.
+        arguments: checks tensors.
     """
 
     def __init__(self, heap: SymmetricHeap, arguments: Arguments) -> None:
@@ -241,7 +243,7 @@ class Peers:
 
 
 def name_of(kernel: Any) -> str:
-    """Name of what ``triton.jit`` made."""
+    """Return the name of a function that ``triton.jit`` made."""
     function = getattr(kernel, "fn", kernel)
     while hasattr(function, "fn"):  # of an autotuner
         function = function.fn
@@ -251,7 +253,7 @@ def name_of(kernel: Any) -> str:
 def _key_of(
     launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
 ) -> Hashable | None:
-    """All that a launch depends on; None where that is not known."""
+    """Return a cache key of all that a launch depends on; None if an argument has an unknown type."""
     parts: list[Hashable] = [captured, *launch, *options.items()]
     for part in arguments:
         if isinstance(part, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Results of operations on CPU ranks, placed in a pool: torch's allocator for CPUs cannot be replaced."""
+"""Pools on CPU ranks: results of operations are moved into a pool, since torch's CPU allocator cannot be replaced."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sidelane.collectives.allocator import BlockAllocator
 from sidelane.memory.storage import storage_of
 
 _NO_CONTENT = frozenset({"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"})
-"""Operations whose results need not be copied."""
+"""Names of operations whose results are uninitialised, so that moving them needs no copy."""
 
 _LIFTED = frozenset({"aten::lift_fresh", "aten::lift"})
-"""What torch passes a tensor through that ``torch.tensor`` has made of values; it is said to be a view."""
+"""Names of operations that return new tensors of ``torch.tensor``, although their schema declares views."""
 
 
 class HostPlacer:
-    """See ``pools.Placer``.
+    """Implementation of ``pools.Placer`` in host memory.
 
     Args:
-        name: of the pool.
-        region: its bytes, which every tensor in it keeps.
-        gone: told when nothing refers to them any more.
+        name: name of the pool.
+        region: bytes of the pool; every tensor in it keeps them alive.
+        gone: called when no tensor refers to them any more.
     """
 
     def __init__(self, name: str, region: torch.Tensor, gone: Callable[[], object]) -> None:
         self._name, self._nbytes = name, region.nbytes
         self._region = storage_of(region, 0, region.nbytes, gone)
-        self._places, self._lock = BlockAllocator(1), forks.rlock()  # a storage may go in the middle of anything
+        self._places, self._lock = BlockAllocator(1), forks.rlock()  # a storage may be freed at any point of the code
         self._dropped: list[int] = []
         self._places.grow(0, region.nbytes)
 
@@ -46,13 +46,13 @@ class HostPlacer:
         return _Placing(self)
 
     def close(self) -> None:
-        """Nothing to do: tensors keep the region."""
+        """Do nothing: tensors keep the region."""
 
     def storage(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of so many bytes (> 0).
+        """Allocate a storage of ``nbytes`` (> 0).
 
         Raises:
-            torch.OutOfMemoryError: they do not fit.
+            torch.OutOfMemoryError: it does not fit.
         """
         with self._lock:
             self._take_back()
@@ -72,7 +72,7 @@ class HostPlacer:
 
 
 class _Placing(TorchDispatchMode):
-    """Moves what operations return into a pool."""
+    """Dispatch mode that moves results of operations into a pool."""
 
     def __init__(self, placer: HostPlacer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class _Placing(TorchDispatchMode):
         return place(result, fresh[0])
 
     def _place(self, tensor: torch.Tensor, *, copied: bool) -> torch.Tensor:
-        """The same tensor, in a storage of the pool."""
+        """Return a tensor of the same shape and strides in a storage of the pool, with the values if ``copied``."""
         extent = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         storage = self._placer.storage(extent * tensor.itemsize)
         placed = torch.empty(0, dtype=tensor.dtype)

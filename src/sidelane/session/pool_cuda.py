@@ -1,4 +1,4 @@
-"""What torch allocates on a GPU, placed in a pool: a memory pool of torch's, whose segments are parts of the region."""
+"""Pools on GPUs: a ``torch.cuda.MemPool`` whose segments are parts of a symmetric region."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sidelane.native.arena import ARENAS, ArenaLibrary, load_arenas
 
 
 class DevicePlacer:
-    """See ``pools.Placer``.
+    """Implementation of ``pools.Placer`` on a GPU.
 
     Args:
-        name: of the pool.
-        region: its bytes.
-        gone: told when nothing refers to them any more.
-        timeout_s: that the device may take to become idle.
+        name: name of the pool.
+        region: bytes of the pool.
+        gone: called when no tensor refers to them any more.
+        timeout_s: seconds that the device may take to become idle.
 
     Raises:
         UnavailableError: the library cannot be compiled, there are too many pools, or the device is not idle in time.
@@ -38,7 +38,7 @@ class DevicePlacer:
             raise UnavailableError(f"pool: what GPUs need cannot be compiled: {error}") from error
         device = region.device
         assert device.index is not None
-        # The memory may be in use by calls that are queued, and any stream will write there.
+        # Queued calls may still use this memory, and from now on any stream may write there.
         deadline = time.monotonic() + timeout_s
         while not becomes_idle(device):
             if time.monotonic() > deadline:
@@ -58,7 +58,7 @@ class DevicePlacer:
 
     @property
     def nbytes(self) -> int:
-        """Of the region."""
+        """Size of the region in bytes."""
         return self._region.nbytes
 
     @contextlib.contextmanager
@@ -82,13 +82,13 @@ class DevicePlacer:
                 _closed.append(self)
 
     def end(self) -> bool:
-        """Give the memory back, if no tensor and no graph has any of it, and the device is idle."""
+        """Return the memory if no tensor or graph uses any of it and the device is idle. Return whether that was so."""
         if self._pool is not None:
             if self._pool.use_count() > 1 or any(segment["active_size"] for segment in self._pool.snapshot()):
                 return False
             if not becomes_idle(self._region.device):
                 return False
-            self._pool = None  # torch lets go of its segments
+            self._pool = None  # torch frees its segments
         if not self._library.close(self._slot):
             return False
         self._gone()
@@ -96,7 +96,7 @@ class DevicePlacer:
 
 
 def give_back_pools() -> None:
-    """Give back the memory of pools that have gone, with all that was in them. Not while a graph is captured."""
+    """Return the memory of deleted pools whose tensors are all deleted, too. Does nothing while a graph is captured."""
     if torch.cuda.is_current_stream_capturing():
         return
     with _lock:
@@ -107,13 +107,13 @@ def give_back_pools() -> None:
 
 
 def waiting_bytes() -> int:
-    """Of pools that have gone, and are still to be given back."""
+    """Return the bytes of deleted pools whose memory has not been returned yet."""
     with _lock:
         return sum(placer.nbytes for placer in _closed)
 
 
 def _allocator(library: ArenaLibrary, slot: int) -> Any:
-    """Torch refers to it for as long as it has any memory of it, also at the end of the process: it is never freed."""
+    """Return the torch allocator of a slot. It is never freed: torch uses it even at the end of the process."""
     if slot not in _allocators:
         made = torch.cuda.memory.CUDAPluggableAllocator(str(library.path), *library.names(slot)).allocator()
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
@@ -123,11 +123,11 @@ def _allocator(library: ArenaLibrary, slot: int) -> Any:
 
 _allocators: dict[int, Any] = {}
 _closed: list[DevicePlacer] = []
-_lock = forks.rlock()  # the last reference to a pool may go in the middle of anything
+_lock = forks.rlock()  # the last reference to a pool may be dropped at any point of the code
 
 
 @forks.in_copies
 def _begin_anew() -> None:
-    """In a copy: its parent gives its pools back itself, and slots are those of the parent's library."""
+    """Forget, in a forked copy, the pools and allocators of the parent, which returns their memory itself."""
     _closed.clear()
     _allocators.clear()

@@ -28,21 +28,21 @@ class Placer(Protocol):
         ...
 
     def active(self) -> contextlib.AbstractContextManager[object]:
-        """While entered, what this thread allocates is placed there."""
+        """Return a context manager; inside of it, allocations of this thread are placed in the pool."""
         ...
 
     def close(self) -> None:
-        """Nobody will enter any more. What was placed there stays, and keeps the memory."""
+        """Note that the pool is not entered any more. Tensors in it stay valid, and keep its memory."""
         ...
 
 
 @untraced
 class SymmetricPool:
-    """Symmetric memory for whatever torch allocates inside a ``with`` block. Made by :func:`pool`.
+    """Symmetric memory for all that torch allocates inside of a ``with`` block. Made by :func:`pool`.
 
     Attributes:
-        name: the same on all ranks.
-        nbytes: size.
+        name: name of the pool, the same on all ranks.
+        nbytes: size in bytes.
     """
 
     def __init__(self, communicator: Communicator, name: str, region: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class SymmetricPool:
 
     @property
     def used(self) -> int:
-        """Bytes that tensors have; on GPUs what torch's allocator has taken for them, and keeps."""
+        """Bytes of the tensors in the pool; on GPUs the bytes that torch's allocator has taken for them, and keeps."""
         return self._placer.used
 
     @property
@@ -108,45 +108,45 @@ class SymmetricPool:
 @keep_compilers_out
 @explained(Page.ERRORS)
 def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
-    """Reserve symmetric memory in which torch places what it allocates inside ``with``. Collective, of one size.
+    """Reserve symmetric memory for torch's allocations inside of ``with``. Collective, of the same size on all ranks.
 
     ::
 
         with sidelane.pool(comm, 1 << 30) as memory:
-            hidden = model(tokens)      # lies in the pool, with all that led to it
+            hidden = model(tokens)      # lies in the pool, with all intermediate tensors
         comm.all_reduce(hidden)         # without staging
 
-    Each rank places tensors by itself. Where the ranks allocate alike, a tensor lies at one place on all of them, and
-    is symmetric like one of :meth:`Communicator.empty`: the first call that it is in compares that, and its host waits
-    for the peers' hosts; calls after it do not. A tensor that lies elsewhere on some rank is ``mapped``: it is reached
-    without staging, but its host waits in every call. ``Communicator.reach`` says which. Asynchronous calls wait for
-    nobody's host: they stage what was not compared before. As with all symmetric memory, what is one rank's n-th use of
-    a tensor must be that of the others, too: a tensor that is new on one rank only is a MismatchError.
+    Each rank places tensors independently. If the ranks allocate alike, a tensor lies at one place on all of them and
+    is symmetric, like one of :meth:`Communicator.empty`. The first call with a tensor compares its places, and the host
+    waits for the peers' hosts; later calls do not. A tensor whose place differs on some rank is ``mapped``: peers reach
+    it without staging, but the host waits in every call. ``Communicator.reach`` tells which. Asynchronous calls never
+    wait for hosts: they stage tensors that were not compared before. As with all symmetric memory, the ranks must use
+    corresponding tensors in the same calls: a tensor that is new on one rank only raises MismatchError.
 
     On GPUs it is a ``torch.cuda.MemPool``: everything that this thread allocates inside is placed there (backward
     passes run on threads of their own: see torch's documentation). torch takes 2 MiB for tensors up to 1 MiB, 20 MiB
-    for those up to 10 MiB, and otherwise multiples of 2 MiB; a piece that it has given back serves the same stream.
+    for those up to 10 MiB, and otherwise multiples of 2 MiB; a freed piece is reused on the same stream.
 
-    On CPUs, whose allocator cannot be replaced, a ``TorchDispatchMode`` moves results there: of factory functions
-    (``torch.tensor`` and ``torch.empty`` too), of operations, with their backward passes, and of ``out=`` where that
-    was empty. That is a copy more, but for uninitialised tensors. What is no strided tensor of class ``torch.Tensor``
-    stays where it is, as do views, tensors without bytes, ``resize_``, and what other libraries allocate.
+    On CPUs, whose allocator cannot be replaced, a ``TorchDispatchMode`` moves results into the pool: those of factory
+    functions (``torch.tensor`` and ``torch.empty`` too), of operations and their backward passes, and of ``out=`` if it
+    was empty. This costs a copy, except for uninitialised tensors. Tensors that are not strided or not of class
+    ``torch.Tensor`` are not moved, nor are views, tensors without bytes, ``resize_``, and memory of other libraries.
 
-    Entering the pool again goes on in it. The memory lives as long as tensors made in it, and goes back to the
-    communicator when the pool and they have gone on all ranks; on GPUs when the next pool is made.
+    The pool can be entered several times. Its memory lives as long as tensors in it. It returns to the communicator
+    once the pool and its tensors are deleted on all ranks; on GPUs when the next pool is made.
 
     Args:
-        communicator: whose symmetric memory. Tensors in a pool are for its session.
-        nbytes: to reserve on each rank, > 0; rounded to 2 MiB.
+        communicator: its symmetric memory is used; tensors in the pool belong to its session.
+        nbytes: bytes to reserve on each rank, > 0; rounded up to 2 MiB.
 
     Returns:
         The pool, to be used in ``with`` blocks, by several threads too.
 
     Raises:
-        TypeError, ValueError: no such size; nothing was allocated.
+        TypeError, ValueError: the size is wrong; nothing was allocated.
         MismatchError, PeerError, PeerTimeoutError, UnavailableError: as :meth:`Communicator.empty`. UnavailableError
-            also where a GPU's pool cannot be had: no C compiler, or too many pools at once.
-        torch.OutOfMemoryError: inside ``with``, where a tensor does not fit any more.
+            also on a GPU without a C compiler, or with too many pools at once.
+        torch.OutOfMemoryError: inside of ``with``, if a tensor does not fit.
     """
     if not isinstance(communicator, Communicator):
         raise see(TypeError(f"pool: communicator (value={communicator!r}, allowed=a Communicator)"), Page.ERRORS)
@@ -166,12 +166,12 @@ def pool(communicator: Communicator, nbytes: int) -> SymmetricPool:
     lane = communicator.lane
     lane.pools += 1
     name = f"{POOL}{lane.pools} of {lane.name}"
-    # All ranks or none: one may lack what its device needs.
+    # The ranks agree: if one of them cannot make the pool, none has it.
     return lane.path.agree("pool", lambda: (SymmetricPool(communicator, name, region), f"{name}, {nbytes} bytes"))[1]
 
 
 def _meant(size: object) -> str:
-    """An example: the number that was meant, where it can be known."""
+    """Return an example of a size for an error: the number that the caller meant, if it can be parsed."""
     with contextlib.suppress(ValueError, OverflowError):
         nbytes = parse_bytes(size) if isinstance(size, str) else int(size) if isinstance(size, float) else 0
         if nbytes > 0:

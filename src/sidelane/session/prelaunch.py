@@ -33,12 +33,12 @@ from sidelane.session.entry import entry
 
 @untraced
 class Prelaunched:
-    """A collective that is submitted ahead of its call. Made by ``Communicator.prepare_all_gather`` and its sisters.
+    """A collective that is submitted ahead of its call. Made by ``Communicator.prepare_all_gather`` and others.
 
-    Every rank arms and fires it as it would make a call: the same handles in the same order. Between :meth:`arm` and
-    the trigger the communicator takes no other call. Leave it by ``with`` or :meth:`close`; it holds its tensors until
-    then. An exception that leaves the ``with`` block of an armed handle ends the communicator on all ranks: the peers
-    may wait for what this rank will not send. docs/internals/prelaunch.md shows the three triggers.
+    Every rank arms and fires it like a call: the same handles in the same order. Between :meth:`arm` and the trigger
+    the communicator accepts no other call. Use it in a ``with`` block, or call :meth:`close`; it keeps its tensors
+    until then. An exception that leaves the ``with`` block of an armed handle ends the communicator on all ranks: the
+    peers may be waiting for bytes that this rank will not send. docs/internals/prelaunch.md shows the three triggers.
     """
 
     def __init__(
@@ -66,21 +66,22 @@ class Prelaunched:
 
     @property
     def armed(self) -> bool:
-        """True from :meth:`arm` until it is fired from here, waited for or closed."""
+        """True from :meth:`arm` until the host fires the call, waits for it or closes the handle."""
         return self._is_armed
 
     @property
     def trigger_address(self) -> int:
-        """Where a kernel of this rank fires it: by storing :attr:`trigger_value`, 32 bits, release, system scope.
+        """Address of the trigger. A kernel of this rank fires it by storing :attr:`trigger_value` there.
 
-        Then call :meth:`wait`. The address never changes, and is one for all handles of a communicator (two, where some
-        have ``host_trigger``). On CPU ranks Triton's interpreter runs the kernel, in this process.
+        The store has 32 bits, release, system scope; :meth:`wait` follows. The address never changes, and all handles
+        of a communicator share it (those with ``host_trigger`` another one). On CPU ranks Triton's interpreter runs the
+        kernel, in this process.
         """
         return self._held.trigger_address
 
     @property
     def trigger_value(self) -> int:
-        """What fires it there: another value for every :meth:`arm`, below ``2**32``.
+        """Value that fires the trigger: another one for every :meth:`arm`, below ``2**32``.
 
         Raises:
             RuntimeError: it is not armed.
@@ -90,10 +91,10 @@ class Prelaunched:
 
     @entry
     def arm(self) -> None:
-        """Take the place of a call in the order of calls, and submit everything, to wait for the trigger.
+        """Take a number in the order of calls, and submit all commands; they wait for the trigger.
 
         Raises:
-            RuntimeError: this or another handle is armed, or it was closed; nothing has happened.
+            RuntimeError: this or another handle is armed, or this one was closed; nothing has been submitted.
             UnavailableError: inside a capture.
             MismatchError, PeerError, PeerTimeoutError: as other calls (docs/internals/failure.md).
         """
@@ -116,7 +117,7 @@ class Prelaunched:
         calls.last_choice = self._choice
 
     def trigger(self) -> None:
-        """Fire it behind the caller's work so far; the caller's next work follows its end. CPUs block until then.
+        """Fire the call behind the caller's work so far; the caller's next work follows its end. CPU ranks block.
 
         On a GPU this is one call to the driver (on the legacy default stream five), on the current stream.
 
@@ -138,7 +139,7 @@ class Prelaunched:
         count_writes(self._output)
 
     def trigger_from_host(self) -> None:
-        """Fire it at once, by one store: not behind the caller's work, which must have ended as far as it matters.
+        """Fire the call at once, by one store. The caller's work that computes its input must have ended.
 
         Raises:
             RuntimeError: it is not armed.
@@ -148,7 +149,7 @@ class Prelaunched:
         if not self._is_armed:
             self._require_armed("trigger_from_host")
         calls = self._calls
-        try:  # plainly, as in trigger: a context manager takes longer than the store
+        try:  # no context manager, as in trigger: it takes longer than the store
             self._held.fire_from_host()
         except (PeerError, KeyboardInterrupt) as error:
             calls.fail(error)
@@ -157,11 +158,13 @@ class Prelaunched:
         count_writes(self._output)
 
     def wait(self) -> None:
-        """Order the caller's next work behind the end: after a trigger from the host, or once a kernel that fires it is
-        queued. A kernel that never does is a time-out that names this rank. CPUs block.
+        """Order the caller's next work behind the end of the call. CPU ranks block.
+
+        Call it after :meth:`trigger_from_host`, or after launching a kernel that fires the trigger. If the kernel never
+        does, the call times out and names this rank.
 
         Raises:
-            RuntimeError: it was never armed; on CPUs also if it was not fired, by a kernel neither.
+            RuntimeError: it was never armed; on CPU ranks also if neither host nor kernel has fired it.
             ValueError: inside a capture.
             PeerError, PeerTimeoutError: as other calls.
         """
@@ -178,11 +181,12 @@ class Prelaunched:
             count_writes(self._output)
 
     def close(self) -> None:
-        """Let go of everything. Idempotent. What is armed is cancelled on CPUs; GPUs cannot: they fire it and block
-        until it has ended, and so must the peers.
+        """Release all resources. Idempotent.
+
+        CPU ranks cancel an armed call. GPUs cannot: they fire it and block until it has ended, as the peers must do.
 
         Raises:
-            PeerError, PeerTimeoutError: the peers did not come to what was fired.
+            PeerError, PeerTimeoutError: the peers did not make the call that was fired.
         """
         if self._is_closed:
             return
@@ -203,7 +207,7 @@ class Prelaunched:
             self._tensors = self._output = ()
 
     def disown(self) -> None:
-        """Let go of everything, and touch nothing: this process is a copy of the one that made the handle."""
+        """Disable the handle in a forked copy of the process that made it, without touching any memory."""
         self._is_armed, self._is_closed = False, True
 
     def __enter__(self) -> Prelaunched:
@@ -228,7 +232,7 @@ class Prelaunched:
             self.close()
 
     def _load(self) -> SubmittedAhead:
-        """Bind the program, again where staging has moved since."""
+        """Bind the program, or bind it again if staging has moved since."""
         addresses = self._preparer.addresses(self._program, self._request)
         if addresses == self._addresses:
             return self._held
@@ -255,16 +259,16 @@ def prepare_prelaunched(
     """Plan, verify and load a prelaunched ``kind``, which does not reduce. Collective.
 
     Args:
-        path: of the lane.
+        path: call path of the lane.
         kind: ``all_gather`` or ``all_to_all``.
         tensors: output and input.
         variant: see ``Communicator.prepare_all_gather``.
-        host_trigger: likewise.
-        beside: likewise.
-        details: see ``Asked``.
+        host_trigger: see ``Communicator.prepare_all_gather``.
+        beside: see ``Communicator.prepare_all_gather``.
+        details: see ``CallRequest``.
 
     Raises:
-        As ``Communicator.prepare_all_gather``.
+        Exception: as ``Communicator.prepare_all_gather`` does.
     """
     calls, name = path.calls, f"prepare_{kind}"
 
@@ -283,7 +287,7 @@ def prepare_prelaunched(
 
 
 def prelaunchable(candidates: Iterable[Candidate]) -> tuple[str, ...]:
-    """Variants, of these candidates, that a handle can be made of."""
+    """Return the variants among candidates that can be prelaunched."""
     return tuple(found.variant for found in candidates if found.implementation == DMA and not found.takes_turns)
 
 

@@ -1,4 +1,4 @@
-"""A session: what the lanes of one process group share on this rank. A lane: an order of calls of its own."""
+"""Sessions and lanes: a session holds the state that lanes of a process group share; a lane is an order of calls."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that a caller asked for, with its index; without a wish, the current GPU or else the CPU.
+    """Return the caller's device with its index; for None, the current GPU or else the CPU.
 
     Raises:
-        ValueError: no executor for this type, or no such device here.
+        ValueError: there is no executor for this device type, or this machine has no such device.
     """
     try:
         chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
@@ -71,11 +71,11 @@ def make_backend(
     """Make memory and executor for ``device``. Collective.
 
     Args:
-        exchange: of the ranks.
-        device: of this rank.
-        control: where the ranks tell each other.
-        timeout_s: of calls.
-        like: one of the same ranks and device, of which nothing is found out again.
+        exchange: connection of the ranks.
+        device: device of this rank.
+        control: control block in which the ranks post their calls.
+        timeout_s: time-out of calls in seconds.
+        like: backend of the same ranks and device, whose probed features are taken over.
     """
     if device.type == "cpu":
         from sidelane.collectives.backend_cpu import CpuBackend
@@ -88,15 +88,15 @@ def make_backend(
 
 
 def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) -> InForce:
-    """The profile that rank 0 has, on every rank. Collective: one exchange of its text.
+    """Return the profile of rank 0 on every rank. Collective: one exchange of its text.
 
     Args:
-        exchange: of the ranks.
-        device_type: of the ranks' tensors.
-        setting: ``Config.profile``; rank 0's counts.
+        exchange: connection of the ranks.
+        device_type: device type of the ranks' tensors.
+        setting: ``Config.profile``; that of rank 0 counts.
 
     Raises:
-        ValueError: on every rank, if rank 0 was told of a file that is missing or is not a profile.
+        ValueError: on every rank, if the setting of rank 0 names a file that is missing or is not a profile.
         PeerError, PeerTimeoutError: a rank did not take part.
     """
 
@@ -116,25 +116,25 @@ def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) 
 
 @untraced
 class Session:
-    """What lanes share on this rank: device, settings, measured times and symmetric memory.
+    """The state that lanes share on this rank: device, settings, measured times and symmetric memory.
 
     Every rank of the group makes the session, and its lanes in the same order.
 
     Args:
         group: the control plane, of any backend; None for the default group. All its ranks must be on one machine.
-        device: where the tensors are. None: the current CUDA device where there is one, else the CPU.
+        device: device of the tensors. None: the current CUDA device if there is one, else the CPU.
         config: settings; None for those in force (``sidelane.config``).
 
     Attributes:
-        rank, world_size: in the group.
-        ranks: of the group, as the default group numbers them.
-        device, config: as they were chosen.
+        rank, world_size: this rank and the number of ranks in the group.
+        ranks: global ranks of the group's ranks (those of the default group).
+        device, config: device and settings in use.
         heap: the symmetric memory of all lanes.
 
     Raises:
-        ValueError: more than 16 ranks. A device or a setting that there is not; the other ranks raise PeerError and say
-            which.
-        PeerTimeoutError: a rank of the group did not come.
+        ValueError: the group has more than 16 ranks; or a device or setting does not exist, and then the other ranks
+            raise PeerError with the reason.
+        PeerTimeoutError: a rank of the group did not make the session in time.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Session:
         """Make a lane. Collective: the same name on every rank, in the same order.
 
         Args:
-            name: for people; of this session's lanes, each has its own. None: its number.
+            name: name in errors, unique in the session. None: its number.
 
         Raises:
             ValueError: there is a lane of that name.
@@ -180,7 +180,7 @@ class Session:
             PeerError, PeerTimeoutError: a rank failed, or did not come.
         """
         made = self._making.run(lambda: self._made(name))
-        if self._closed:  # meanwhile, by another thread
+        if self._closed:  # by another thread in the meantime
             made.close()
             raise CommunicatorClosedError("Session.lane: the session was closed")
         return made
@@ -197,34 +197,34 @@ class Session:
         try:
             made = Lane(self, f"lane {number}" if name is None else name, number, exchange)
         except Exception as error:
-            if not isinstance(error, SidelaneError):  # which the others have, too, or hear of
+            if not isinstance(error, SidelaneError):  # the peers raise a SidelaneError themselves, or are told of it
                 exchange.refuse(error)
             raise
         self._lanes.append(made)
         return made
 
     def close(self) -> None:
-        """Close all lanes, and let go of the memory. Idempotent. Not a collective: peers may close later."""
+        """Close all lanes, and release the memory. Idempotent. Not a collective: peers may close later."""
         self._closed = True
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.close()
-        if not any(lane.calls.forked for lane in lanes):  # of which the memory is the parent's
+        if not any(lane.calls.forked for lane in lanes):  # in a forked copy the memory belongs to the parent
             self.heap.close()
             give_back()
 
     @property
     def backend(self) -> Backend | None:
-        """Of the first lane: what was found out about the device holds for the others, too."""
+        """The backend of the first lane, whose probed features hold for the others, too; None before the first lane."""
         return self._lanes[0].backend if self._lanes else None
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that there are."""
+        """The open lanes."""
         return tuple(self._lanes)
 
     def profile_of(self, exchange: Exchange) -> InForce:
-        """The measured times to choose by, on which the ranks agree once."""
+        """Return the measured times to choose by, on which the ranks agree once."""
         if self._profile is None:
             self._profile = agree_on_profile(exchange, self.device.type, self.config.profile)
         return self._profile
@@ -241,16 +241,16 @@ class Session:
 
 
 def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group that a caller passed, or the default one.
+    """Return the caller's group, or the default one for None.
 
     Args:
-        what: is called.
-        group: as it was passed.
+        what: name of the caller's function, for errors.
+        group: the caller's argument.
 
     Raises:
-        TypeError: it is something else.
-        RuntimeError: there are no groups yet.
-        ValueError: this process is not in it.
+        TypeError: it is no group.
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: this process is not in the group.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER  # from dist.new_group
     if group is not None and group != outside and not isinstance(group, dist.ProcessGroup):
@@ -273,7 +273,7 @@ def group_for(what: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 @untraced
 class Lane:
-    """An order of calls: those of one lane follow each other on every rank, those of two do not wait for each other.
+    """An order of calls: calls of one lane follow each other, calls of two lanes do not wait for each other.
 
     Made by :meth:`Session.lane`. ``Communicator(lane)`` makes its collectives; tensors from ``empty`` of any lane are
     symmetric in all lanes of the session. Each lane has streams and threads of its own, and is used by one thread at a
@@ -281,17 +281,17 @@ class Lane:
     every rank, though they do not run in it (docs/internals/failure.md, "Threads").
 
     Attributes:
-        session: whose.
-        name: as it was given.
-        control: where the ranks tell each other.
-        backend: what runs here.
-        arguments: checks what callers pass.
-        preparer: what programs share.
-        calls: their numbers.
+        session: its session.
+        name: its name in the session.
+        control: control block in which the ranks post their calls.
+        backend: memory and executor of the device.
+        arguments: checks the tensors of callers.
+        preparer: loads programs, and owns the memory that they share.
+        calls: numbers and runs calls.
         peers: see ``Communicator.peers``.
-        path: that they take.
-        profile: the measured times that ``auto`` chooses by.
-        pools: how many were made; the same on all ranks.
+        path: the path that every call takes.
+        profile: the measured times by which ``auto`` chooses.
+        pools: number of pools that were made; the same on all ranks.
     """
 
     def __init__(self, session: Session, name: str, number: int, exchange: Exchange) -> None:
@@ -318,19 +318,19 @@ class Lane:
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
-        """Prove a program of one's own and bind it to tensors. Collective; see ``Communicator.load``."""
+        """Prove the caller's own program and bind it to tensors. Collective; see ``Communicator.load``."""
         return bind_program(self.path, program, buffers)
 
     @entry
     def load_kernel(self, kernel: Any, *, flags: int) -> OwnKernel:
-        """Give a Triton kernel of one's own flags. Collective; see ``Communicator.load_kernel``."""
+        """Give the caller's own Triton kernel its flags. Collective; see ``Communicator.load_kernel``."""
         return load_kernel(self.path, kernel, flags)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Let waits for peers take so long from now on, those of calls under way, too. Of this rank alone.
+        """Set the time-out of waits for peers on this rank, including those of calls under way.
 
         Args:
-            timeout_s: seconds, > 0.
+            timeout_s: time-out in seconds, > 0.
         """
         self.calls.config = dataclasses.replace(self.calls.config, timeout_s=timeout_s)
         self.backend.set_timeout(timeout_s)
@@ -353,7 +353,7 @@ class Lane:
         for handle in list(calls.unfinished):
             with contextlib.suppress(SidelaneError):
                 handle.close()
-        calls.closed, calls.failure = True, None  # the frames of a failure keep all of this
+        calls.closed, calls.failure = True, None  # the frames of a failure would keep these objects alive
         if self.path.repeats is not None:
             self.path.repeats.forget()
         self.backend.close()
@@ -372,6 +372,6 @@ class Lane:
             for handle in list(calls.unfinished):
                 handle.__exit__(kind, error, trace)
         if isinstance(error, KeyboardInterrupt) and not calls.closed and calls.failure is None:
-            # The peers may be in a call that this rank will not make, and it in one that they do not come to.
+            # This rank and its peers may be in different calls, which none of them can complete.
             calls.fail(error)
         self.close()

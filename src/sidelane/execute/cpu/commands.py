@@ -1,8 +1,8 @@
-"""What each command of a program does to host memory: commands become functions of addresses, once, at load.
+"""Commands on host memory: each command of a program is compiled to a function at load.
 
-A step runs on the thread of its engine. It looks at ``run.stop_if_asked()`` at least once every 8 MiB, so that a failed
-invocation lets go of memory within milliseconds. Bytes move through ``ctypes.memmove``, which releases the GIL: engines
-of one process run at the same time, as those of several do.
+A step runs on the thread of its engine. It calls ``run.stop_if_asked()`` at least once every 8 MiB, so that a failed
+invocation stops using memory within milliseconds. ``ctypes.memmove`` copies bytes and releases the GIL: engines of one
+process run concurrently, like those of several processes.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ Action = Callable[[InvocationState], None]
 
 
 def compile_queue(queue: Queue, program: Program, addresses: Addresses) -> tuple[Action, ...]:
-    """One step for each command of ``queue``.
+    """Compile ``queue`` to one step for each command.
 
     Raises:
-        ValueError: a command that the CPU executor does not run, or memory that ``addresses`` does not have.
+        ValueError: the CPU executor does not run a command, or an address is missing.
     """
     steps = []
     for index, command in enumerate(queue.commands):
@@ -188,7 +188,7 @@ def _wait(address: int, value: Value, comparison: Comparison, queue: Queue, inde
 
 
 def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Action:
-    """Floats accumulate in float32 in the order of ``srcs`` and round once; integers wrap in their own type."""
+    """Compile a reduction. Floats accumulate in float32 in the order of ``srcs`` and round once; integers wrap."""
     if not srcs:
         raise ValueError("nothing to reduce (value=0 sources)")
     dtype: torch.dtype = getattr(torch, reduction.dtype)
@@ -199,7 +199,7 @@ def _reduce(dst: int, srcs: list[int], nbytes: int, reduction: Reduction) -> Act
     count = nbytes // reduction.element_bytes
     accumulate = torch.float32 if dtype.is_floating_point else dtype
     combine = _combining(reduction.op)
-    with torch.inference_mode(False):  # which is the caller's, not that of the thread that writes to these
+    with torch.inference_mode(False):  # the mode of the caller: another thread writes to these tensors
         target, sources = _view(dst, nbytes, dtype), [_view(src, nbytes, dtype) for src in srcs]
         scratch = torch.empty(min(count, _REDUCE_ELEMENTS), dtype=accumulate, device="cpu")
 
@@ -233,5 +233,5 @@ def _combining(op: ReduceOp) -> Callable[[torch.Tensor, torch.Tensor], object]:
 
 
 def _view(address: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over memory that somebody else keeps alive."""
+    """Return a tensor over memory that the caller keeps alive."""
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)

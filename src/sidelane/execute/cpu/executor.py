@@ -1,13 +1,12 @@
-"""The CPU executor: a thread an engine, real bytes in shared memory, real races, real time-outs.
+"""The CPU executor: one thread per engine moves bytes in shared memory, with real races and time-outs.
 
-One process runs one rank, as a rule; nothing here needs that, and tests run several ranks in one process. Every engine
-of a rank is one thread that lives as long as the executor and runs what it is given in order, as a DMA queue does.
+One process usually runs one rank; the code does not depend on it, and tests run several ranks in one process. Every
+engine of a rank is a thread that lives as long as the executor and runs its queues in order, like a DMA queue.
 
-What a failure leaves behind: when ``Pending.wait`` raises, no thread of *this rank* works on that invocation any more,
-so its tensors may be freed or reused. Peers notice at their next flag wait, or at once if they are waiting; until then
+State after a failure: when ``Pending.wait`` raises, no thread of *this rank* works on that invocation any more, so that
+its tensors may be freed or reused. Peers notice at their next flag wait, or at once if they are waiting; until then
 they may still write to memory of this rank that they share. The flags of the program are in an unknown state.
-An invocation that timed out breaks the communicator for good (the monitor keeps raising); one that a peer refused does
-not.
+A time-out ends the communicator (the monitor keeps raising); a refusal by a peer does not.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ _JOIN_S = 30.0
 
 
 class EngineThreads:
-    """Gives queues to the threads of their engines until it is shut down; any thread may do either at any time.
+    """The engine threads of a rank: they run submitted queues until they are shut down. Any thread may do either.
 
     Args:
-        rank: whose engines.
+        rank: rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._lock = threading.RLock()  # a signal handler may shut them down in the middle of anything
+        self._lock = threading.RLock()  # reentrant: a signal handler may shut them down at any point of the code
         self._is_submitting = self._ends_then = False
         self._threads: dict[Engine, EngineThread] = {}
         self._running: weakref.WeakSet[Invocation] = weakref.WeakSet()
@@ -62,7 +61,7 @@ class EngineThreads:
         self._process = os.getpid()
 
     def submit(self, invocation: Invocation, queue: Queue, steps: tuple[Action, ...]) -> None:
-        """Run one queue of an invocation behind what its engine already has; fail it where there are none any more."""
+        """Run one queue of an invocation after the earlier queues of its engine; fail it after a shutdown."""
         error: Exception | None = None
         with self._lock:
             was_open = self._is_submitting = not self._is_shut_down
@@ -91,11 +90,11 @@ class EngineThreads:
         return thread
 
     def shut_down(self) -> None:
-        """Fail what still runs, here and on the peers, then end the threads. In a forked copy there are none."""
+        """Fail running invocations, here and on the peers, then end the threads. A forked copy has none."""
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self._is_submitting:  # which this thread does, and goes on with behind the signal handler
+            if self._is_submitting:  # this thread is inside of submit and continues there after the signal handler
                 self._ends_then = True
                 return
             self._is_shut_down = True
@@ -104,9 +103,9 @@ class EngineThreads:
         for invocation in running:
             invocation.cancel(self._closed_in(invocation))
         for thread in threads:
-            thread.work.put(None)  # behind everything that was put: nothing is, from now on
+            thread.work.put(None)  # the last item: nothing is submitted from now on
         for thread in threads:
-            if thread is not threading.current_thread():  # the last reference may go on one of them
+            if thread is not threading.current_thread():  # one of them may drop the last reference
                 thread.join(_JOIN_S)
 
     def _closed_in(self, invocation: Invocation) -> CommunicatorClosedError:
@@ -124,20 +123,20 @@ class EngineThread(threading.Thread):
         while (item := self.work.get()) is not None:
             invocation, queue, steps = item
             invocation.run(queue, steps)
-            del item, invocation, queue, steps  # while idle, hold on to nothing
+            del item, invocation, queue, steps  # keep no references while idle
 
 
 class CpuExecutor:
     """Runs one rank's queues of programs on host memory.
 
     Args:
-        rank: whose queues.
-        monitor: what is known about the peers; a ``ControlBlock``.
+        rank: rank whose queues it runs.
+        monitor: state of the peers; a ``ControlBlock``.
         timeout_s: seconds that a wait for a flag may take before it becomes PeerTimeoutError.
         delay: called before every command on the thread of its engine. For tests: it may sleep, or raise to fail.
 
     Attributes:
-        submit: gives one queue of an invocation to its engine (:meth:`Engines.submit`).
+        submit: gives one queue of an invocation to its engine (:meth:`EngineThreads.submit`).
     """
 
     def __init__(self, rank: int, monitor: PeerMonitor, timeout_s: float, *, delay: Delay | None = None) -> None:
@@ -171,7 +170,7 @@ class CpuExecutor:
         return CpuProgram(self, program, [(queue, compile_queue(queue, program, addresses)) for queue in mine])
 
     def close(self) -> None:
-        """Fail what still runs, here and on the peers, then stop and join the engine threads. Idempotent."""
+        """Fail running invocations, here and on the peers, then stop and join the engine threads. Idempotent."""
         self._shut_down()
 
     def check_open(self, method: str) -> None:
@@ -183,7 +182,7 @@ class CpuProgram:
     """A program bound to addresses on one rank. One thread at a time may start it.
 
     Attributes:
-        program: what was loaded.
+        program: the program.
     """
 
     def __init__(
@@ -206,15 +205,15 @@ class CpuProgram:
         )
 
     def arm(self, epoch: int, fired: Callable[[], bool] | None = None) -> None:
-        """Hand everything but a ``caller`` queue of invocation ``epoch`` to the engines, ahead of its ``start``.
+        """Submit all queues of invocation ``epoch`` except that of the ``caller`` to the engines, ahead of ``start``.
 
-        What is armed executes nothing before ``start``, whatever its flags hold: the programs of a communicator share
-        flags, and a signal meant for another one must not fire this one. Time-outs and looks at the peers begin with
-        ``start``, too. Arming for another epoch drops what was armed.
+        An armed invocation executes nothing before ``start``, whatever its flags hold: the programs of a communicator
+        share flags, and a signal for another program must not fire this one. Time-outs and liveness checks begin with
+        ``start``, too. Arming for another epoch drops the armed invocation.
 
         Args:
-            epoch: of the invocation.
-            fired: whether a trigger that lies apart from other flags has come: then that begins it, before ``start``.
+            epoch: number of the invocation.
+            fired: returns True once a separate trigger has been set, which begins the invocation before ``start``.
 
         Raises:
             CommunicatorClosedError: the executor was closed.
@@ -226,7 +225,7 @@ class CpuProgram:
         self._armed = self._launch(epoch, begun=False, fired=fired)
 
     def disarm(self) -> None:
-        """Drop the armed invocation, if there is one: its queues end where they wait, or soon if a trigger began it."""
+        """Drop the armed invocation, if there is one: its queues end at once, or soon if a trigger has begun it."""
         if self._armed is not None:
             self._armed.drop(len(self._callers) + 1)
         self._armed = None
@@ -265,17 +264,17 @@ class CpuProgram:
         return invocation
 
     def repetition(self, place: Place) -> None:
-        """None: it is all Python."""
+        """Return None: compiled code cannot run Python threads."""
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
-        """None, likewise."""
+        """Return None: compiled code cannot run Python threads."""
 
     def run(self, epoch: int, place: Place) -> None:
         """Run this rank's queues once and wait for their end (see :class:`sidelane.execute.base.Runnable`)."""
         self.start(epoch, None).wait()
 
     def _launch(self, epoch: int, *, begun: bool, fired: Callable[[], bool] | None = None) -> Invocation:
-        # Counts one part more than there are queues: start's own, so that it is not over before all were submitted.
+        # One part more than there are queues: that of start, so that it does not end before all were submitted.
         parts = len(self._ahead) + len(self._callers) + 1
         invocation = Invocation(self._site, epoch, parts, fired)
         if begun:

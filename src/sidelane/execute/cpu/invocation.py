@@ -14,8 +14,8 @@ from sidelane.program.ir import Command, Flag, Program, Queue, Wait, describe
 
 Delay = Callable[[Queue, int], None]
 
-# Waiting: a few looks while giving up the processor, then sleeps of an eighth of the time waited so far. That delays a
-# chain of waits by an eighth at most, and keeps 64 waiting threads on two cores out of the way of those that work.
+# A wait polls a few times while yielding the processor, then sleeps an eighth of the time waited so far. That delays a
+# chain of waits by an eighth at most, and leaves the processor to working threads when 64 threads wait on two cores.
 _SPINS = 8
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 5e-3
 _CHECK_INTERVAL_S = 2e-3
@@ -24,11 +24,15 @@ _NOTE_AFTER_S = 0.05
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProgramSite:
-    """Facts that all invocations of a loaded program share.
+    """Values that all invocations of a loaded program share.
 
     Attributes:
+        rank: rank of this process.
+        program: the program.
         writers: ranks that signal each flag.
-        timeout_s: asked by each wait, since it may be set while the program stays loaded.
+        monitor: state of the peers.
+        timeout_s: returns the time-out in seconds; called by each wait, since it may change.
+        delay: called before every command, for tests.
     """
 
     rank: int
@@ -43,10 +47,10 @@ class Invocation:
     """A running invocation (see :class:`sidelane.execute.base.Pending`).
 
     Args:
-        site: of the program.
+        site: values of the loaded program.
         epoch: number of the invocation.
-        parts: how often ``leave`` must be called before it is over.
-        fired: whether the trigger has come that begins what was armed; None where only :meth:`begin` does.
+        parts: number of calls of ``leave`` after which it has ended.
+        fired: returns True once the trigger of an armed invocation is set; None if only :meth:`begin` begins it.
     """
 
     def __init__(self, site: ProgramSite, epoch: int, parts: int, fired: Callable[[], bool] | None = None) -> None:
@@ -54,7 +58,7 @@ class Invocation:
         self.stamps: dict[int, int] = {}
         self._site, self._fired = site, fired
         self._remaining = parts
-        self._lock = threading.RLock()  # a signal handler may cancel it in the middle of anything
+        self._lock = threading.RLock()  # reentrant: a signal handler may cancel it at any point of the code
         self._over = threading.Event()
         self._begun = threading.Event()
         self._is_stopping = False
@@ -66,7 +70,7 @@ class Invocation:
     # --- for the caller -----------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """True once nothing of this invocation runs on this rank any more, be it complete or failed."""
+        """Return True once the invocation has ended on this rank, with or without an error."""
         return self._over.is_set()
 
     def wait(self) -> None:
@@ -93,9 +97,9 @@ class Invocation:
             raise anew(self._error)
 
     def cancel(self, error: Exception | None = None) -> None:
-        """Make all threads leave; with ``error``, if it has begun and is not over, fail here and tell the peers.
+        """Let all threads leave. With ``error``, a running invocation fails here, and the peers are told.
 
-        One that has not begun fails when it does.
+        An invocation that has not begun fails when it does.
         """
         with self._lock:
             fails = error is not None and self._begun.is_set() and self._remaining > 0 and self._error is None
@@ -108,10 +112,10 @@ class Invocation:
     # --- for the loaded program ---------------------------------------------------------------------------------------
 
     def drop(self, parts: int) -> None:
-        """Cancel what was armed; where its trigger has begun it, return when its threads have left.
+        """Cancel an armed invocation; if its trigger has begun it, return when its threads have left.
 
         Args:
-            parts: that will not be.
+            parts: number of parts that were not submitted.
         """
         self.cancel()
         if self._begun.is_set():
@@ -120,7 +124,7 @@ class Invocation:
             self._over.wait()
 
     def begin(self) -> None:
-        """The call has come: queues that were armed ahead of it go on, and time-outs count from here."""
+        """Begin the invocation: queues that were armed ahead of the call go on, and time-outs count from here."""
         with self._lock:
             self._begun.set()
             was_stopped = self._is_stopping
@@ -128,7 +132,7 @@ class Invocation:
             self.cancel(CommunicatorClosedError(f"rank {self._site.rank} closed its executor before {self}"))
 
     def leave(self) -> None:
-        """One part has ended, whichever way."""
+        """Note that one part has ended, with or without an error."""
         with self._lock:
             self._remaining -= 1
             is_over = self._remaining == 0
@@ -142,7 +146,7 @@ class Invocation:
         """Run one queue to its end or to the failure of the invocation."""
         index, delay = 0, self._site.delay
         try:
-            while not self._begun.is_set():  # armed ahead of its call: nobody is late yet
+            while not self._begun.is_set():  # armed ahead of its call: time-outs do not count yet
                 self.stop_if_asked()
                 if self._fired is not None and self._fired():
                     self._begin_by_trigger()
@@ -190,7 +194,7 @@ class Invocation:
             self.stop_if_asked()
             time.sleep(0)
         arrived = check_at = time.monotonic()
-        # Who waits for an engine of the own rank leaves it to that one to say what is missing.
+        # A wait for an engine of this rank has a longer time-out, so that this engine reports the cause.
         from_peers = bool(self._writers(queue.commands[index]) - {queue.rank})
         timeout_s = self._site.timeout_s() * (1 if from_peers else 2)
         is_noted = not from_peers
@@ -215,9 +219,9 @@ class Invocation:
         self._is_stopping = True
 
     def _time_out(self, queue: Queue, index: int, waited_s: float) -> None:
-        """Blame the ranks that did not come; if all came, those that should have signalled the flag.
+        """Raise a time-out that names the ranks that did not come; if all came, those that should have signalled.
 
-        Not those of them, though, that wait for another one.
+        Ranks that wait for another one themselves are not named as culprits.
         """
         monitor, command = self._site.monitor, queue.commands[index]
         missing = tuple(monitor.absent(self.epoch))
@@ -237,7 +241,7 @@ class Invocation:
         raise PeerTimeoutError(message, culprits)
 
     def _writers(self, command: Command) -> Set[int]:
-        """The ranks that signal what a command waits for."""
+        """Return the ranks that signal the flag of a wait."""
         assert isinstance(command, Wait)
         return self._site.writers.get(command.flag, frozenset())
 
@@ -246,4 +250,4 @@ class Invocation:
 
 
 class _Stopped(Exception):
-    """Ends a queue whose invocation has failed elsewhere."""
+    """Exception that ends a queue whose invocation has failed elsewhere."""

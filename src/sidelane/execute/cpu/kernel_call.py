@@ -1,4 +1,4 @@
-"""A kernel of the caller's own on a CPU rank: Triton's interpreter runs it, and a thread looks at the peers."""
+"""The caller's own kernels on a CPU rank: Triton's interpreter runs them, and a thread watches the peers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sidelane.program.kernel_call import KernelCall
 
 _LOOK_S = 0.02
 _STILL_WAITS_S = 2.0
-"""A kernel that waits says so again and again, at most so far apart."""
+"""Largest number of seconds between two reports of a kernel that waits."""
 
 _GRACE_S = 0.2
 
 
 class Board:
-    """What the kernels of one rank's executor and their host tell each other."""
+    """The words that the kernels of one rank's executor and their host exchange."""
 
     def __init__(self) -> None:
         self.words: npt.NDArray[np.int32] = np.zeros(BOARD_WORDS, np.int32)
@@ -35,7 +35,7 @@ class Board:
 
 
 class CpuKernelCall:
-    """See :class:`sidelane.execute.base.Runnable`.
+    """A launch of the caller's own kernel (see :class:`sidelane.execute.base.Runnable`).
 
     Raises:
         UnavailableError: Triton is not installed, or it does not interpret this kernel.
@@ -57,20 +57,20 @@ class CpuKernelCall:
 
     @property
     def is_prepared(self) -> bool:
-        """False: the interpreter looks at the arguments each time."""
+        """False: the interpreter reads the arguments at each launch."""
         return False
 
     def repetition(self, place: Place) -> None:
-        """None: it is all Python."""
+        """Return None: compiled code cannot run the interpreter."""
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
-        """None, likewise."""
+        """Return None: compiled code cannot run the interpreter."""
 
     def run(self, epoch: int, place: Place) -> None:
-        """Run it to its end.
+        """Run the kernel to its end.
 
         Raises:
-            PeerError, PeerTimeoutError: a rank that it waited for did not come, or is gone.
+            PeerError, PeerTimeoutError: a rank for which it waited did not come, or is gone.
         """
         call, monitor = self.program, self._executor.monitor
         self._executor.check_open("launch")
@@ -81,7 +81,7 @@ class CpuKernelCall:
             look.start()
             try:
                 self._run(call.kernel, call.grid, call.arguments, dict(call.options))
-            except BaseException as error:  # the peers' kernels would wait
+            except BaseException as error:  # tell the peers, whose kernels would wait
                 text = f"kernel {call.name}: rank {self._executor.rank}: {type(error).__name__}: {error}"
                 monitor.abort(text, (self._executor.rank,))
                 raise
@@ -94,7 +94,7 @@ class CpuKernelCall:
 
 
 class _Look(threading.Thread):
-    """Looks at the board and at the peers until the kernel has ended; tells it to give up when a peer does not come."""
+    """Thread that watches board and peers until the kernel ends, and aborts the kernel if a peer does not come."""
 
     def __init__(self, executor: CpuExecutor, board: Board, epoch: int, name: str) -> None:
         super().__init__(name=f"sidelane-kernel-{executor.rank}", daemon=True)
@@ -107,7 +107,7 @@ class _Look(threading.Thread):
         board.words[:] = 0
 
     def stop(self) -> None:
-        """End the thread. Raises what it found."""
+        """End the thread, and raise the error that it found, if any."""
         self._ended.set()
         self.join()
         if self._error is not None:
@@ -132,7 +132,7 @@ class _Look(threading.Thread):
         return self._trouble(now, ranks) or self._time_out(now, ranks)
 
     def _trouble(self, now: float, ranks: tuple[int, ...]) -> PeerError | None:
-        """A peer is gone, or has given up. What it has sent before may be under way."""
+        """Return the error of a peer that is gone or has given up, after a grace time for its last signals."""
         try:
             self._executor.monitor.check(self._epoch)
         except PeerError as error:

@@ -1,4 +1,4 @@
-"""From a plan and addresses to driver calls that are ready to run: whatever can be done before a call has been."""
+"""Binding: it turns a plan and addresses into prepared driver calls, before the first call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sidelane.program.ir import Comparison, Flag, Program, Value
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
 FAR = 1 << 20
-"""Bytes: a multiple of whatever a kernel is compiled for."""
+"""Bytes by which buffers are moved to find followers: a multiple of every alignment that kernels depend on."""
 
 _WORD = 8
 
@@ -46,15 +46,15 @@ _WORD = 8
 def followers(
     bind: Callable[[Addresses], Sequence[Bound] | None], addresses: Addresses, buffers: Sequence[tuple[int, str]]
 ) -> tuple[Sequence[Bound], tuple[Follower, ...]] | None:
-    """Prepared calls of nobody else, and what in them follows some buffers.
+    """Prepare calls for this use only, and find the values in them that follow the addresses of buffers.
 
     Args:
-        bind: prepares them, with all that names a buffer anew.
-        addresses: where.
-        buffers: that may move.
+        bind: prepares the calls, making all objects that hold an address anew.
+        addresses: addresses of the first calls.
+        buffers: buffers that may move.
 
     Returns:
-        None where Python makes any of them, or where more changes than an address.
+        The calls and followers; None if Python makes one of the calls, or if more than addresses changes.
     """
     calls = bind(addresses)
     if calls is None or any(not isinstance(step[0], int) for step in steps_of(calls)):
@@ -78,7 +78,7 @@ def followers(
 
 
 def _differences(before: Any, after: Any) -> Iterator[tuple[int, int, int]]:
-    """What is not the same of an argument: where (0: itself), what it is, and by how much it grows."""
+    """Yield the differences between two arguments: address of the word (0: the argument itself), value, and growth."""
     there, elsewhere = _memory_of(before), _memory_of(after)
     if there is None or elsewhere is None:
         one, other = before.value or 0, after.value or 0
@@ -94,7 +94,7 @@ def _differences(before: Any, after: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def _memory_of(argument: Any) -> ctypes.Array[ctypes.c_uint64] | None:
-    """What a call reads by an argument, in words; None for a plain value."""
+    """Return the memory that a call reads through an argument, in words; None for a plain value."""
     values = getattr(getattr(argument, "memory", None), "values", None)  # of a kernel
     held = values if values is not None else getattr(argument, "_obj", argument)  # of ctypes.byref
     if not isinstance(held, ctypes.Array | ctypes.Structure):
@@ -103,20 +103,20 @@ def _memory_of(argument: Any) -> ctypes.Array[ctypes.c_uint64] | None:
 
 
 Moving = tuple[tuple[int, int, Places], ...]
-"""Words that follow the epoch, as :class:`sidelane.execute.base.Repetition` has them."""
+"""Words that depend on the epoch, in the form of :class:`sidelane.execute.base.Repetition`."""
 
 _MOST_CALLERS = 64  # streams for which bound calls are remembered; torch hands out 32 of each priority
 
 
 class Resolver:
-    """Addresses of everything a plan names, for one rank's process.
+    """Addresses of all operands, flags and words of a plan in one process.
 
     Args:
-        program: whose operands.
-        rank: of this process.
-        addresses: of buffers and flags.
+        program: program of the plan.
+        rank: rank of this process.
+        addresses: addresses of buffers and flags.
         cells: address of the words from which signals are copied.
-        words: address of each word that the plan has.
+        words: address of each host and device word.
     """
 
     def __init__(
@@ -126,18 +126,18 @@ class Resolver:
         self._bases: Mapping[tuple[int, str], int] = {} if addresses.pieces else addresses.buffers
 
     def at(self, addresses: Addresses) -> Resolver:
-        """The same with other addresses of buffers."""
+        """Return a resolver with other addresses of buffers."""
         return Resolver(self._program, self.rank, addresses, self._cells, self._words)
 
     def is_spread(self, place: Operand | Flag | Cell) -> bool:
-        """True in memory of which all ranks' lies at equal distances in one mapping."""
+        """Return True for memory that lies at equal distances for all ranks, in one mapping."""
         return isinstance(place, Operand) and place.buffer == Buffer.STAGING and self._addresses.spread
 
     def __call__(self, place: Operand | Flag | Cell | HostWord | DeviceWord) -> int:
-        """The address.
+        """Return the address of a place.
 
         Raises:
-            ValueError: it was not given.
+            ValueError: the address is missing.
         """
         match place:
             case Operand(rank, buffer, offset):
@@ -160,7 +160,7 @@ class Resolver:
 
 
 def copies_of(call: Copying) -> tuple[Memcpy, ...]:
-    """The copies that one call submits; of every other row, one of all that lies between their ends."""
+    """Return the copies that one call submits; for every other row, one copy that spans all of them."""
     match call:
         case Memcpy():
             return (call,)
@@ -171,21 +171,21 @@ def copies_of(call: Copying) -> tuple[Memcpy, ...]:
 
 
 class Frame:
-    """What the calls of a plan have in common wherever the buffers lie: memory operations, streams, events.
+    """The part of a bound plan that does not depend on the addresses of buffers: memory operations, streams, events.
 
     Args:
-        driver: of the device.
-        plan: what to submit.
+        driver: driver of the device.
+        plan: calls to submit.
         resolve: turns flags and words into addresses.
-        sides: a stream for each but the caller's.
-        events: one for each of the plan's.
-        stamps: an event for each slot.
+        sides: streams of the plan, without the caller's.
+        events: events of the plan.
+        stamps: an event for each stamp slot.
         captured: the plan is for a graph.
-        busy: what ``HostWord.BUSY`` holds while a captured invocation runs.
-        reduce_blocks: most thread blocks of a reduction.
+        busy: value of ``HostWord.BUSY`` while a captured invocation runs.
+        reduce_blocks: largest number of thread blocks of a reduction.
 
     Attributes:
-        words: what :meth:`set_epoch` sets.
+        words: the words that :meth:`set_epoch` sets.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Frame:
         self._by_caller: dict[int, list[Bound | Moves]] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Give every signal and wait its value of this invocation. Submitting a batch copies its values."""
+        """Set the values of all signals and waits for an invocation. The driver copies them at submission."""
         if epoch == self._last_epoch:
             return
         for value, setters in self._setters:
@@ -231,7 +231,7 @@ class Frame:
         self._last_epoch = epoch
 
     def steps(self, caller: int) -> list[Bound | Moves]:
-        """The plan's steps with ``caller`` as stream 0, bound as far as they name no buffer."""
+        """Return the plan's steps with ``caller`` as stream 0; those that use no buffer are bound."""
         found = self._by_caller.get(caller)
         if found is None:
             if len(self._by_caller) >= _MOST_CALLERS:
@@ -240,7 +240,7 @@ class Frame:
         return found
 
     def frame(self, steps: Sequence[StreamCall], caller: int) -> list[Bound | Moves]:
-        """Steps, bound as far as they name no buffer."""
+        """Return steps; those that use no buffer are bound."""
         return [self._bind(step.call, self.sides[step.stream - 1] if step.stream else caller) for step in steps]
 
     def _bind(self, call: Call, stream: int) -> Bound | Moves:
@@ -258,7 +258,7 @@ class Frame:
                 return Moves(call, stream)
 
     def _append(self, call: MemOps, moving: dict[Value, list[int]]) -> slice:
-        """Add a batch to the operations; where it is. ``moving``: which operations follow the epoch."""
+        """Add a batch to the operations, and return its slice. ``moving``: operations that depend on the epoch."""
         first = len(self._ops)
         for index, op in enumerate(call.ops, first):
             value = op.value
@@ -275,7 +275,7 @@ class Frame:
 
 
 class Moves(NamedTuple):
-    """A call that names buffers, and its stream."""
+    """A call that uses buffers, and its stream."""
 
     call: Copying | LaunchReduce
     stream: int
@@ -285,7 +285,7 @@ class BoundPlan:
     """The calls of a plan at fixed addresses.
 
     Args:
-        frame: of the plan.
+        frame: bound part of the plan that uses no buffers.
         resolve: turns operands into addresses.
 
     Raises:
@@ -303,7 +303,7 @@ class BoundPlan:
         self.ahead = self._bind(frame.frame(frame.plan.ahead, 0))
 
     def at(self, addresses: Addresses) -> BoundPlan:
-        """The same plan, with its buffers elsewhere: the same ones. Nothing of it may be submitted ahead."""
+        """Return the plan bound to other addresses of the same buffers. It must have no calls ahead."""
         assert not self.ahead, "what is submitted ahead has streams of its own"
         moved = BoundPlan.__new__(BoundPlan)
         moved._put(self.frame, self._resolve.at(addresses))
@@ -316,7 +316,7 @@ class BoundPlan:
         self._by_caller: dict[int, list[Bound]] = {}
 
     def steps(self, caller: int) -> list[Bound]:
-        """The calls with ``caller`` as stream 0, bound when the stream is first seen."""
+        """Return the calls with ``caller`` as stream 0, bound at the first use of this stream."""
         bound = self._by_caller.get(caller)
         if bound is None:
             if len(self._by_caller) >= _MOST_CALLERS:
@@ -336,7 +336,7 @@ class BoundPlan:
         return bound
 
     def _without_uneven_rows(self, call: MemcpyRows) -> tuple[Memcpy | MemcpyRows, ...]:
-        """A call as it is, or its copies where its rows are not at equal distances in one mapping."""
+        """Return a call, or its single copies if its rows are not at equal distances in one mapping."""
         if None not in self._pitches(call):
             return (call,)
         ranks = [copy.src.rank for copy in call.copies if isinstance(copy.src, Operand)]
@@ -344,7 +344,7 @@ class BoundPlan:
         return (*call.copies[own:], *call.copies[:own])  # in rotated order: not all ranks at one peer
 
     def _pitches(self, rows: MemcpyRows) -> tuple[int | None, int | None]:
-        """Distances of destinations and of sources; None where a pitched copy cannot take them."""
+        """Return the pitches of destinations and sources; None if a pitched copy cannot have them."""
         nbytes = rows.copies[0].nbytes
         if not all(self._resolve.is_spread(copy.src) for copy in rows.copies):
             return None, None

@@ -1,17 +1,17 @@
-"""What the executor will ask the driver for, worked out without a driver: one rank's queues as calls on streams.
+"""Plans: one rank's queues as calls on streams, computed without a driver.
 
-Nothing in here touches a device, so that a test can read what a collective submits. Operands stay symbolic; the
-executor puts addresses in when it loads the program.
+This module uses no device, so that tests can read the calls that a collective submits. Operands stay symbolic; the
+executor fills in addresses when it loads the program.
 
-Stream 0 is the caller's and runs the first DMA queue itself, and whatever is small on this rank's own engines, so that
+Stream 0 is the caller's. It runs the first DMA queue itself, and small commands of this rank's own engines, so that
 such a program needs no event. Every other queue gets a stream that forks from stream 0 by an event and joins it::
 
     stream 0   record fork | memory ops | copies ...            | wait join 1 | memory ops (finished)
     stream 1               wait fork | memory ops | copies ... | record join 1
 
 A prelaunched program is split: its queues are submitted ``ahead`` and block on their triggers, which the ``caller``
-queue on stream 0 writes when the collective is called. Until then they occupy hardware channels (see ``order``). Where
-all queues have one trigger, the call is one batch (``held``).
+queue on stream 0 writes when the collective is called. Until then they occupy hardware channels. If all queues have one
+trigger, the call is one batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from sidelane.program.collective import Reduction
 from sidelane.program.ir import Comparison, Flag, Value
 
 MAX_BATCH = 255
-"""Memory operations in one call: the driver's limit is "less than 256"."""
+"""Largest number of memory operations in one call: the driver's limit is "less than 256"."""
 
 DEFAULT_STREAMS = (0, 1, 2)
 """Handles of the legacy default stream (null, and named) and of the per-thread one. Memory operations fail on the
-legacy one, and the last means another stream in each thread: work goes by way of an internal stream."""
+legacy one, and the last denotes another stream in each thread: such calls run on an internal stream."""
 
 
 class HostWord(StrEnum):
-    """Words of pinned host memory that streams write and the watching thread reads.
+    """Words of pinned host memory that streams write and the watch thread reads.
 
     ``started`` and ``finished`` hold the epoch of the last eager invocation that began and ended. ``busy`` is not 0
     while a captured invocation may still wait for a peer: a graph cannot write an epoch.
@@ -45,7 +45,7 @@ class HostWord(StrEnum):
 class DeviceWord(StrEnum):
     """Words of device memory that streams write and wait for.
 
-    ``done`` holds the epoch of the last invocation that ended of those with one trigger for all queues.
+    ``done`` holds the epoch of the last finished invocation with one trigger for all queues.
     """
 
     DONE = "done"
@@ -53,7 +53,7 @@ class DeviceWord(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operand:
-    """Bytes from ``offset`` on in a buffer of a rank."""
+    """The bytes from ``offset`` on in a buffer of a rank."""
 
     rank: int
     buffer: str
@@ -69,7 +69,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteValue:
-    """Store ``value`` in a word, after everything earlier in the stream can be seen by all ranks."""
+    """A store of ``value`` to a word, after all earlier work of the stream is visible to all ranks."""
 
     target: Flag | Cell | HostWord | DeviceWord
     value: Value
@@ -77,7 +77,7 @@ class WriteValue:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitValue:
-    """Hold the stream until a flag or a word of this rank compares with ``value`` as asked."""
+    """A wait of the stream until the comparison of a flag or word of this rank with ``value`` holds."""
 
     flag: Flag | DeviceWord
     value: Value
@@ -93,7 +93,7 @@ class MemOps:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memcpy:
-    """One asynchronous copy. ``within_rank``: it crosses no link, and may run on SMs, behind whatever fills them."""
+    """One asynchronous copy. ``within_rank``: it crosses no link, and may run on SMs, behind kernels that fill them."""
 
     dst: Operand | Flag
     src: Operand | Cell
@@ -113,9 +113,9 @@ class MemcpyBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemcpyRows:
-    """Small copies from ranks in their order to places at equal distances: one pitched copy, where the sources lie at
-    equal distances too (``mirror``), and single copies elsewhere. It can be captured.
+    """Small copies from all ranks in order to destinations at equal distances; it can be captured.
 
+    They are one pitched copy if the sources lie at equal distances too (``virtual.Mirror``), else single copies.
     On four H200s four rows of 256 bytes take 3.5 us in a graph, three copies 9 (``docs/lab/probes.md``).
     """
 
@@ -124,14 +124,14 @@ class MemcpyRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemcpyEveryOther:
-    """Rows of bytes that stay on their rank, of which the next one but one follows: one pitched copy.
+    """A pitched copy of every other row of bytes that stay on their rank.
 
-    It is slower than a copy of all of them, and slows nothing down that crosses a link meanwhile (``alongside``).
+    It is slower than a copy of all rows, but does not slow down copies that cross a link meanwhile.
 
     Attributes:
-        dst, src: where the first row goes, and lies.
-        nbytes: of a row, and from its end to the next one.
-        rows: how many.
+        dst, src: destination and source of the first row.
+        nbytes: size of a row in bytes, and of the gap to the next one.
+        rows: number of rows.
     """
 
     dst: Operand
@@ -152,21 +152,21 @@ class LaunchReduce:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """Mark this place of the stream."""
+    """A mark of this place of the stream."""
 
     event: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WaitEvent:
-    """Hold the stream until the place that the event marks has been reached."""
+    """A wait of the stream until the place that the event marks has been reached."""
 
     event: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordStamp:
-    """Record an event that keeps the time."""
+    """A record of an event with a time stamp."""
 
     slot: int
 
@@ -185,17 +185,17 @@ class StreamCall:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """Everything one invocation submits, in the order of submission.
+    """The calls of one invocation, in the order of submission.
 
     Attributes:
-        streams: how many, the caller's included.
-        events: how many.
-        cells: how many words of device memory the signals need.
-        ahead: submitted before the collective is called (prelaunched programs; else empty).
-        steps: submitted by the call.
-        is_held: one trigger fires all that is ahead, which begins and ends on stream 1.
-        marks: of a graph: events that the caller records where each trigger would be fired, before these steps.
-        arrivals: of a graph: events that the caller waits for at each arrival, behind these steps.
+        streams: number of streams, including the caller's.
+        events: number of events.
+        cells: number of words of device memory that the signals need.
+        ahead: calls submitted before the collective is called (prelaunched programs; else empty).
+        steps: calls submitted by the call.
+        is_held: one trigger fires all calls ahead, which begin and end on stream 1.
+        marks: for a graph, events that the caller records where each trigger would be fired, before these steps.
+        arrivals: for a graph, events for which the caller waits at each arrival, after these steps.
     """
 
     streams: int
@@ -209,16 +209,16 @@ class StreamPlan:
 
     @property
     def held_streams(self) -> int:
-        """How many streams triggers hold: all but the caller's, where that has the trigger."""
+        """Number of streams that wait for triggers: without the caller's if that has the trigger."""
         return self.streams - bool(self.ahead)
 
     def calls(self, stream: int | None = None) -> tuple[Call, ...]:
-        """All calls, or those on one stream."""
+        """Return all calls, or those on one stream."""
         return tuple(step.call for step in (*self.ahead, *self.steps) if stream is None or step.stream == stream)
 
 
 class Route(StrEnum):
-    """How an invocation reaches its streams: on the caller's, by way of an internal one, or into a graph."""
+    """The way in which an invocation is submitted: on the caller's stream, on an internal one, or into a graph."""
 
     DIRECT = "direct"
     INTERNAL = "internal"
@@ -229,12 +229,12 @@ def choose_route(handle: int, capturing: bool, captured: bool) -> Route:
     """Decide where and how an invocation on the stream ``handle`` runs.
 
     Args:
-        handle: of the caller's stream.
-        capturing: it is being captured.
+        handle: handle of the caller's stream.
+        capturing: the stream is being captured.
         captured: the program was loaded for a graph.
 
     Raises:
-        ValueError: it was, and the stream is not being captured; or the other way round.
+        ValueError: ``capturing`` and ``captured`` differ.
     """
     if capturing != captured:
         asked, given = ("eager calls", "a capture") if capturing else ("a graph", "an eager call")

@@ -1,8 +1,8 @@
-"""Copies of a stream as the driver takes them best: several as one call, or one within the GPU in rows.
+"""Optimization of a stream's copies: several in one call, and copies within the GPU in rows.
 
-A batch holds copies to or from peers. Graphs hold no batches: there small copies out of the memory of rank after rank
-are the rows of one pitched copy. A copy within the GPU goes every other row at a time, which leaves the links their
-speed.
+A batch holds copies to or from peers. Graphs cannot hold batches: there, small copies from the memory of rank after
+rank become the rows of one pitched copy. A copy within the GPU is split into every other row, which does not slow down
+copies over links.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from sidelane.execute.cuda.calls import Call, Memcpy, MemcpyBatch, MemcpyEveryOt
 from sidelane.program.builders import ROW_BYTES
 
 LEAST_SPLIT_BYTES = 16 << 20
-"""Of a copy that is worth two calls more: they cost 3 us at 8 MiB, and save 1 at 16 (in graphs; probes.txt)."""
+"""Fewest bytes of a copy that is split in rows: the two further calls cost 3 us at 8 MiB, and save 1 at 16 (in graphs;
+probes.txt)."""
 
 HALF_ROW_BYTES, MOST_ROWS = 64 << 10, 1 << 15
-"""Copies of 65,536 rows and more slowed reads, too; those of 32,768 and fewer did not (probes.txt: 512 and 256 MiB)."""
+"""Smallest row in bytes, and largest number of rows: copies of 65,536 rows and more slowed down reads, those of 32,768
+and fewer did not (probes.txt: 512 and 256 MiB)."""
 
 
 def split_in_rows(copy: Memcpy) -> tuple[Memcpy | MemcpyEveryOther, ...]:
-    """A copy within a rank as two of every other row each, and one of what is left behind the last row."""
+    """Split a copy within a rank into two copies of every other row each, and one of the rest after the last row."""
     assert isinstance(copy.dst, Operand)
     assert isinstance(copy.src, Operand)
     row = HALF_ROW_BYTES
@@ -45,7 +47,7 @@ def _behind(operand: Operand, nbytes: int) -> Operand:
 
 
 MOST_PITCH = (1 << 31) - 1
-"""Distance of rows that the driver takes."""
+"""Largest distance of rows in bytes that the driver accepts."""
 
 
 def join_rows(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
@@ -63,7 +65,7 @@ def join_rows(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
 
 
 def pitch(addresses: Sequence[int], nbytes: int) -> int | None:
-    """Distance of rows of ``nbytes`` at these addresses; None if they are not rows of anything.
+    """Return the distance of rows of ``nbytes`` at these addresses; None if they are not at equal distances.
 
     >>> pitch([100, 150, 200], 50), pitch([100, 150, 210], 50), pitch([100, 150], 60), pitch([200, 100], 50)
     (50, None, None, None)
@@ -92,20 +94,20 @@ def _continues(last: Memcpy, copy: Memcpy) -> bool:
 
 
 class CopyFootprint:
-    """Bytes of buffers that copies touch; to add one, or ask about one, takes the logarithm of their number."""
+    """The bytes of buffers that copies read and write; adding and testing a copy take logarithmic time."""
 
     def __init__(self) -> None:
         self._read: dict[tuple[int, str], Ranges] = {}
         self._written: dict[tuple[int, str], Ranges] = {}
 
     def add(self, copy: Memcpy) -> None:
-        """Count in what a copy touches."""
+        """Add the bytes that a copy reads and writes."""
         for side, found in ((copy.src, self._read), (copy.dst, self._written)):
             if isinstance(side, Operand):
                 found.setdefault((side.rank, side.buffer), Ranges()).add(side.offset, side.offset + copy.nbytes)
 
     def is_apart(self, copy: Memcpy) -> bool:
-        """True if ``copy`` writes nothing that is touched, and reads nothing that is written."""
+        """Return True if ``copy`` writes no bytes that added copies use, and reads none that they write."""
         return not (
             _meet(self._written, copy.dst, copy.nbytes)
             or _meet(self._read, copy.dst, copy.nbytes)
@@ -127,14 +129,14 @@ class Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        """Unite with ``[start, end)``."""
+        """Add ``[start, end)``."""
         first, behind = bisect_left(self._ends, start), bisect_right(self._starts, end)
         if first < behind:
             start, end = min(start, self._starts[first]), max(end, self._ends[behind - 1])
         self._starts[first:behind], self._ends[first:behind] = [start], [end]
 
     def meet(self, start: int, end: int) -> bool:
-        """True if any byte of ``[start, end)`` is in it."""
+        """Return True if any byte of ``[start, end)`` is in the union."""
         index = bisect_left(self._starts, end) - 1
         return index >= 0 and self._ends[index] > start
 
@@ -146,9 +148,9 @@ def _meet(touched: dict[tuple[int, str], Ranges], place: object, nbytes: int) ->
 
 
 def batch_copies(steps: Sequence[StreamCall]) -> tuple[StreamCall, ...]:
-    """Join neighbours on one stream: copies to or from peers of which none touches what another one writes."""
+    """Join neighbours on one stream: copies to or from peers that do not depend on each other."""
     joined: list[StreamCall] = []
-    touched = CopyFootprint()  # of the last of them
+    touched = CopyFootprint()  # of the last joined call
     for step in steps:
         last = joined[-1] if joined else None
         if last is not None and last.stream == step.stream and isinstance(step.call, Memcpy):
@@ -171,5 +173,5 @@ def _batch_copies_of(call: Call) -> tuple[Memcpy, ...]:
 
 
 def _crosses(copy: Memcpy) -> bool:
-    # One inside the GPU in the same batch slows the others (64 MiB: 183 us instead of 169 with a stream of its own).
+    # A copy within the GPU slows down the others in a batch (64 MiB: 183 us instead of 169 with its own stream).
     return not copy.within_rank and isinstance(copy.dst, Operand)

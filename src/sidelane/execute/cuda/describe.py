@@ -29,15 +29,15 @@ from sidelane.execute.submitted import Counts
 from sidelane.program.ir import Flag
 
 DETOUR = Counts(events=4, calls=4)
-"""What an internal stream adds: it forks from the caller's by an event and joins it by another."""
+"""Calls that an internal stream adds: it forks from the caller's by an event and joins it by another."""
 
 
 def counts_of(plan: StreamPlan, route: Route = Route.DIRECT) -> Counts:
     """Count the calls of one invocation.
 
     Args:
-        plan: what is submitted, ahead of the call and by it.
-        route: how it reaches its streams.
+        plan: calls that are submitted, ahead of the collective and by it.
+        route: way in which they are submitted.
     """
     found: Counter[str] = Counter()
     for call in plan.calls():
@@ -66,7 +66,7 @@ def counts_of(plan: StreamPlan, route: Route = Route.DIRECT) -> Counts:
 
 
 def describe_call(call: Call) -> str:
-    """One line for people.
+    """Describe a call in one line.
 
     >>> describe_call(RecordEvent(2))
     'record event 2'

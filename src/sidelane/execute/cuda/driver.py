@@ -1,7 +1,7 @@
-"""The driver API, checked: the only code of this folder that touches a device (the reducing kernel aside).
+"""The driver API with error checks: the only code of this folder that uses a device (except the reducing kernel).
 
-Every call that an invocation repeats is prepared once as a :class:`Bound`, a function with its arguments; to run it
-costs the driver's own time. Handles and addresses are plain integers everywhere outside of this file.
+Every call that an invocation repeats is prepared once as a :class:`Bound`, a function with its arguments; running it
+takes only the driver's own time. Handles and addresses are plain integers everywhere outside of this file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ContextDriver(Protocol):
-    """What it needs of the driver, whose context is current."""
+    """The driver functions that a second context needs; the driver's context is current."""
 
     def call(self, function: str, *arguments: Any) -> Any: ...
 
@@ -44,17 +44,17 @@ class ContextDriver(Protocol):
 
 
 class SecondContext:
-    """A stream with hardware channels of its own, for memory operations that must get through when all others hang.
+    """A stream with its own hardware channels, for memory operations that must run even if all other streams hang.
 
-    Device memory of the first context can be written from here: the addresses are the same.
+    It can write device memory of the first context, at the same addresses.
 
     Args:
-        driver: of the device.
+        driver: driver of the device.
         api: ``cuda.bindings.driver``.
         first: the context that is current before and after every method.
 
     Raises:
-        DriverError: no memory for it.
+        DriverError: the device has no memory for it.
     """
 
     def __init__(self, driver: ContextDriver, api: Any, first: Any) -> None:
@@ -90,10 +90,10 @@ class SecondContext:
 _SHARED_BYTES_WITHOUT_ASKING = 48 << 10
 _MOST_HANDLES = 256
 _PEERS = 1
-"""``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may be of another GPU."""
+"""Flag ``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``: the memory may be on another GPU."""
 
 
-_MEMORY_BLOCK_ID = 20  # CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: of a piece, until it is unmapped
+_MEMORY_BLOCK_ID = 20  # CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: the number of a mapped piece
 
 
 class DriverError(SidelaneError):
@@ -109,7 +109,7 @@ class HostWords:
 
     Attributes:
         array: the words, uint32.
-        address: where streams reach them.
+        address: their address for streams.
     """
 
     def __init__(self, count: int) -> None:
@@ -140,7 +140,7 @@ class Driver:
         self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
         self._relaxed = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._kernels: LoadedKernels | None = None
-        self._handles: dict[int, Any] = {}  # of streams that were asked about
+        self._handles: dict[int, Any] = {}  # of streams
 
     # --- made once ----------------------------------------------------------------------------------------------------
 
@@ -163,29 +163,29 @@ class Driver:
         return HostWords(count)
 
     def device_words(self, count: int) -> tuple[int, object]:
-        """Zeroed words of device memory: their address, and what keeps them alive."""
+        """Allocate zeroed words of device memory. Return their address, and an object that keeps them alive."""
         device = torch.device("cuda", self.index)
         words = lasting(device, lambda: torch.zeros(count, dtype=torch.int32, device=device))
         torch.cuda.current_stream(self.index).synchronize()
         return words.data_ptr(), words
 
     def allocate(self, nbytes: int) -> int:
-        """Address of new device memory. Not torch's, which would come out of the pool of a graph under capture."""
+        """Allocate device memory, and return its address. Torch might take it from the pool of a captured graph."""
         return int(self.call("cuMemAlloc", nbytes))
 
     def free(self, address: int) -> None:
-        """Free what :meth:`allocate` gave; waits for the device."""
+        """Free memory of :meth:`allocate`; waits for the device."""
         self.call("cuMemFree", self._api.CUdeviceptr(address))
 
     def allocation_question(self) -> Any:
-        """The function of the driver that answers what :meth:`allocations_in` says, as :data:`Standing` has it."""
+        """Return the driver function for the questions of :meth:`allocations_in`, see ``memory.ordinary.Standing``."""
         return require_native("cuPointerGetAttribute")
 
     def allocations_in(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """An address in each allocation that has bytes of a span, and the question for its number, unique in a process.
+        """Yield an address in each allocation of a span, and the attribute that holds its number, unique in a process.
 
-        Memory that ``cuMemMap`` has put together, as that of expandable segments, has a number for each of its pieces;
-        other numbers are those of the range that was reserved, whatever is mapped there.
+        In memory composed by ``cuMemMap``, such as expandable segments, each piece has a number; the other attribute is
+        the number of the whole reserved range, whatever is mapped there.
         """
         kinds, end = self._api.CUpointer_attribute, address + nbytes
         while address < end:
@@ -200,7 +200,7 @@ class Driver:
             address = max(address + 1, sum(found))
 
     def allocation_at(self, address: int) -> tuple[int, int, int] | None:
-        """Number, first byte and size of the allocation around an address; None without one."""
+        """Return number, first byte and size of the allocation that holds an address; None if there is none."""
         kinds = self._api.CUpointer_attribute
         number, start, size = (
             self._api.cuPointerGetAttribute(kind, self._api.CUdeviceptr(address))
@@ -215,10 +215,10 @@ class Driver:
         return int(number[1]), int(start[1]), int(size[1])
 
     def piece_at(self, address: int) -> tuple[int, int] | None:
-        """First byte and size of what is mapped as one around an address; None where nothing is.
+        """Return first byte and size of the mapping that holds an address; None if there is none.
 
-        Where ``cuMemMap`` has put pieces side by side, :meth:`allocation_at` has the whole range that was reserved.
-        The binding does not know these attributes (cuda-bindings 13.3), the library does.
+        If ``cuMemMap`` has mapped pieces side by side, :meth:`allocation_at` returns the whole reserved range. The
+        binding does not know these attributes (cuda-bindings 13.3), but the library does.
         """
         kinds = self._api.CUpointer_attribute
         ask, found = require_native("cuPointerGetAttribute"), []
@@ -230,42 +230,42 @@ class Driver:
         return found[0], found[1]
 
     def _is_piece(self, address: int) -> bool:
-        """True in memory that was made by ``cuMemCreate``."""
+        """Return True for memory that ``cuMemCreate`` made."""
         error, handle = self._api.cuMemRetainAllocationHandle(address)
         if not error:
             self._api.cuMemRelease(handle)
         return not error
 
     def allocation_number(self, address: int) -> int:
-        """Number of the allocation around an address; 0 where there is none."""
+        """Return the number of the allocation that holds an address; 0 if there is none."""
         kind = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         error, number = self._api.cuPointerGetAttribute(kind, self._api.CUdeviceptr(address))
         return 0 if error else int(number)
 
     def export(self, start: int) -> bytes:
-        """The handle by which another process of this machine maps an allocation; DriverError if there is none."""
-        with self.relaxed_capture():  # as memory is that was allocated in it
+        """Return the handle by which another process of this machine maps an allocation. Raises DriverError."""
+        with self.relaxed_capture():  # it may be called while a graph is captured
             return bytes(self.call("cuIpcGetMemHandle", self._api.CUdeviceptr(start)).reserved)
 
     def open_exported(self, handle: bytes) -> int:
-        """Map an allocation of another process; where it begins here. Waits for the device at times, some 20 ms."""
+        """Map an allocation of another process, and return its address. At times waits for the device, some 20 ms."""
         opened = self._api.CUipcMemHandle()
         opened.reserved = handle
         with self.relaxed_capture():
             return int(self.call("cuIpcOpenMemHandle", opened, _PEERS))
 
     def close_exported(self, start: int) -> None:
-        """Undo :meth:`open_exported`. Nothing may be under way there."""
+        """Unmap an allocation of :meth:`open_exported`, which no call may be using."""
         with self.relaxed_capture():
             self.call("cuIpcCloseMemHandle", self._api.CUdeviceptr(start))
 
     def upload(self, address: int, values: npt.NDArray[np.int64], stream: int) -> None:
-        """Copy values to device memory behind the work of ``stream``, and wait for that."""
+        """Copy values to device memory behind the work of ``stream``, and wait for the copy."""
         self.call("cuMemcpyHtoDAsync", address, values.ctypes.data, values.nbytes, self._handle(stream))
         self.call("cuStreamSynchronize", self._handle(stream))
 
     def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
-        """Load the kernel ``name`` of a binary, for good; launches of it load nothing any more."""
+        """Load the kernel ``name`` of a binary permanently, so that its launches load nothing."""
         function = self.call("cuModuleGetFunction", self.call("cuModuleLoadData", image), name.encode())
         if shared_bytes > _SHARED_BYTES_WITHOUT_ASKING:
             attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -274,7 +274,7 @@ class Driver:
         return int(function)
 
     def count_parameters(self, function: int) -> int:
-        """How many parameters a kernel has."""
+        """Return the number of parameters of a kernel."""
         for index in itertools.count():
             error, *_ = self._api.cuFuncGetParamInfo(self._api.CUfunction(function), index)
             if error:  # an index too large
@@ -282,13 +282,13 @@ class Driver:
         raise AssertionError
 
     def memory_ops(self) -> MemoryOps:
-        """An empty batch."""
+        """Return an empty batch."""
         return MemoryOps()
 
     # --- prepared calls -----------------------------------------------------------------------------------------------
 
     def bind_memory_ops(self, ops: MemoryOps, stream: int, part: slice = slice(None)) -> Bound:
-        """Submit ``ops``, or a part of them. Not on the legacy default stream."""
+        """Prepare the submission of ``ops``, or of a part of them. Not on the legacy default stream."""
         return ops.bind(stream, part)
 
     def bind_copy(self, dst: int, src: int, nbytes: int, stream: int) -> Bound:
@@ -296,7 +296,7 @@ class Driver:
         return require_native("cuMemcpyAsync"), arguments
 
     def bind_copies(self, copies: Sequence[tuple[int, int, int]], stream: int) -> Bound:
-        """Copies (dst, src, bytes) in no order among themselves, as one call. Not on the legacy default stream."""
+        """Prepare unordered copies (dst, src, bytes) as one call. Not on the legacy default stream."""
         api, attributes = self._api, self._copy_attributes
         dsts, srcs, sizes = zip(*copies, strict=True)
         count = len(copies)
@@ -312,10 +312,10 @@ class Driver:
 
     @functools.cached_property
     def _copy_attributes(self) -> Any:
-        """Of all copies that are submitted as one call."""
+        """The attributes of all copies that are submitted as one call."""
         attributes = self._api.CUmemcpyAttributes()
         attributes.srcAccessOrder = self._api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        # A hint to leave the SMs to whatever computes; it costs nothing.
+        # A hint to leave the SMs to computations; it costs nothing.
         attributes.flags = int(self._api.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
         return attributes
 
@@ -324,11 +324,11 @@ class Driver:
         return Pointer(int(self._copy_attributes.getPtr()), self._copy_attributes)
 
     def bind_rows(self, dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
-        """One copy of rows; see :func:`sidelane.execute.cuda.native.bind_rows`."""
+        """Prepare one copy of rows; see :func:`sidelane.execute.cuda.native.bind_rows`."""
         return native.bind_rows(dst, src, pitches, nbytes, rows, stream)
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
-        """``external``: inside a capture, become a node that records at every replay."""
+        """Prepare the record of an event. ``external``: in a capture it becomes a node that records at every replay."""
         handles = (ctypes.c_void_p(event), ctypes.c_void_p(stream))
         if external:
             return require_native("cuEventRecordWithFlags"), (*handles, ctypes.c_uint(self._external))
@@ -340,7 +340,7 @@ class Driver:
     def bind_reduce(
         self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, stream: int, blocks: int
     ) -> Bound:
-        """Launch the reducing kernel.
+        """Prepare a launch of the reducing kernel.
 
         Raises:
             UnavailableError: Triton is not installed.
@@ -364,7 +364,7 @@ class Driver:
         warps: int,
         stream: int,
     ) -> Bound:
-        """Launch a Triton kernel whose arguments are 64-bit integers (see ``kernel_launch``), compiled and loaded now.
+        """Prepare a launch of a Triton kernel whose arguments are 64-bit integers (``kernel_launch``); compiles it now.
 
         Raises:
             UnavailableError: Triton is not installed.
@@ -373,7 +373,7 @@ class Driver:
         return bound
 
     def kernels(self) -> LoadedKernels:
-        """The Triton kernels that the device has loaded, in all drivers for it.
+        """Return the loaded Triton kernels of the context, which all drivers of the device share.
 
         Raises:
             UnavailableError: Triton is not installed.
@@ -387,12 +387,12 @@ class Driver:
         return self._kernels
 
     def most_resident(self, function: int, threads: int, shared_bytes: int) -> int:
-        """Blocks of a kernel that an SM holds at once."""
+        """Return the number of blocks of a kernel that an SM holds at once."""
         handle = self._api.CUfunction(function)
         return int(self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", handle, threads, shared_bytes))
 
     def allow_shared(self, function: int, shared_bytes: int) -> None:
-        """Let blocks of a kernel ask for so much shared memory."""
+        """Set the largest shared memory of a kernel's blocks in bytes."""
         attribute = self._api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self.call("cuFuncSetAttribute", self._api.CUfunction(function), attribute, shared_bytes)
 
@@ -406,7 +406,7 @@ class Driver:
         shared_bytes: int,
         stream: int,
     ) -> Bound:
-        """Launch a loaded function; ``arguments`` is the address of an array of the arguments' addresses."""
+        """Prepare a launch of a function; ``arguments`` is the address of an array of the arguments' addresses."""
         config = LaunchConfig(blocks, (threads, 1, 1), shared_bytes, stream)
         return native.bind_launch(function, arguments, config)
 
@@ -426,10 +426,10 @@ class Driver:
         self.call("cuGraphExecDestroy", self._api.CUgraphExec(graph))
 
     def bind_graph(self, graph: int, stream: int, *, owner: object = None) -> Bound:
-        """Launch an executable graph. Launches of one graph follow each other, on whatever streams. ``owner``: kept."""
+        """Prepare a launch of an executable graph. Launches of one graph never overlap. ``owner``: object to keep."""
         return require_native("cuGraphLaunch"), (Pointer(graph, owner), ctypes.c_void_p(stream))
 
-    # --- every call ---------------------------------------------------------------------------------------------------
+    # --- used by every call -------------------------------------------------------------------------------------------
 
     def submit(self, calls: Iterable[Bound]) -> None:
         """Run prepared calls in order. The context of the device must be current.
@@ -443,15 +443,15 @@ class Driver:
                 raise self.refused(function, error)
 
     def refused(self, function: Any, error: int) -> DriverError:
-        """What to raise for the error that a prepared call returned."""
+        """Return the exception for the error code of a prepared call."""
         try:
             name = self._name(self._api.CUresult(error))
-        except ValueError:  # newer than the binding
+        except ValueError:  # the code is newer than the binding
             name = f"error {error}"
         return DriverError(name, getattr(function, "__name__", "a call"))
 
     def is_capturing(self, stream: int) -> bool:
-        """True while the work of ``stream`` goes into a graph. The legacy default stream cannot be captured."""
+        """Return True while ``stream`` is being captured. The legacy default stream cannot be captured."""
         if stream == 0:
             return False
         error, status = self._api.cuStreamIsCapturing(self._handle(stream))
@@ -460,40 +460,40 @@ class Driver:
         return bool(status)
 
     def has_normal_priority(self, stream: int) -> bool:
-        """True for streams that are neither urgent nor the opposite."""
+        """Return True if a stream has normal priority."""
         return bool(self.call("cuStreamGetPriority", self._handle(stream)) == self._normal_priority)
 
     def place(self) -> Place:
-        """Torch's current stream on the device, and whether it is captured; every call asks."""
+        """Return torch's current stream on the device, and whether it is captured. Every call uses it."""
         handle = _raw_stream(self.index)
-        if not handle:  # it cannot be captured, and to ask is an error while another stream is
+        if not handle:  # it cannot be captured, and the query fails while another stream is captured
             return handle, False
         if _is_current_capturing is None or _current_device() != self.index:
             return handle, self.is_capturing(handle)
         return handle, _is_current_capturing()
 
     def questions(self) -> Questions | None:
-        """What :meth:`place` asks, for code that asks itself; None where torch is too old for that."""
+        """Return the functions that :meth:`place` calls, for compiled code; None if torch is too old."""
         if _is_current_capturing is None:
             return None
         return Questions(_raw_stream, _is_current_capturing, _current_device, self.index)
 
     def capture_of(self, stream: int) -> int:
-        """Number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""
+        """Return the number of the capture that ``stream`` is in, unique in this process; 0 outside of captures."""
         if stream == 0:
             return 0
-        # What follows the number differs between versions of the driver's interface.
+        # The values after the number differ between versions of the driver's interface.
         error, status, number, *_ = self._api.cuStreamGetCaptureInfo(self._handle(stream))
         if error:
             raise DriverError(self._name(error), "cuStreamGetCaptureInfo")
         return int(number) if status else 0
 
     def is_current(self) -> bool:
-        """True if the calling thread's device is this one."""
+        """Return True if this is the calling thread's current device."""
         return _current_device() == self.index
 
     def current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the device current for a ``with`` block; it costs little where it is."""
+        """Make the device current for a ``with`` block; cheap if it is current already."""
         if self.is_current():
             return _NOTHING
         return torch.cuda.device(self.index)
@@ -506,10 +506,10 @@ class Driver:
             handle = self._handles[stream] = self._api.CUstream(stream)
         return handle
 
-    # --- now and then -------------------------------------------------------------------------------------------------
+    # --- used rarely --------------------------------------------------------------------------------------------------
 
     def is_idle(self, stream: int) -> bool:
-        """True if nothing of ``stream`` is left to run."""
+        """Return True if all work of ``stream`` has ended."""
         error = self._api.cuStreamQuery(self._api.CUstream(stream))[0]
         if error == self._not_ready:
             return False
@@ -518,14 +518,14 @@ class Driver:
         return True
 
     def has_passed(self, event: int) -> bool:
-        """True once the device has reached what was recorded last."""
+        """Return True once the device has reached the last record of an event."""
         error = self._api.cuEventQuery(self._api.CUevent(event))[0]
         if error and error != self._not_ready:
             raise DriverError(self._name(error), "cuEventQuery")
         return not error
 
     def elapsed_us(self, first: int, second: int) -> float:
-        """Microseconds between two events made with ``timing``; both must have been reached."""
+        """Return the microseconds between two events made with ``timing``; both must have been reached."""
         events = (self._api.CUevent(first), self._api.CUevent(second))
         return 1000.0 * float(self.call("cuEventElapsedTime", *events))
 
@@ -539,33 +539,33 @@ class Driver:
             self.call("cuThreadExchangeStreamCaptureMode", previous)
 
     def second_context(self) -> SecondContext:
-        """Make another context on the device (see ``second_context``)."""
+        """Make another context on the device (see :class:`SecondContext`)."""
         return SecondContext(self, self._api, self._context)
 
     def split_units(self, units: int) -> UnitSplit:
-        """Part the device's SMs in two (see ``partition``)."""
+        """Divide the device's SMs into two sets (see ``partition``)."""
         return UnitSplit(self, self._api, units)
 
     def priorities(self) -> tuple[int, int]:
-        """Of an ordinary stream, and of an urgent one."""
+        """Return the priorities of a normal and of an urgent stream."""
         return self._normal_priority, self._highest_priority
 
     def attach_thread(self) -> None:
-        """Let the calling thread use the device, for good, without disturbing captures of other threads."""
+        """Let the calling thread use the device from now on, without invalidating captures of other threads."""
         self.call("cuCtxSetCurrent", self._context)
         self.call("cuThreadExchangeStreamCaptureMode", self._relaxed)
 
     def attribute(self, name: str) -> int:
-        """A device attribute, without its prefix (``ASYNC_ENGINE_COUNT``)."""
+        """Return a device attribute, named without its prefix (``ASYNC_ENGINE_COUNT``)."""
         attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(self.call("cuDeviceGetAttribute", attribute, self.call("cuCtxGetDevice")))
 
     def version(self) -> int:
-        """Newest CUDA version that the driver supports, as 1000 * major + 10 * minor."""
+        """Return the newest CUDA version that the driver supports, as 1000 * major + 10 * minor."""
         return int(self.call("cuDriverGetVersion"))
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Call the driver, and return what it returns beside its error code."""
+        """Call the driver, check its error code, and return its other values."""
         error, *values = getattr(self._api, function)(*arguments)
         if error:
             raise DriverError(self._name(error), function)
@@ -578,7 +578,7 @@ class Driver:
 
 @functools.cache
 def load_api() -> Any:
-    """``cuda.bindings.driver``, initialised.
+    """Import and initialise ``cuda.bindings.driver``.
 
     Raises:
         UnavailableError: it is not installed, or there is no driver.
@@ -597,16 +597,16 @@ def load_api() -> Any:
 
 
 def _first_of(function: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """The error that the binding returns, in front of whatever else."""
+    """Call a function of the binding, and return its error code, the first of its values."""
     return function(*arguments)[0]
 
 
 def _find_current_stream(index: int) -> int:
-    """Handle of torch's current stream; 0 is the legacy default stream."""
+    """Return the handle of torch's current stream; 0 is the legacy default stream."""
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-# What torch's compiler uses: they make no torch object, which takes two microseconds. CPU builds have none of them.
+# Functions of torch's compiler. They make no torch object, which would take two microseconds. CPU builds lack them.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _find_current_stream)
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _is_current_capturing: Callable[[], bool] | None = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)

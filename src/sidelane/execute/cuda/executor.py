@@ -1,10 +1,10 @@
 """The CUDA executor: one rank's queues on copy engines and stream memory operations, ordered by the caller's stream.
 
-What a failure leaves behind: the streams drain, because every wait is let pass; so the outputs of all invocations that
-had not finished hold garbage, on this rank and on its peers, and the executor refuses further work for good.
+State after a failure: the streams drain, since every wait is released. So the outputs of all unfinished invocations
+hold garbage, on this rank and on its peers, and the executor refuses further work.
 
-Memory: an invocation's side streams fork from the caller's stream and join it, so memory is in use exactly until the
-caller's stream has passed the invocation; what the caching allocator knows about that stream is enough. Buffers of an
+Memory: an invocation's side streams fork from the caller's stream and join it. So memory is in use exactly until the
+caller's stream has passed the invocation, and the caching allocator needs to know that stream only. Buffers of an
 armed program must live until it was started.
 """
 
@@ -25,13 +25,13 @@ class CudaExecutor(CudaSite):
     Invocations of one executor must be ordered among each other, as the communicator does: they share flags.
 
     Args:
-        rank: whose queues.
-        device: of this rank.
-        monitor: what is known about the peers; a ``ControlBlock``.
+        rank: rank whose queues it runs.
+        device: CUDA device of this rank.
+        monitor: state of the peers; a ``ControlBlock``.
         timeout_s: seconds that an invocation may take, from its turn on its stream, before it becomes PeerTimeoutError.
-        features: what the driver can do (``probe``).
-        reduce_blocks: most thread blocks of a reduction.
-        driver: for tests without a device.
+        features: features of the driver (``probe``).
+        reduce_blocks: largest number of thread blocks of a reduction.
+        driver: replaces the driver in tests without a device.
 
     Raises:
         UnavailableError: no driver, no ``cuda.bindings``, or no stream memory operations.
@@ -65,12 +65,12 @@ class CudaExecutor(CudaSite):
         return loaded
 
     def load_kernel(self, program: AnyKernelProgram, addresses: Addresses, *, frozen: bool) -> LoadedProgram:
-        """Compile, load and bind the kernel of a collective. ``frozen``: for a graph under capture, in which it works.
+        """Compile, load and bind the kernel of a collective. ``frozen``: it is for a graph that is being captured.
 
         Raises:
             UnavailableError: Triton is not installed.
-            DriverError: the driver refused something, memory for one. The executor is of no use any more, and the peers
-                are told.
+            DriverError: the driver refused a call, for want of memory for instance. The executor is unusable then, and
+                the peers are told.
         """
         self.check_open("load_kernel")
         known = None if frozen else self.kernels.find(program, addresses)
@@ -84,9 +84,9 @@ class CudaExecutor(CudaSite):
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             try:
                 loaded = CudaKernel(self, program, addresses, frozen=frozen)
-            except DriverError as error:  # the peers launch theirs: generations would differ from here on
+            except DriverError as error:  # the peers launch their kernels: generations would differ from here on
                 self.watch.fail_submission(f"{program.collective} {program.variant}", error)
                 raise
         if loaded.moves and (another := loaded.at(addresses)) is not None:
-            self.kernels.keep(another)  # which has no graph, nor will have
+            self.kernels.keep(another)  # a copy that never has a graph
         return loaded

@@ -1,7 +1,7 @@
-"""A kernel of the caller's own on a GPU: launched by Triton once, then as a prepared call; watched like all kernels.
+"""The caller's own kernels on a GPU: launched by Triton once, then as a prepared call; watched like all kernels.
 
-Triton's launcher finds out each time what a launch is. With everything that a call of ours does, a launch took the host
-105 us by way of it, and takes 18 to 27 us with arguments that are packed once (five of them, H100, Triton 3.6).
+Triton's launcher inspects all arguments at each launch. A complete call took the host 105 us with it, and takes 18 to
+27 us with arguments that are packed once (five of them, H100, Triton 3.6).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _MOST_CALLERS = 64  # streams for which launches are remembered
 
 
 class CudaKernelCall:
-    """See :class:`sidelane.execute.base.Runnable`.
+    """A launch of the caller's own kernel (see :class:`sidelane.execute.base.Runnable`).
 
     Args:
-        executor: of this rank.
-        call: what to launch.
-        compiles: now, so that what is wrong with the kernel is found before anything is launched.
+        executor: executor of this rank.
+        call: kernel and arguments.
+        compiles: compile the kernel now, so that its errors are found before a launch.
 
     Attributes:
-        program: what it launches; without its arguments once these are packed.
+        program: kernel and arguments; without the arguments once these are packed.
 
     Raises:
         UnavailableError: Triton is not installed, or would interpret this kernel.
-        Exception: what Triton raises for a kernel that it cannot compile.
+        Exception: Triton cannot compile the kernel.
     """
 
     def __init__(self, executor: CudaSite, call: KernelCall, *, compiles: bool) -> None:
@@ -62,13 +62,13 @@ class CudaKernelCall:
                 call.kernel.warmup(*call.arguments, grid=call.grid, **call.options)
 
     def repetition(self, place: Place) -> None:
-        """None: the first launch is Triton's."""
+        """Return None: the first launch is Triton's."""
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
-        """None: its arguments are the caller's."""
+        """Return None: any argument may change."""
 
     def run(self, epoch: int, place: Place) -> None:
-        """Launch it on the stream of ``place``. Raises as :meth:`CudaKernel.run`, and what Triton raises."""
+        """Launch it on the stream of ``place``. Raises as :meth:`CudaKernel.run`, and errors of Triton."""
         executor = self._executor
         executor.check_usable("launch")
         handle, capturing = place
@@ -78,7 +78,7 @@ class CudaKernelCall:
                     self._launch_by_triton(handle, capturing)
                 else:
                     executor.driver.submit(self._by_stream.get(handle) or self._bind(handle))
-            except BaseException as error:  # the peers' kernels would wait
+            except BaseException as error:  # tell the peers, whose kernels would wait
                 executor.watch.fail_submission(f"kernel {self.program.name}", error)
                 raise
             if not capturing:
@@ -97,7 +97,7 @@ class CudaKernelCall:
         launch = _Packed.of(call, compiled)
         if launch is not None:
             self._prepare = lambda stream: launch.bind(executor, stream)
-            self.program = dataclasses.replace(call, arguments=())  # tensors are their callers'
+            self.program = dataclasses.replace(call, arguments=())  # keep no tensors of the caller
 
     def _bind(self, handle: int) -> tuple[Bound, ...]:
         assert self._prepare is not None
@@ -108,18 +108,18 @@ class CudaKernelCall:
 
     @property
     def is_prepared(self) -> bool:
-        """True if it can be launched again, with the same arguments, without Triton."""
+        """True if it can be launched again with the same arguments, without Triton's launcher."""
         return self._prepare is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Packed:
-    """A compiled kernel with arguments.
+    """A compiled kernel with packed arguments.
 
     Attributes:
-        compiled: what Triton made.
-        grid: programs.
-        values: a word of 64 bits for each argument that was not compiled in.
+        compiled: kernel that Triton has compiled.
+        grid: number of programs in each dimension.
+        values: a 64-bit word for each argument that is no compile-time constant.
     """
 
     compiled: Any
@@ -128,7 +128,7 @@ class _Packed:
 
     @staticmethod
     def of(call: KernelCall, compiled: Any) -> _Packed | None:
-        """Pack a launch that Triton has just made; None for what only Triton's launcher can do."""
+        """Pack a launch that Triton has just made; None if only Triton's launcher can launch the kernel."""
         from triton.runtime.jit import JITFunction
 
         if not isinstance(call.kernel, JITFunction) or getattr(compiled, "function", None) is None:
@@ -171,7 +171,7 @@ class _Packed:
 
 
 def _word_of(kind: Any, value: Any) -> int | None:
-    """The bits of an argument, signed; None for a kind that only Triton packs.
+    """Return the bits of an argument as a signed integer; None for a type that only Triton packs.
 
     >>> _word_of("i32", -1), _word_of("u64", 2**64 - 1), _word_of("fp32", 1.0), _word_of("fp16", 1.0)
     (-1, -1, 1065353216, None)

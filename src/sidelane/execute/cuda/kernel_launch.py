@@ -29,11 +29,11 @@ from sidelane.execute.cuda.native import Bound
 WARP_THREADS = 32
 _WORD_BYTES = 8
 _MOST_HIDDEN = 4
-_MOST_CONSTANTS = 1024  # of which the kernel is known by their identity
+_MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
 
 class Loader(Protocol):
-    """What kernels need of the driver."""
+    """The driver functions that kernels need."""
 
     def attribute(self, name: str) -> int: ...
 
@@ -54,11 +54,12 @@ class Loader(Protocol):
 
 
 class LoadedKernels:
-    """The kernels that one context has loaded, for good. Loading works while a stream is captured, in
-    ``driver.relaxed_capture``. Threads may share it.
+    """The kernels that one context has loaded; they are never unloaded. Threads may share it.
+
+    Kernels can be loaded while a stream is captured, in ``driver.relaxed_capture``.
 
     Args:
-        driver: of the device, which must be current in every method.
+        driver: driver of the device, which must be current in every method.
     """
 
     def __init__(self, driver: Loader) -> None:
@@ -71,23 +72,23 @@ class LoadedKernels:
     def load(
         self, function: Any, constants: Mapping[str, Any], warps: int, *, stages: int | None = None
     ) -> LoadedKernel:
-        """Compile and load a kernel, unless it is there already.
+        """Compile and load a kernel, unless it is loaded already.
 
         Args:
-            function: made by ``triton.jit``.
-            constants: a value for each argument that is a ``tl.constexpr``. It does not change from now on.
-            warps: of a thread block.
-            stages: of its loops; None: Triton's own number.
+            function: function that ``triton.jit`` made.
+            constants: a value for each ``tl.constexpr`` argument. The mapping must not change afterwards.
+            warps: number of warps of a thread block.
+            stages: number of pipeline stages of its loops; None: Triton's default.
 
         Raises:
-            UnavailableError: this version of Triton compiles it to something that needs Triton's launcher.
+            UnavailableError: this version of Triton compiles it to a kernel that needs Triton's launcher.
         """
         known = self._by_identity.get((id(constants), warps, stages))
         if known is not None and known[0] is function:
             return known[2]
         key = (function, warps, stages, *sorted((name, str(value)) for name, value in constants.items()))
         kernel = self._loaded.get(key)
-        if kernel is None:  # not with a lock: to load can wait for all that runs, and so for another thread's call
+        if kernel is None:  # no lock is held: loading may wait for all running work, and so for another thread's call
             made = LoadedKernel(self._driver, compile_for(self._target, function, constants, warps, stages))
             kernel = self._loaded.setdefault(key, made)
         with _lock:
@@ -98,11 +99,11 @@ class LoadedKernels:
 
 
 def kernels_of(context: int, driver: Loader) -> LoadedKernels:
-    """Those of a context, whoever asks: nobody unloads them, and each takes memory of the device.
+    """Return the loaded kernels of a context, shared by all executors: each kernel takes device memory permanently.
 
     Args:
-        context: the driver's handle.
-        driver: in it.
+        context: handle of the context.
+        driver: driver of the context's device.
     """
     with _lock:
         found = _kernels.get(context)
@@ -115,13 +116,13 @@ class LoadedKernel:
     """A kernel in the memory of a device.
 
     Args:
-        driver: of the device.
-        compiled: what Triton made.
+        driver: driver of the device.
+        compiled: kernel that Triton has compiled.
 
     Attributes:
         function: the driver's handle.
-        threads: of a block.
-        shared_bytes: that a block needs.
+        threads: number of threads of a block.
+        shared_bytes: shared memory that a block needs, in bytes.
     """
 
     def __init__(self, driver: Loader, compiled: Any) -> None:
@@ -139,7 +140,7 @@ class LoadedKernel:
     def bind(self, arguments: Sequence[int], *, blocks: int, stream: int, shared_bytes: int = 0) -> Bound:
         """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed.
 
-        ``shared_bytes``: to ask for, if it is more than the kernel needs.
+        ``shared_bytes``: shared memory of a block, if it is to be more than the kernel needs.
         """
         packed = packed_for(self._parameters, arguments, self._name)
         return self._driver.bind_launch(
@@ -152,10 +153,10 @@ class LoadedKernel:
 
 
 def packed_for(parameters: int, arguments: Sequence[int], name: str) -> PackedArguments:
-    """Arguments for a function of so many parameters: words of 64 bits, of which it takes as many bits as it needs.
+    """Pack arguments for a function with a number of parameters: 64-bit words, of which it reads the bits it needs.
 
     Raises:
-        ValueError: another number of them.
+        ValueError: the number of arguments does not fit.
     """
     # Triton appends pointers to scratch memory that this kernel does not use; how many depends on its version.
     hidden = parameters - len(arguments)
@@ -165,10 +166,10 @@ def packed_for(parameters: int, arguments: Sequence[int], name: str) -> PackedAr
 
 
 class PackedArguments(int):
-    """Where the driver finds the arguments of a launch: the address of an array of addresses. Keeps both arrays.
+    """Packed arguments of a launch: the address of an array of the arguments' addresses. It keeps both arrays alive.
 
-    The driver reads them while it takes the launch, so ``values`` may be changed between launches. ``keeps``: what a
-    launch needs besides.
+    The driver copies the arguments at the launch, so that ``values`` may change between launches. ``keeps``: another
+    object that a launch needs.
     """
 
     keeps: object = None
@@ -190,7 +191,7 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
     """Compile a kernel whose arguments are 64-bit integers and ``constants``. Needs no device.
 
     Raises:
-        ValueError: a constant is missing, or is none of the kernel's.
+        ValueError: a constant is missing or unknown.
     """
     names = [parameter.name for parameter in function.params if parameter.is_constexpr]
     if sorted(names) != sorted(constants):

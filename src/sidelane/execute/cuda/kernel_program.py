@@ -1,7 +1,7 @@
-"""Collectives on compute units: one launch a call, with everything else in the kernel's own memory.
+"""Collectives on compute units: one kernel launch per call.
 
-Kernels keep generations in device memory (``device/layout.py``), so a launch is the same every time, eager or in a
-graph. The host hears of a kernel only if it waits for long (``watch``). Import this file late: it needs Triton.
+Kernels count generations in device memory (``device/layout.py``), so that every launch is the same, eager or in a
+graph. A kernel reports to the host only if it waits for long (``watch``). Import this file late: it needs Triton.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 def arrange_list(
     program: KernelListProgram, executor: CudaSite, addresses: Addresses, *, frozen: bool
 ) -> tuple[Launch, DeviceTable] | None:
-    """The launch of this rank, and what it needs for as long as it may run; None if there is nothing to move.
+    """Make the launch of this rank and the table that it reads; None if there are no bytes to move.
 
     Args:
-        program: what to run.
-        executor: of this rank; its lock is held and its device current.
-        addresses: where.
+        program: the program.
+        executor: executor of this rank; its lock is held and its device current.
+        addresses: addresses of the buffers.
         frozen: it is for a graph under capture.
 
     Raises:
         ValueError: an address is missing.
-        DriverError: there is no memory for its table.
+        DriverError: the device has no memory for the table.
     """
     if not program.part_bytes:
         return None
@@ -91,7 +91,7 @@ def arrange_list(
 
 
 def tile_bytes(program: KernelListProgram) -> int:
-    """Size of the tiles of a table."""
+    """Return the size of the tiles of a table in bytes."""
     match program.protocol:
         case Protocol.PARCELS:
             return parcels.TILE_BYTES
@@ -105,7 +105,7 @@ def tile_bytes(program: KernelListProgram) -> int:
 
 
 def find_pieces(program: KernelListProgram, site: LaunchSite, addresses: Addresses) -> list[ListPiece]:
-    """The parts that have bytes, as the rank of ``site`` sees them. Raises ValueError where an address is missing."""
+    """Return the parts that have bytes, with their addresses on the rank of ``site``. Raises ValueError without one."""
     batch, rank, everyone = program.collective, site.rank, range(program.world_size)
 
     def address(part: int, span: Span) -> int:
@@ -116,7 +116,7 @@ def find_pieces(program: KernelListProgram, site: LaunchSite, addresses: Address
         return found
 
     def groups(number: int, part: Collective, nbytes: int) -> tuple[tuple[int, ...], ...]:
-        """What peers touch of their tensors, or this rank of theirs."""
+        """Return the addresses of the peers' tensors that the kernel uses, in groups."""
         own = rank * nbytes
         if program.protocol is Protocol.PUSH and program.root is not None:
             outputs = tuple(address(number, part.output_span(peer, 0, nbytes)) for peer in everyone)
@@ -153,9 +153,9 @@ class CudaKernel:
     """A collective of one kernel, bound to addresses (see :class:`sidelane.execute.base.LoadedProgram`).
 
     Args:
-        executor: of this rank; its lock is held and its device current.
-        program: what to run.
-        addresses: where.
+        executor: executor of this rank; its lock is held and its device current.
+        program: the program.
+        addresses: addresses of its buffers.
         frozen: it is for a graph under capture.
     """
 
@@ -181,13 +181,13 @@ class CudaKernel:
 
     @property
     def moves(self) -> bool:
-        """True if :meth:`at` may work: all that it knows of its addresses are arguments of the kernel."""
+        """True if :meth:`at` may work: only arguments of the kernel depend on the addresses."""
         return isinstance(self.program, KernelProgram) and self._launch is not None and not self._frozen
 
     def at(self, addresses: Addresses) -> CudaKernel | None:
-        """The same kernel, at other addresses of its buffers (``alike``). Asks the driver for nothing.
+        """Return the same kernel at other addresses of its buffers, without calls to the driver.
 
-        None where its arguments do not just follow its addresses.
+        None if more of the launch than arguments changes with the addresses.
         """
         if self._places is None:
             self._places = Places(arranger(self.program, self._executor), self.addresses)
@@ -206,7 +206,7 @@ class CudaKernel:
         Raises:
             ValueError: no stream.
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
-            DriverError: the driver refused the launch. The executor is of no use any more.
+            DriverError: the driver refused the launch. The executor is unusable from now on.
         """
         place = find_place(self._executor, epoch, stream)
         self.run(epoch, place)
@@ -231,7 +231,7 @@ class CudaKernel:
         handle, executor = place[0], self._executor
         calls, entry = self._bind(handle), self._entry
         with executor.lock, executor.driver.current():
-            # Nodes of a graph have the priority of the stream that was captured, whatever they are launched on.
+            # Nodes of a graph have the priority of the captured stream, not of the stream on which it is launched.
             normal = executor.driver.has_normal_priority(handle)
             if normal and self._graph is None:
                 self._graph = executor.launch_graph(self._bind(executor.internal))
@@ -245,7 +245,7 @@ class CudaKernel:
         return Repetition(steps_of(calls), (), notes, executor.failing(calls, self.program))
 
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> Repetition | None:
-        """See :class:`sidelane.execute.base.Runnable`. The launch itself: what a graph holds is as it was."""
+        """See :class:`sidelane.execute.base.Runnable`. It uses a plain launch: a graph has fixed arguments."""
         if not self.moves:
             return None
 
@@ -298,7 +298,7 @@ class CudaKernel:
 
 
 def arranger(program: AnyKernelProgram, site: CudaSite) -> Callable[[Addresses], Launch | None]:
-    """What makes the launch of a program, wherever its buffers lie."""
+    """Return the function that makes the launch of a program for any addresses."""
     assert isinstance(program, KernelProgram)
 
     def at(addresses: Addresses) -> Launch | None:
@@ -308,11 +308,11 @@ def arranger(program: AnyKernelProgram, site: CudaSite) -> Callable[[Addresses],
 
 
 class Places:
-    """Which arguments of a launch follow the address of which buffer: found out by moving one at a time, once.
+    """The arguments of a launch that follow the address of each buffer, found once by moving one buffer at a time.
 
     Args:
-        arrange: makes the launch.
-        addresses: of one that was made.
+        arrange: makes the launch for addresses.
+        addresses: addresses of the first launch.
     """
 
     def __init__(self, arrange: Callable[[Addresses], Launch | None], addresses: Addresses) -> None:
@@ -321,7 +321,7 @@ class Places:
         self._followers: dict[tuple[int, str], tuple[int, ...] | None] = {}
 
     def move(self, addresses: Addresses) -> Launch | None:
-        """The launch at other addresses of the same buffers, further by multiples of ``UNIT``; None: make it anew."""
+        """Return the launch at other addresses, moved by multiples of ``UNIT``; None if it must be made anew."""
         launch, before = self._launch, self._addresses.buffers
         if launch is None:
             return None
@@ -340,7 +340,7 @@ class Places:
         return Launch(launch.kernel, launch.blocks, launch.warps, tuple(arguments), launch.constants)
 
     def _find(self, key: tuple[int, str]) -> tuple[int, ...] | None:
-        """The arguments that follow a buffer; None if anything else depends on where it lies."""
+        """Return the indices of the arguments that follow a buffer; None if more depends on its address."""
         launch, addresses = self._launch, self._addresses
         assert launch is not None
         buffers = {**addresses.buffers, key: addresses.buffers[key] + FAR}
@@ -355,7 +355,7 @@ class Places:
 
 
 class KernelPending:
-    """One launch (see :class:`sidelane.execute.base.Pending`); done when its stream is, or if it was captured."""
+    """One launch (see :class:`sidelane.execute.base.Pending`); done when its stream is idle, or if it was captured."""
 
     __slots__ = ("_executor", "_handle")
 
@@ -373,7 +373,7 @@ class KernelPending:
 
 
 def arrange(program: KernelProgram, rank: int, addresses: Addresses, board: int, shared_bytes: int) -> Launch | None:
-    """The launch of one rank; None if there is nothing to move. ``shared_bytes``: see ``LaunchSite``.
+    """Make the launch of one rank; None if there are no bytes to move. ``shared_bytes``: see ``LaunchSite``.
 
     Raises:
         ValueError: an address is missing.

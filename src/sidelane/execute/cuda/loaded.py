@@ -1,4 +1,4 @@
-"""A program on the streams of one rank: how its invocations get there, from wherever they are called."""
+"""A loaded program on the streams of one rank, and the submission of its invocations from any caller's stream."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MOST_PLACES = 64  # of callers that are remembered; torch hands out 32 streams 
 
 
 class SubmittedCalls(NamedTuple):
-    """What an invocation from one place submits.
+    """The driver calls of an invocation from one place.
 
     Attributes:
-        set_epoch: gives the calls their values of an invocation.
-        calls: to the driver, in order.
-        entry: where they are counted.
-        words: what ``set_epoch`` does (see :class:`sidelane.execute.base.Repetition`); None where it does more.
+        set_epoch: sets the values of the calls for an invocation.
+        calls: calls to the driver, in order.
+        entry: counter of the calls.
+        words: the words that ``set_epoch`` sets (see :class:`sidelane.execute.base.Repetition`); None if it does more.
     """
 
     set_epoch: Callable[[int], Any]
@@ -41,8 +41,8 @@ class CudaProgram:
     """A program bound to addresses on one rank (see :class:`sidelane.execute.base.LoadedProgram`).
 
     Attributes:
-        program: what was loaded.
-        addresses: where.
+        program: the program.
+        addresses: addresses to which it is bound.
         is_triggered: callers fire triggers of it while it is under way (``CudaTrigger``).
     """
 
@@ -57,7 +57,7 @@ class CudaProgram:
         self._stamps: dict[int, int] = {}
         self._ways: dict[Place, SubmittedCalls] = {}
         self._entries: dict[Route, Entry] = {}
-        self._like: CudaProgram | None = None  # whose events these are
+        self._like: CudaProgram | None = None  # owner of the events
         self._busy = executor.watch.next_busy_number() if captured else 0
         self._bound = self._bind()
         self._subject = (program, addresses)
@@ -66,14 +66,14 @@ class CudaProgram:
 
     @property
     def moves(self) -> bool:
-        """True if :meth:`at` works: nothing of it is of one invocation alone, or of its addresses besides copies."""
+        """True if :meth:`at` works: no part of it belongs to one invocation, and only copies depend on addresses."""
         return not (self._captured or self._bound.ahead or self._stamps)
 
     def at(self, addresses: Addresses) -> CudaProgram:
-        """The same program, at other addresses of its buffers (``alike``). Asks the driver for nothing.
+        """Return the same program at other addresses of its buffers, without calls to the driver.
 
-        Invocations of both are ordered among each other, so that they share events, and memory operations, which the
-        driver copies when it takes them.
+        Invocations of both are ordered among each other. So they share events, and memory operations, which the driver
+        copies at submission.
         """
         moved = CudaProgram.__new__(CudaProgram)
         moved.program, moved.addresses, moved._executor = self.program, addresses, self._executor
@@ -87,22 +87,22 @@ class CudaProgram:
         moved._busy, moved._ways = 0, {}
         moved._entries, moved._like = self._entries, self
         moved._bound = self._bound.at(addresses)
-        moved._subject = self._subject  # whoever watches reads flags, which are where they were
+        moved._subject = self._subject  # the watch reads only flags, whose addresses are the same
         return moved
 
     def arm(self, epoch: int, after: int | None = None) -> None:
-        """Submit everything but the ``caller`` queue of invocation ``epoch``, which must be the executor's next one.
+        """Submit all queues of invocation ``epoch``, the executor's next one, except the ``caller`` queue.
 
-        Unlike on CPUs there is no way back: what was armed must be started; or where one trigger fires it, fired.
+        Unlike on CPUs, it cannot be cancelled: an armed invocation must be started, or fired if it has one trigger.
 
         Args:
-            epoch: larger than that of any invocation before.
-            after: a stream whose work so far comes before it, wherever the one trigger comes from.
+            epoch: number of the invocation, larger than all before.
+            after: a stream behind whose work so far the invocation runs, whoever fires the one trigger.
 
         Raises:
             ValueError: the program is not prelaunched, or is armed for another epoch.
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
-            DriverError: the driver refused a call. The executor is of no use any more.
+            DriverError: the driver refused a call. The executor is unusable from now on.
         """
         executor = self._executor
         executor.check_usable("arm")
@@ -125,7 +125,7 @@ class CudaProgram:
 
         Raises:
             ValueError: no stream, an epoch below 1, or a capture of a program that was not loaded for one.
-            As :meth:`run`.
+            Exception: as :meth:`run`.
         """
         place = find_place(self._executor, epoch, stream)
         self.run(epoch, place)
@@ -137,7 +137,7 @@ class CudaProgram:
         Raises:
             ValueError: a capture of a program that was not loaded for one; nothing was submitted.
             PeerError, PeerTimeoutError: an earlier invocation failed; nothing was submitted.
-            DriverError: the driver refused a call. The executor is of no use any more.
+            DriverError: the driver refused a call. The executor is unusable from now on.
         """
         executor = self._executor
         if executor.watch.failure is not None or executor.closed:
@@ -181,16 +181,16 @@ class CudaProgram:
 
     @property
     def marks(self) -> int:
-        """How many triggers a graph has instead as places of the caller's stream; each is marked before :meth:`run`."""
+        """Number of triggers that are marks of the caller's stream in a graph; each is marked before :meth:`run`."""
         return len(self._bound.plan.marks)
 
     @property
     def arrivals(self) -> int:
-        """How many arrivals a graph has, which the caller's stream may wait for behind :meth:`run`."""
+        """Number of arrivals of a graph, for which the caller's stream may wait after :meth:`run`."""
         return len(self._bound.plan.arrivals)
 
     def mark(self, number: int, stream: int) -> None:
-        """Let what waits for a trigger follow the work of ``stream`` so far, which is being captured.
+        """Let the calls that wait for a trigger follow the work of ``stream`` so far, which is being captured.
 
         Raises:
             DriverError: the driver refused it.
@@ -207,16 +207,16 @@ class CudaProgram:
 
     @property
     def held_streams(self) -> int:
-        """How many streams triggers hold."""
+        """Number of streams that wait for triggers."""
         return self._bound.plan.held_streams
 
     @property
     def home(self) -> int:
-        """The stream behind whose work an invocation has ended that one trigger fires."""
+        """The stream on which an invocation with one trigger ends."""
         return self._bound.frame.sides[0]
 
     def elapsed_us(self, first: int, last: int) -> float:
-        """Microseconds between two stamp slots of the last invocation or replay, which must have finished."""
+        """Return the microseconds between two stamp slots of the last invocation or replay, which must have ended."""
         return self._executor.driver.elapsed_us(self._stamps[first], self._stamps[last])
 
     def _submit(self, epoch: int, place: Place) -> None:
@@ -245,7 +245,7 @@ class CudaProgram:
         self._executor.ledger.count(entry)
 
     def _find_way(self, place: Place) -> SubmittedCalls:
-        """Work out what invocations from ``place`` submit; remembered, since most calls repeat."""
+        """Prepare the driver calls of invocations from ``place``; they are cached, since most calls repeat."""
         handle, capturing = place
         route = choose_route(handle, capturing, self._captured)
         executor, bound = self._executor, self._bound
@@ -293,7 +293,7 @@ class CudaProgram:
         executor, is_held = self._executor, self._bound.plan.is_held
         if self._armed == epoch:
             return
-        if self._armed is not None and not is_held:  # else whoever has the trigger knows whether it was fired
+        if self._armed is not None and not is_held:  # with one trigger, its owner knows whether it was fired
             raise ValueError(f"arm: armed already, for epoch {self._armed} (value={epoch})")
         self._bound.set_epoch(epoch)
         if is_held and after is not None and after != self.home:
@@ -301,7 +301,7 @@ class CudaProgram:
             driver.submit([driver.bind_record(event, after), driver.bind_wait(event, self.home)])
         executor.driver.submit(self._bound.ahead)
         self._armed = epoch
-        if is_held:  # what is armed is under watch: a peer that dies is noticed at once
+        if is_held:  # an armed invocation is watched: a peer that dies is noticed at once
             self._note(epoch, self._entry(Route.DIRECT))
 
     def _bind(self) -> BoundPlan:
@@ -313,7 +313,7 @@ class CudaProgram:
         if plan.is_held:
             sides = [executor.held_stream(), *executor.shared_sides(count - 1)]
             self._events.append(driver.create_event())
-        elif plan.ahead:  # which blocks its streams until the call: nobody else may use them
+        elif plan.ahead:  # its streams are blocked until the call: no other program may use them
             sides = [executor.create_stream() for _ in range(count)]
         else:
             sides = executor.shared_sides(count)
@@ -342,7 +342,7 @@ class CudaProgram:
         return bound
 
     def _load_kernels(self, calls: tuple[object, ...], resolve: Resolver) -> None:
-        """Compile and load the kernels now: inside a capture, or behind a stuck stream, it would be too late."""
+        """Compile and load the kernels now: this is not possible in a capture, or behind a stream that waits."""
         executor = self._executor
         for call in calls:
             if isinstance(call, LaunchReduce):
@@ -368,7 +368,7 @@ class CudaPending:
 
 
 def find_place(executor: CudaSite, epoch: int, stream: torch.Stream | None) -> Place:
-    """Where the invocation ``epoch`` stands that was started on ``stream``.
+    """Return the place of invocation ``epoch``, started on ``stream``.
 
     Raises:
         CommunicatorClosedError: the executor was closed.
@@ -386,9 +386,9 @@ def find_place(executor: CudaSite, epoch: int, stream: torch.Stream | None) -> P
 
 
 def stream_handle(stream: torch.Stream) -> int:
-    """The driver's handle of a torch stream; 0 is the legacy default stream."""
+    """Return the driver's handle of a torch stream; 0 is the legacy default stream."""
     handle = getattr(stream, "cuda_stream", None)
-    if handle is None:  # a torch.Stream that is not a torch.cuda.Stream names the same thing by other numbers
+    if handle is None:  # a torch.Stream that is no torch.cuda.Stream identifies the stream by other numbers
         named = torch.cuda.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
@@ -397,10 +397,10 @@ def stream_handle(stream: torch.Stream) -> int:
 
 
 def _no_epoch(epoch: int) -> None:
-    """A captured invocation has none: a graph would repeat it."""
+    """Do nothing: a captured invocation has no epoch, since a graph would repeat it."""
 
 
 def destroy_events(driver: Driver, events: list[int]) -> None:
-    """For finalizers: release ``events``; what has recorded them still completes."""
+    """Release ``events``, for finalizers; work that has recorded them still completes."""
     for event in events:
         driver.destroy_event(event)

@@ -1,9 +1,8 @@
-"""The library of the driver, called with arguments made once: what an invocation repeats costs the host little.
+"""Prepared calls to the driver's library: arguments are converted to C once, and repeated calls take little time.
 
-``cuda.bindings`` turns Python numbers and lists into C at every call. Here a call is a function of the library with
-its arguments as C values, kept for as long as it is; to run it is one foreign call, some 0.3 us besides the
-driver's own time. Foreign calls let other threads run meanwhile: a full channel may block one for as long as a peer is
-late, and the watching thread must get on.
+``cuda.bindings`` converts Python numbers and lists to C at every call. Here a call is a function of the library with
+its arguments as C values; running it is one foreign call, some 0.3 us besides the driver's own time. Foreign calls
+release the GIL: a full channel may block one for as long as a peer is late, and the watch thread must go on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sidelane.execute.base import DriverCall
 from sidelane.program.wraparound import WORD_MASK
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function with its arguments. What it returns is the driver's error code, and false if there is none."""
+"""A prepared call: a function with its arguments. It returns the driver's error code, which is false for success."""
 
 _ALL_BITS = (1 << 64) - 1
 
@@ -37,7 +36,7 @@ _DEVICE_MEMORY = 2  # CU_MEMORYTYPE_DEVICE
 
 @functools.cache
 def load_native(name: str) -> Any:
-    """A function of the driver's library; None where it has no such name."""
+    """Return a function of the driver's library; None if it has no such name."""
     try:
         return getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError):
@@ -45,7 +44,7 @@ def load_native(name: str) -> Any:
 
 
 def require_native(name: str) -> Any:
-    """As :func:`load_native`.
+    """Return a function of the driver's library.
 
     Raises:
         UnavailableError: the library has no such name.
@@ -57,11 +56,11 @@ def require_native(name: str) -> Any:
 
 
 class Pointer(ctypes.c_void_p):
-    """An address, as an argument that keeps the memory behind it.
+    """An address as an argument of a call, which keeps the memory behind it.
 
     Args:
-        address: where it points.
-        memory: kept for as long as this.
+        address: the address.
+        memory: object to keep as long as this one lives.
     """
 
     def __init__(self, address: int, memory: object) -> None:
@@ -70,7 +69,7 @@ class Pointer(ctypes.c_void_p):
 
 
 class LaunchConfig(ctypes.Structure):
-    """``CUlaunchConfig`` of cuda.h: with it a launch has four arguments instead of eleven, each of which takes time."""
+    """``CUlaunchConfig`` of cuda.h: a launch then has four arguments instead of eleven, each of which takes time."""
 
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -83,7 +82,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
-    """The launch of a kernel; ``arguments`` is the address of an array of its arguments' addresses, and kept."""
+    """Prepare a kernel launch; ``arguments`` is the address of an array of its arguments' addresses, and is kept."""
     parts = (ctypes.byref(config), ctypes.c_void_p(function), Pointer(int(arguments), arguments), ctypes.c_void_p())
     return require_native("cuLaunchKernelEx"), parts
 
@@ -106,7 +105,7 @@ class Copy2D(ctypes.Structure):
 
 
 def bind_rows(dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
-    """A copy of ``rows`` rows of ``nbytes``; ``pitches``: bytes from one to the next, at ``dst`` and at ``src``."""
+    """Prepare a copy of ``rows`` rows of ``nbytes``; ``pitches``: bytes from row to row, at ``dst`` and at ``src``."""
     copy = Copy2D(
         src_memory_type=_DEVICE_MEMORY,
         src_device=src,
@@ -121,9 +120,9 @@ def bind_rows(dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: i
 
 
 class MemoryOps:
-    """Stream memory operations, in one array as the driver reads it: it copies what it is given to submit.
+    """Stream memory operations in one array of the driver's form, which the driver copies at submission.
 
-    First they are appended, then they are bound. Values can be replaced between submissions at any time.
+    They are appended first and bound then. Values can be replaced between submissions.
     """
 
     def __init__(self) -> None:
@@ -134,33 +133,33 @@ class MemoryOps:
         return len(self._rows)
 
     def write(self, address: int, value: int) -> None:
-        """Append: store ``value`` at ``address``, after everything earlier in the stream can be seen by all ranks.
+        """Append a store of ``value`` at ``address``, after all earlier work of the stream is visible to all ranks.
 
         The driver's second interface has no write without that fence: NO_MEMORY_BARRIER is an invalid value in a batch.
         """
         self._append(_WRITE_VALUE_32, address, value, _WRITE_DEFAULT)
 
     def wait(self, address: int, value: int, *, equal: bool) -> None:
-        """Append: wait until the word at ``address`` equals ``value``, or is at least that (in a circle of 2**32)."""
+        """Append a wait until the word at ``address`` equals ``value``, or is at least that (modulo 2**32)."""
         self._append(_WAIT_VALUE_32, address, value, _WAIT_EQ if equal else _WAIT_GEQ)
 
     def setters(self, indices: Sequence[int]) -> list[Callable[[int], Any]]:
-        """Functions that, called with one value of 32 bits each, give it to all of these operations.
+        """Return functions that set a 32-bit value in all of these operations.
 
-        One function serves all neighbours, since a call of it takes longer than the operations.
+        One function serves adjacent operations, since calling it takes longer than setting them.
         """
         array = self._sealed()
         return [array[run.start : run.stop, _VALUE].fill for run in _runs(sorted(indices))]
 
     def places(self, indices: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Where the values of these operations are: (first address, distance in bytes, how many), by neighbours."""
+        """Return the places of operations' values: (first address, distance in bytes, number), joined if adjacent."""
         array = self._sealed()
         first = array.ctypes.data + array.itemsize * _VALUE
         distance = array.itemsize * _OP_WORDS
         return [(first + distance * run.start, distance, len(run)) for run in _runs(sorted(indices))]
 
     def bind(self, stream: int, part: slice = slice(None)) -> Bound:
-        """The call that submits them, or a ``part`` of them, on a stream that is not the legacy default one."""
+        """Prepare the submission of them, or of a ``part``, on a stream that is not the legacy default one."""
         array = self._sealed()[part]
         arguments = (Pointer(array.ctypes.data, array), ctypes.c_uint(0))
         function = require_native("cuStreamBatchMemOp_v2")
@@ -180,12 +179,12 @@ class MemoryOps:
 
 
 def steps_of(calls: Iterable[Bound]) -> tuple[DriverCall, ...]:
-    """Prepared calls as :class:`sidelane.execute.base.Repetition` has them."""
+    """Return prepared calls in the form of :class:`sidelane.execute.base.Repetition`."""
     return tuple((*(_integers(bound) or bound), bound) for bound in calls)
 
 
 def _integers(bound: Bound) -> tuple[int, tuple[int, ...]] | None:
-    """Address and arguments of a prepared call, as C code passes them; None if Python must make it."""
+    """Return address and arguments of a prepared call as integers for C code; None if Python must make the call."""
     function, arguments = bound
     c_function: Any = ctypes._CFuncPtr  # type: ignore[attr-defined]  # the class of all of them, which stubs leave out
     if not isinstance(function, c_function) or len(arguments) > MOST_INTEGERS:
@@ -205,7 +204,7 @@ def _integer(argument: Any) -> int | None:
 
 
 def _runs(indices: Sequence[int]) -> list[range]:
-    """Neighbours together.
+    """Return adjacent indices as ranges.
 
     >>> _runs([0, 1, 2, 5, 7, 8])
     [range(0, 3), range(5, 6), range(7, 9)]

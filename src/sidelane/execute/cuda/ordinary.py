@@ -1,8 +1,7 @@
-"""Ordinary GPU memory that peers reach: allocations of ``cudaMalloc``, such as the segments of torch's allocator, and
-spans of its expandable segments.
+"""Ordinary GPU memory that peers can map: ``cudaMalloc`` allocations and spans of expandable segments.
 
-The driver numbers allocations and never gives a number twice, so that a number says whether an address is still the
-memory that it was. Memory that is freed while peers have it mapped stays until they let go of it.
+Torch's allocator uses both. The driver numbers allocations and never reuses a number, so that a number tells whether an
+address still belongs to the same allocation. Memory that is freed while peers have it mapped stays until they unmap it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sidelane.memory.descriptors import DescriptorServer, SharedDescriptor, fetc
 from sidelane.memory.ordinary import Allocation, Standing
 
 PREFIX = "@"
-"""What handles of spans begin with, and those of no other memory."""
+"""Prefix of the handles of spans; handles of other memory do not begin with it."""
 
 
 class PhysicalMemory(NamedTuple):
@@ -39,7 +38,7 @@ class PhysicalMemory(NamedTuple):
 
 
 class MappedSpan:
-    """Pieces side by side, whose handles are released with the last reference to this object."""
+    """Adjacent pieces, whose handles are released with the last reference to this object."""
 
     def __init__(self, memory: VirtualMemory, pieces: tuple[PhysicalMemory, ...]) -> None:
         self.memory, self.pieces = memory, pieces
@@ -48,7 +47,7 @@ class MappedSpan:
         forks.finalize(self, _release, memory, pieces)  # the end of a process releases all
 
     def is_gone(self) -> bool:
-        """Looks at one piece, the next one each time."""
+        """Check one piece, another one at each call, and return True if it was unmapped."""
         piece = next(self._looked_at)
         try:
             handle = self.memory.retain(piece.start)
@@ -72,7 +71,7 @@ class OpenedSpan:
 
 
 def span_of(memory: VirtualMemory, address: int, nbytes: int) -> Allocation | str:
-    """The span that holds so many bytes, > 0, from an address on; or why peers cannot map it."""
+    """Return the span that holds ``nbytes`` (> 0) from an address on, or the reason why peers cannot map it."""
     pieces: list[PhysicalMemory] = []
     try:
         end, at = address + nbytes, address
@@ -110,10 +109,10 @@ def open_span(memory: VirtualMemory, handle: str) -> OpenedSpan:
     """Map a span of another process.
 
     Raises:
-        UnavailableError: its owner does not give it, or the driver does not map it.
+        UnavailableError: its owner does not send it, or the driver cannot map it.
     """
     address, _, token = handle.partition("/")
-    # A range is reserved as a whole, and how large it is only all sizes say.
+    # The range is reserved as a whole, so that all sizes must be known first.
     sizes = [size for size, _ in fetch(address, token)]
     try:
         start = memory.reserve(sum(sizes))
@@ -131,7 +130,7 @@ def open_span(memory: VirtualMemory, handle: str) -> OpenedSpan:
 
 
 def retained_bytes() -> int:
-    """Of pieces that this process retains, since peers may have mapped them."""
+    """Return the bytes of pieces that this process retains since peers may have mapped them."""
     return sum(piece.nbytes for span in list(_spans.values()) for piece in span.pieces)
 
 
@@ -166,7 +165,7 @@ def _close(memory: VirtualMemory, start: int, sizes: Sequence[int], mapped: int)
 
 _numbers = itertools.count(1)
 _spans: weakref.WeakValueDictionary[tuple[object, ...], MappedSpan] = weakref.WeakValueDictionary()
-"""Of this process, for all lanes, by device and pieces."""
+"""Spans of this process, for all lanes, by device and pieces."""
 _by_token: weakref.WeakValueDictionary[str, MappedSpan] = weakref.WeakValueDictionary()
 _making = forks.lock()
 _answering: DescriptorServer | None = None
@@ -174,7 +173,7 @@ _answering: DescriptorServer | None = None
 
 @forks.in_copies
 def _know_nothing() -> None:
-    """In a copy: its parent's spans are not its own, nor what answers for them."""
+    """Forget, in a forked copy, the spans of the parent and the server that sends them."""
     global _answering
     _answering = None
     _spans.clear()
@@ -182,7 +181,7 @@ def _know_nothing() -> None:
 
 
 MOST_KNOWN = 4096
-"""Allocations remembered; the oldest goes first."""
+"""Largest number of remembered allocations; the oldest is forgotten first."""
 
 
 class OpenedAllocation:
@@ -194,7 +193,7 @@ class OpenedAllocation:
 
 
 class ExportedMemory:
-    """See :class:`sidelane.memory.ordinary.OrdinaryMemory`."""
+    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for a GPU."""
 
     most_held = None  # to unmap one that its owner still has, its peers would have to wait for their copies
 
@@ -279,6 +278,6 @@ def _close_allocation(driver: Driver, start: int) -> None:
 
 
 opened: weakref.WeakValueDictionary[tuple[int, str, str], OpenedAllocation | OpenedSpan] = weakref.WeakValueDictionary()
-"""What this process has mapped, for all lanes, by device, handle and name."""
+"""Memory of other processes that this one has mapped, for all lanes, by device, handle and name."""
 
 _opening = forks.lock()

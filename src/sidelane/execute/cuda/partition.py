@@ -1,7 +1,7 @@
-"""Two sets of a device's SMs that share none, each with streams of its own: green contexts.
+"""Two disjoint sets of a device's SMs, each with its own streams: green contexts.
 
-Both come out of one split of the device's resource: contexts that are made one by one, each from the whole device, may
-be given the same SMs.
+Both result from one split of the device's resource: contexts that are made one by one, each from the whole device, may
+get the same SMs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from sidelane.errors import UnavailableError
 
 NAMES = tuple(f"libcublas.so.{major}" for major in (14, 13, 12))
-"""cuBLAS as torch has loaded it."""
+"""Names of the cuBLAS libraries that torch may have loaded."""
 
 
 @contextlib.contextmanager
 def cublas_target(units: int) -> Iterator[None]:
-    """Have cuBLAS launch GEMMs for so many SMs, in a ``with`` block, on the current device and thread.
+    """Let cuBLAS launch GEMMs for a number of SMs, in a ``with`` block, on the current device and thread.
 
     Args:
-        units: SMs to count on, 1 or more.
+        units: number of SMs, at least 1.
 
     Raises:
         UnavailableError: cuBLAS has no such setting, or refused it.
@@ -42,7 +42,7 @@ def cublas_target(units: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_carve_out(units: int) -> Iterator[None]:
-    """Have torch leave so many SMs out of what it asks cuBLASLt for, in a ``with`` block.
+    """Let torch's cuBLASLt calls leave out a number of SMs, in a ``with`` block.
 
     Raises:
         UnavailableError: this version of torch has no such setting.
@@ -78,7 +78,7 @@ NEEDED = (
 
 
 class PartitionDriver(Protocol):
-    """What a split needs of the driver, whose context is current."""
+    """The driver functions that a split needs; the driver's context is current."""
 
     def call(self, function: str, *arguments: Any) -> Any: ...
 
@@ -90,9 +90,9 @@ class SmGroup:
     """One of the two sets.
 
     Attributes:
-        units: SMs.
-        stream: a stream whose kernels run on them only.
-        urgent: one of highest priority.
+        units: number of SMs.
+        stream: stream whose kernels run on them only.
+        urgent: such a stream of highest priority.
     """
 
     units: int
@@ -101,19 +101,19 @@ class SmGroup:
 
 
 class UnitSplit:
-    """A device's SMs in two.
+    """The SMs of a device, divided into two sets.
 
     Args:
-        driver: of the device.
+        driver: driver of the device.
         api: ``cuda.bindings.driver``.
-        units: SMs of the one part.
+        units: number of SMs of the first set.
 
     Attributes:
-        taken: that part.
-        left: all other SMs.
+        taken: the first set.
+        left: the set of all other SMs.
 
     Raises:
-        UnavailableError: the binding or the device has no such parts, or none of exactly that size.
+        UnavailableError: the binding or the device has no green contexts, or no set of exactly that size.
         DriverError: the driver refused a call.
     """
 
@@ -142,7 +142,7 @@ class UnitSplit:
             raise
 
     def close(self) -> None:
-        """Destroy streams and contexts. Nothing may be under way there. Idempotent."""
+        """Destroy streams and contexts, on which no work may be running. Idempotent."""
         while self._streams:
             self._driver.call("cuStreamDestroy", self._streams.pop())
         while self._contexts:

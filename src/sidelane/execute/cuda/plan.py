@@ -1,4 +1,4 @@
-"""From one rank's queues to calls on streams: the lowering itself. See ``calls`` for what it produces and why."""
+"""Planner: it lowers one rank's queues to calls on streams. ``calls`` describes the result."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from sidelane.program.transform.prelaunch import held_by, release
 from sidelane.program.transform.triggers import flags_by_callers
 
 CommandIndex = tuple[int, int]
-"""A command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
+"""Index of a command of one rank: (position of its queue among the queues of the rank, position in the queue)."""
 
 Words = MutableMapping[Flag, int]
 """Values of flags; one that was never written is 0."""
@@ -59,22 +59,23 @@ Words = MutableMapping[Flag, int]
 def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tuple[tuple[CommandIndex, ...], ...]:
     """Order the commands of every rank as in one execution of the whole program.
 
-    A rank stays with a queue for as long as anybody gets on, so that few orders jump between queues (a jump splits a
-    batch of signals and waits). But it rests behind every copy that a peer is told of, if another copy follows:
+    A rank stays with a queue as long as any rank makes progress, so that there are few changes between queues (a change
+    splits a batch of signals and waits). But it pauses after every copy that is signalled to a peer, if another copy
+    follows:
 
-    - queues that copy to the same ranks take turns there, or one engine would be handed all of its copies before
+    - queues that copy to the same ranks alternate there; otherwise one engine would get all of its copies before
       another one gets its first;
-    - what adds up one piece, in a stream of its own, is handed over between the next piece's copies and their signals.
-      A signal holds its channel until those copies have ended, and a sum behind it would begin when they have.
+    - the reduction of a piece, on its own stream, is submitted between the next piece's copies and their signals. A
+      signal holds its channel until those copies have ended, and a reduction behind it would begin only then.
 
-    A program that deadlocks, which ``verify`` refuses, keeps its rest queue by queue.
+    The rest of a program that deadlocks, which ``verify`` refuses, is kept queue by queue.
 
     Args:
-        program: what to order; its signals set flags and add nothing to them.
-        is_small: tells queues that add up too little to be handed over early, or once at the end.
+        program: the program; its signals set flags and do not add to them.
+        is_small: returns True for queues whose reductions are too small, or too late, to be submitted early.
 
     Returns:
-        For each rank, its commands.
+        The commands of each rank in order.
     """
     ranks = [_Rank(program.queues_of(rank), is_small) for rank in range(program.world_size)]
     words = _triggers(program)
@@ -86,7 +87,7 @@ def submission_order(program: Program, is_small: Callable[[Queue], bool]) -> tup
 
 
 def _triggers(program: Program) -> dict[Flag, int]:
-    """Flags that callers signal while the program is under way (``transform.triggers``), as if all had been fired."""
+    """Return the flags that callers signal (``transform.triggers``), with values as if all had been fired."""
     signalled = {c.flag for queue in program.queues for c in queue.commands if isinstance(c, Signal)}
     found: dict[Flag, int] = {}
     for queue in program.queues:
@@ -97,10 +98,10 @@ def _triggers(program: Program) -> dict[Flag, int]:
 
 
 def _round(ranks: Sequence[_Rank], words: dict[Flag, int], step: Callable[[_Rank, Words], bool]) -> bool:
-    """Let every rank take a step. It sees what its peers had signalled before, so that all ranks are equally far.
+    """Let every rank take a step. It sees the signals of earlier rounds, so that all ranks proceed equally.
 
     Returns:
-        Whether any rank got on.
+        True if any rank made progress.
     """
     own: list[dict[Flag, int]] = [{} for _ in ranks]
     moved = [step(rank, ChainMap(written, words)) for rank, written in zip(ranks, own, strict=True)]
@@ -125,7 +126,7 @@ class _Rank:
         self.reached = [_reached(queue) for queue in queues]
 
     def advance(self, words: Words) -> bool:
-        """Execute the current queue until it blocks, ends, or rests. True if anything happened."""
+        """Execute the current queue until it blocks, ends, or pauses. Return True if a command was executed."""
         if not self.queues:
             return False
         moved, index = False, self.current
@@ -146,7 +147,7 @@ class _Rank:
         self.next[index] += 1
 
     def _compute(self, words: Words) -> None:
-        """Execute the sums aside whose parts are there."""
+        """Execute the separate reductions whose inputs are ready."""
         for index in self.summing:
             for command in self._until_summed(index, words):
                 if _blocks(command, words):
@@ -154,7 +155,7 @@ class _Rank:
                 self._execute(index, command, words)
 
     def _until_summed(self, index: int, words: Words) -> Sequence[Command]:
-        """The next commands of a queue that can run, to the last sum among them and what tells of it."""
+        """Return the next commands of a queue that can run, up to the last reduction among them and its signals."""
         commands = self.queues[index].commands[self.next[index] :]
         found = 0
         for count, command in enumerate(commands, 1):
@@ -165,11 +166,11 @@ class _Rank:
         return commands[:found]
 
     def switch(self, words: Words, reached: frozenset[int] | None = None) -> bool:
-        """Turn to the next queue, in a circle, whose first command can run. False if there is none.
+        """Turn to the next queue, in a circle, whose first command can run. Return False if there is none.
 
         Args:
-            words: flags.
-            reached: ranks that it must copy to; None for any.
+            words: values of the flags.
+            reached: ranks to which it must copy; None for any.
         """
         for step in range(1, len(self.queues) + 1):
             candidate = (self.current + step) % len(self.queues)
@@ -191,14 +192,14 @@ class _Rank:
 
 
 def _reached(queue: Queue) -> frozenset[int]:
-    """The ranks that it copies to."""
+    """Return the ranks to which a queue copies."""
     return frozenset(command.dst.rank for command in queue.commands if isinstance(command, Copy))
 
 
 def _turns(queue: Queue) -> frozenset[int]:
-    """Positions of copies before which others go first: peers have been told of the copy before.
+    """Return the positions of copies at which a queue pauses: the copy before was signalled to peers.
 
-    A wait behind such a signal stays with it, for both are one call.
+    A wait after such a signal stays with it, since both are one call.
     """
     copies = [index for index, command in enumerate(queue.commands) if isinstance(command, Copy)]
     return frozenset(
@@ -209,7 +210,7 @@ def _turns(queue: Queue) -> frozenset[int]:
 
 
 def _told(queue: Queue) -> frozenset[int]:
-    """Positions of signals to peers right behind a copy, stamps between them left aside."""
+    """Return the positions of signals to peers that directly follow a copy; stamps between them do not count."""
     commands = [(index, command) for index, command in enumerate(queue.commands) if not isinstance(command, Stamp)]
     return frozenset(
         index
@@ -225,8 +226,8 @@ def _blocks(command: Command, words: Words) -> bool:
 
 
 INLINE_BYTES = 4 << 20
-"""A ``local`` or ``compute`` queue that moves no more than this runs on stream 0. A stream of its own costs four event
-calls and some ten microseconds, in which a GPU copies about this much inside its own memory."""
+"""Largest number of bytes of a ``local`` or ``compute`` queue that runs on stream 0. Its own stream would cost four
+event calls and some ten microseconds, in which a GPU copies about this much inside its own memory."""
 
 
 def plan_calls(
@@ -235,14 +236,14 @@ def plan_calls(
     """Turn the queues of ``rank`` into calls.
 
     Args:
-        program: what to run; its moves must be copies (``transform.lower`` rewrites the others).
-        rank: whose queues.
+        program: the program; its moves must be copies (``transform.lower`` rewrites the others).
+        rank: rank whose queues are planned.
         peer_writes: the driver can write a value into a peer's memory; else a signal is a 4-byte copy.
-        copy_batches: the driver can take several copies in one call.
-        captured: for a graph. Nothing is submitted ahead, copies are single or rows, and host words hold no epoch.
+        copy_batches: the driver accepts several copies in one call.
+        captured: the plan is for a graph: no calls ahead, only single copies or rows, and no epochs in host words.
 
     Raises:
-        ValueError: the program has commands that the driver does not; the text names the first.
+        ValueError: the driver does not support a command of the program; the text names the first.
     """
     trigger = None if captured else held_by(program, rank)
     if trigger is not None:
@@ -309,7 +310,7 @@ class _Planner:
         return dataclasses.replace(plan, marks=marks, arrivals=arrivals)
 
     def _events_of_callers(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """What stands for the triggers and for the arrivals of a graph."""
+        """Return the events that replace the triggers and the arrivals in a graph."""
         events = self.local_events
         both = flags_by_callers(self.program, self.rank) if self.with_callers else ((), ())
         return tuple(tuple(tuple(events[flag] for flag in flags if flag in events) for flags in one) for one in both)
@@ -322,7 +323,7 @@ class _Planner:
         self._lower(stream, self.queues[index], command)
 
     def _fork(self, streams: Sequence[int]) -> None:
-        """Mark where ``streams`` branch off. Each waits for it when its first command comes."""
+        """Record where ``streams`` fork. Each waits for the event at its first command."""
         if streams:
             event = self._event()
             self.forks = dict.fromkeys(streams, event)
@@ -391,7 +392,7 @@ class _Planner:
             self.cell_copies.append(deferred)
 
     def _record(self, stream: int, flag: Flag) -> None:
-        """Mark this place for whoever waits for ``flag``; one mark serves all flags that are raised here."""
+        """Record an event for the streams that wait for ``flag``; one event serves all flags signalled here."""
         self._flush()
         last = self.steps[-1] if self.steps else None
         if last is not None and last.stream == stream and isinstance(last.call, RecordEvent):
@@ -404,14 +405,14 @@ class _Planner:
         self.steps.append(StreamCall(stream, call))
 
     def _flush(self) -> None:
-        """Submit the batch. It must not cross a call on another stream, or the order of submission would be lost."""
+        """Submit the batch, before any call on another stream, to keep the order of submission."""
         if self.batch:
             self.steps.append(StreamCall(self.stream, MemOps(tuple(self.batch))))
             self.steps += [StreamCall(self.stream, copy) for copy in self.cell_copies]
         self.batch, self.cell_copies = [], []
 
     def _place_of_begin(self) -> int | None:
-        """Position behind the signals that peers wait for: its word goes to the host. Not behind a stamp there."""
+        """Return the position of the host word's write: after the signals for which peers wait, and before a stamp."""
         first = [(n, command) for n, (index, command) in enumerate(self.commands) if not self.stream_of[index]]
         others = (n for n, (_, c) in enumerate(first) if not isinstance(c, Signal | Stamp) and not _stays(c))
         place = next(others, None)
@@ -436,7 +437,7 @@ class _Planner:
         return self.events - 1
 
     def _assign_streams(self) -> dict[int, int]:
-        """Stream of each queue that has anything to submit."""
+        """Assign a stream to each queue with commands to submit."""
         queues = self.queues
         used = [
             index
@@ -456,7 +457,7 @@ class _Planner:
         return dict.fromkeys(sorted(on_first), 0) | {index: stream for stream, index in enumerate(others, start=1)}
 
     def _follows(self, index: int) -> bool:
-        """True if a queue waits for another one of this rank: on stream 0 it would stand in that one's way."""
+        """Return True if a queue waits for another one of this rank: on stream 0 it could block that one."""
         waits = {command.flag for command in self.queues[index].commands if isinstance(command, Wait)}
         return any(
             isinstance(command, Signal) and command.flag in waits
@@ -466,29 +467,29 @@ class _Planner:
         )
 
     def _order_commands(self) -> list[tuple[int, Command]]:
-        """The commands that are submitted, each with the position of its queue, in the order of submission."""
+        """Return the submitted commands, each with the position of its queue, in the order of submission."""
         order = submission_order(self.program, _is_small)[self.rank]
         commands = [(index, self.queues[index].commands[position]) for index, position in order]
         return [(index, command) for index, command in commands if index in self.stream_of]
 
     def _place_asides(self) -> tuple[list[int], int]:
-        """Put the copies of ``asides`` behind those of stream 0, and find the place where it joins them.
+        """Order the copies of ``asides`` after those of stream 0, and find the place where stream 0 joins them.
 
-        An aside is a side stream of copies and resets that waits for nothing but a mark of stream 0: it always ends.
-        The place is in the shadow of the last signals, while peers are waited for: at 1 KB on four H200s 26 us, instead
-        of 32 in front of the signals and 28 behind the waits. In a graph it is in front, so that signals and waits stay
-        one node: 171 us at 64 MiB, instead of 177 or 183. There the copies of stream 0 must come first: 25 us instead
-        of 34 at 1 KB, since the driver gives what is captured first the channel of what was before.
+        An aside is a side stream of copies and resets that waits for events of stream 0 only, so that it always ends.
+        The place is after the last signals, while the rank waits for its peers: at 1 KB on four H200s 26 us, instead of
+        32 before the signals and 28 after the waits. In a graph it is before the signals, so that signals and waits
+        stay one node: 171 us at 64 MiB, instead of 177 or 183. There the copies of stream 0 must come first: 25 us
+        instead of 34 at 1 KB, since the driver gives the first captured work the channel of the work before.
 
         Returns:
-            The asides, and the position of the command before which they join.
+            The asides, and the position of the command before which stream 0 joins them.
         """
         asides = [] if self.split else self._streams_of_copies()
         main = [entry for entry in self.commands if self.stream_of[entry[0]] not in asides]
         first = [(n, command) for n, (index, command) in enumerate(main) if not self.stream_of[index]]
         last_move = max((n for n, c in first if not isinstance(c, Signal | Wait | Stamp)), default=-1)
         while (last_move + 1, Stamp) in [(n, type(c)) for n, c in first]:
-            last_move += 1  # what is stamped there is the end of the copies, not of what joins them
+            last_move += 1  # the stamp marks the end of the copies, not of the streams that join
         marks = {c.flag for n, c in first if n <= last_move and isinstance(c, Signal)}
         if not all(self._waited(stream) <= marks for stream in asides):
             return [], len(self.commands)
@@ -498,7 +499,7 @@ class _Planner:
         return asides, max([last_move, *signals]) + 1 + len(copies)
 
     def _in_the_shadow(self, asides: Sequence[int]) -> frozenset[int]:
-        """Of side streams, those whose copies may take twice their time, as others cross links for longer."""
+        """Return the side streams whose copies may take twice their time, since other copies cross links for longer."""
         crossing, within = Counter[int](), Counter[int]()
         for index, command in self.commands:
             if isinstance(command, Copy):
@@ -508,7 +509,7 @@ class _Planner:
         return aside if sum(within[stream] for stream in aside) <= longest else frozenset()
 
     def _streams_of_copies(self) -> list[int]:
-        """Side streams that only copy and reset, once the marks of other own queues let them."""
+        """Return the side streams that only copy, reset flags, and wait for events of this rank's queues."""
         found = []
         for index, stream in self.stream_of.items():
             waited = self._waited(stream)
@@ -522,9 +523,10 @@ class _Planner:
         return found
 
     def _last_wait(self) -> int | None:
-        """Position of the last wait for a peer in a graph, behind which nothing hangs; None where streams share them.
+        """Return the position of the last wait for a peer in a graph; None if several streams wait for peers.
 
-        There ``BUSY`` ends. (An epoch says that all is done: it is written at the end.)
+        There ``BUSY`` is reset, since no later call can hang. (An epoch means that all work has ended: it is written at
+        the end.)
         """
         waits = [
             (position, self.stream_of[index])
@@ -536,31 +538,31 @@ class _Planner:
         return waits[-1][0]
 
     def _forks_by_itself(self, stream: int) -> bool:
-        """True if a side stream begins with a wait for stream 0."""
+        """Return True if a side stream begins with a wait for stream 0."""
         first = self._without_resets(stream)[0]
         return isinstance(first, Wait) and first.flag in self._signalled(0) & set(self.local_events)
 
     def _joins_by_itself(self, stream: int) -> bool:
-        """True if a side stream ends with what stream 0 waits for."""
+        """Return True if a side stream ends with a signal for which stream 0 waits."""
         last = self._without_resets(stream)[-1]
         return isinstance(last, Signal) and last.flag in self._waited(0) & set(self.local_events)
 
     def _without_resets(self, stream: int) -> list[Command]:
-        """The commands of a stream but for resets of own flags, which events do without."""
+        """Return the commands of a stream without resets of own flags, which events do not need."""
         commands = [command for index, command in self.commands if self.stream_of[index] == stream]
         waited = self._waited(stream)
         return [command for command in commands if not (isinstance(command, Signal) and command.flag in waited)]
 
     def _signalled(self, stream: int) -> set[Flag]:
-        """Flags that a stream raises."""
+        """Return the flags that a stream signals."""
         return {c.flag for index, c in self.commands if self.stream_of[index] == stream and isinstance(c, Signal)}
 
     def _waited(self, stream: int) -> set[Flag]:
-        """Flags that a stream waits for."""
+        """Return the flags for which a stream waits."""
         return {c.flag for index, c in self.commands if self.stream_of[index] == stream and isinstance(c, Wait)}
 
     def _same_stream(self, flag: Flag) -> bool:
-        """True if the order of one stream does what ``flag``, of an own event, is for."""
+        """Return True if the order of one stream makes the event of ``flag`` unnecessary."""
         touching = {
             self.stream_of.get(index)
             for index, queue in enumerate(self.queues)

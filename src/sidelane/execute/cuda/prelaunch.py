@@ -1,4 +1,4 @@
-"""Plans that wait for one trigger: everything of an invocation is submitted ahead of it, behind one wait.
+"""Plans that wait for one trigger: all calls of an invocation are submitted ahead of it, behind one wait.
 
     caller                write trigger, wait done
     stream 1   wait trigger | the plan as it is ...  | done, finished
@@ -6,8 +6,8 @@
 One word holds all of a rank's queues, so that one store fires them: the other streams fork behind the wait. (Programs
 made by ``transform.prelaunch`` have a trigger for each queue. The DMA collectives paper names both, in 4.2.5.)
 
-Armed streams hold hardware channels until they are fired (``order``): whatever the trigger depends on must get through
-on the others. They cannot be disarmed, only fired.
+Armed streams hold hardware channels until they are fired: the work on which the trigger depends needs a free channel.
+They cannot be disarmed, only fired.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from sidelane.execute.cuda.calls import (
 from sidelane.program.ir import EPOCH, Flag
 
 DEFAULT_CONNECTIONS = 8
-"""Hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` says otherwise."""
+"""Number of hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` sets it."""
 
 
 def hold_back(plan: StreamPlan, trigger: Flag) -> StreamPlan:
     """Put a plan behind ``trigger``, on streams of its own, and let its end be seen in ``DeviceWord.DONE``.
 
     Args:
-        plan: of a program with epochs that is not prelaunched.
-        trigger: of the rank, which fires it.
+        plan: plan of a program with epochs that is not prelaunched.
+        trigger: flag of the rank that fires it.
     """
     assert not plan.ahead, "what has triggers is released first"
     steps = list(plan.steps)
@@ -60,16 +60,16 @@ def hold_back(plan: StreamPlan, trigger: Flag) -> StreamPlan:
 
 
 def most_connections() -> int:
-    """Hardware channels of this process, as the environment sets them for CUDA."""
+    """Return the number of hardware channels of this process, which the environment may set."""
     text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(text) if text.isdigit() and int(text) else DEFAULT_CONNECTIONS
 
 
 def require_free_channel(collective: str, variant: str, streams: int) -> None:
-    """Refuse what would wait for a trigger on every hardware channel: no trigger came through.
+    """Refuse a program that would wait for its trigger on every hardware channel, so that it could not be set.
 
     Raises:
-        UnavailableError: with what is allowed.
+        UnavailableError: it needs too many channels; the allowed number is named.
     """
     if streams >= most_connections():
         raise UnavailableError(

@@ -1,4 +1,4 @@
-"""What the driver of this machine can do, found out by trying it."""
+"""Probe of the features of this machine's driver."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LONGEST_S = 1.0
 
 
 def round_trip_us(driver: Driver, trips: int = 50) -> float:
-    """Median of: the host writes a word that a stream waits for, and asks until the stream has run empty.
+    """Return the median time in which the host writes a word for which a stream waits, and sees the stream idle.
 
-    The stream writes a word to the host in between, as the executor's last batch does. Neither half can be measured
-    alone, since the clocks of host and device do not agree to a microsecond.
+    The stream writes a word to the host in between, like the executor's last batch. Neither half can be measured alone,
+    since the clocks of host and device do not agree to a microsecond.
 
     Args:
-        driver: of the device.
-        trips: how many.
+        driver: driver of the device.
+        trips: number of measurements.
 
     Raises:
-        UnavailableError: the stream did not get on.
+        UnavailableError: the stream did not proceed.
     """
     words = driver.host_words(2)
     stream = driver.create_stream()
@@ -56,17 +56,17 @@ _PATIENCE_S = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DriverFeatures:
-    """What was found, and what follows from it.
+    """The features of a driver that the probe found.
 
     Attributes:
         cuda_version: newest CUDA that the driver supports, ``13.0``.
-        copy_engines: asynchronous engines that the driver reports. Behind NVSwitch all peers share one of them.
+        copy_engines: number of asynchronous engines that the driver reports. Behind NVSwitch all peers share one.
         stream_memory_ops: a stream can write and wait for words of its own device.
         peer_writes: a stream can write a word of a peer's memory, on all ranks; None if it was not tried. Without it a
             signal is a 4-byte copy.
         copy_batches: several copies can be submitted in one call.
-        note: why something does not work; "" if all does.
-        shared_bytes: shared memory that a thread block may ask for.
+        note: reason why a feature does not work; "" if all do.
+        shared_bytes: largest shared memory of a thread block in bytes.
     """
 
     cuda_version: str
@@ -83,7 +83,7 @@ class DriverFeatures:
             raise UnavailableError(f"this CUDA driver has no stream memory operations: {self.note}")
 
     def lines(self) -> list[str]:
-        """For people: each finding with what Sidelane does about it."""
+        """Return a line for each feature, with its effect on Sidelane."""
         signals = {
             True: "stream writes to peers: yes (signals are one write each)",
             False: "stream writes to peers: no (signals are 4-byte copies)",
@@ -100,7 +100,7 @@ class DriverFeatures:
 
 
 def probe_device(device: torch.device) -> DriverFeatures:
-    """Find out what works without peers.
+    """Probe the features that need no peers.
 
     Raises:
         UnavailableError: no driver or no ``cuda.bindings``.
@@ -124,12 +124,12 @@ def probe_device(device: torch.device) -> DriverFeatures:
 
 
 def probe(exchange: Exchange, device: torch.device, memory: SymmetricMemory) -> DriverFeatures:
-    """Find out what works among the ranks. Collective; every rank gets the same ``peer_writes``.
+    """Probe the features between the ranks. Collective; every rank gets the same ``peer_writes``.
 
     Args:
-        exchange: of the ranks.
-        device: of this rank.
-        memory: where a word for each rank is allocated.
+        exchange: connection of the ranks.
+        device: device of this rank.
+        memory: allocates a word for each rank.
 
     Raises:
         UnavailableError: no driver, no ``cuda.bindings`` or no symmetric memory.
@@ -144,7 +144,7 @@ def probe(exchange: Exchange, device: torch.device, memory: SymmetricMemory) -> 
     with driver.current():
         problem = features.note or _write_to_peers(driver, block, rank)
         problems = exchange("probe of writes to peers", lambda: problem)
-        # Reading back on the host's side: what a peer's stream could see says nothing about this one's.
+        # The host reads the words back: a value that a peer's stream sees may not be visible to this one's.
         words = block.tensor.view(torch.int32).cpu().tolist()
     missing = [peer for peer in range(world_size) if peer != rank and words[peer] != peer + 1]
     if missing and not any(problems):
@@ -155,7 +155,7 @@ def probe(exchange: Exchange, device: torch.device, memory: SymmetricMemory) -> 
 
 
 def _copies_in_one_call(driver: Driver) -> bool:
-    """True if the driver takes a batch of copies, and the bytes arrive."""
+    """Return True if the driver accepts a batch of copies, and the bytes arrive."""
     address, words = driver.device_words(4)
     assert isinstance(words, torch.Tensor)
     words.copy_(torch.tensor([1, 2, 0, 0]))
@@ -181,7 +181,7 @@ def _copies_in_one_call(driver: Driver) -> bool:
 
 
 def _write_to_peers(driver: Driver, block: SymmetricBlock, rank: int) -> str:
-    """Write ``rank + 1`` into word ``rank`` of every peer; what went wrong, or ""."""
+    """Write ``rank + 1`` into word ``rank`` of every peer. Return the problem, or ""."""
     writes = [(address + _WORD_BYTES * rank, rank + 1) for peer, address in enumerate(block.addresses) if peer != rank]
     return _write(driver, writes, wait_for=None)
 

@@ -24,7 +24,7 @@ from sidelane.program.collective import MAX_NODE_RANKS, Reduction
 
 WARPS = 16
 _BLOCK_BYTES = (32768, 16384, 8192)
-"""What a thread block handles of each source at a time; 8 KB is a 16-byte load for each thread.
+"""Bytes of each source that a thread block handles at a time; 8 KB is a 16-byte load for each thread.
 
 With 32 blocks on an H200, four sources of 64 MiB take 270 us by 8 KB in 8 warps, 180 in 16, and 107 by 32 KB in 16.
 """
@@ -32,17 +32,17 @@ _MOST_IN_FLIGHT = 131072  # bytes of all sources a thread block: registers hold 
 
 
 def arrange(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, blocks: int) -> Launch:
-    """How to reduce ``nbytes`` of each source into ``dst``.
+    """Make the launch that reduces ``nbytes`` of each source into ``dst``.
 
     Args:
-        dst: address; may be one of the sources.
-        srcs: addresses, 1 to 16, aligned to elements.
-        nbytes: a multiple of the element size; 0 makes a launch that does nothing (it compiles and loads the kernel).
+        dst: address of the result; may be one of the sources.
+        srcs: addresses of 1 to 16 sources, aligned to elements.
+        nbytes: size of each, a multiple of the element size; a launch of 0 bytes only compiles and loads the kernel.
         reduction: operation and dtype.
-        blocks: most thread blocks to use.
+        blocks: largest number of thread blocks.
 
     Raises:
-        ValueError: too many sources, or bytes that are no whole number of elements.
+        ValueError: there are too many sources, or ``nbytes`` is no multiple of the element size.
     """
     if not 1 <= len(srcs) <= MAX_NODE_RANKS:
         raise ValueError(f"arrange: sources (value={len(srcs)}, allowed=1..{MAX_NODE_RANKS})")
@@ -60,7 +60,7 @@ def arrange(dst: int, srcs: Sequence[int], nbytes: int, reduction: Reduction, bl
 def _constants(
     sources: int, nbytes: int, reduction: Reduction, blocks: int, aligned: bool
 ) -> tuple[int, dict[str, Any]]:
-    """Thread blocks, and what is compiled in: all that does not follow the addresses."""
+    """Return the number of thread blocks and the compile-time constants, which do not depend on the addresses."""
     fitting = [size for size in _BLOCK_BYTES if size * blocks <= nbytes and size * sources <= _MOST_IN_FLIGHT]
     block = (fitting or _BLOCK_BYTES[-1:])[0] // reduction.element_bytes
     elements = nbytes // reduction.element_bytes

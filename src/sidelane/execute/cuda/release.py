@@ -1,14 +1,14 @@
-"""Reading everyone's flags, and letting stuck waits go, while the streams of a collective hang.
+"""Rescue of streams that hang: read the flags of all ranks, and release waits that cannot end.
 
 CUDA maps the streams of a context to a few hardware channels (``CUDA_DEVICE_MAX_CONNECTIONS``: 8), whatever their
-priority, and a stuck stream holds its channel. Measured on H200s with driver 580: while fewer streams hang than there
-are channels, memory operations on any other stream get through, and copies on some; from then on nothing does but the
-memory operations of a second context. That one takes memory and a tenth of a second, so it is made when it is needed.
-Host memory is pinned at start-up: pinning can wait for the device.
+priority, and a stream that hangs holds its channel. Measured on H200s with driver 580: while fewer streams hang than
+there are channels, memory operations run on any other stream, and copies on some. From then on only the memory
+operations of a second context run. It takes memory and a tenth of a second, so that it is made when it is needed. Host
+memory is pinned at start-up, since pinning can wait for the device.
 
-A thread that loads a kernel waits for kernels that run and for streams that wait. Until it is through, other threads'
-calls for copies do not return either, while memory operations do (H200, driver 580). So copies are asked for on a
-thread of their own, which is left behind if it does not come back.
+A thread that loads a kernel waits for running kernels and waiting streams. Until then, other threads' calls for copies
+do not return either, while memory operations do (H200, driver 580). So copies are submitted by a separate thread, which
+is abandoned if it does not return.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from sidelane.program.ir import Comparison, Program, Wait
 from sidelane.program.wraparound import WORD_MASK
 
 FLAG_CAPACITY = 8192
-"""Flags of one rank, over all flag memories that its programs use, that can be released."""
+"""Largest number of flags of one rank, over all flag memories of its programs, that can be released."""
 
 LANES = 8
-"""Streams for reading and releasing: one may share a channel with a stuck stream, all of them hardly."""
+"""Number of streams for reading and releasing: one may share a channel with a hanging stream, hardly all of them."""
 
 _WORD_BYTES = 4
 READ_CAPACITY = 512
-"""Flags of each rank that are read to explain a stall: more than any program has."""
+"""Number of flags of each rank that are read to explain a stall: more than any program has."""
 
 _READ_PATIENCE_S = 0.02
 _RELEASE_PATIENCE_S = 0.1
-_LEAVING_S = 5.0  # that a copy may take to be asked for once the streams have been let go
+_LEAVING_S = 5.0  # seconds that submitting a copy may take once the streams have been released
 _MAX_BATCH = 255
 
 
@@ -52,7 +52,7 @@ class FlagRescue:
         self._scratch = driver.host_words(len(self._lanes) * MAX_NODE_RANKS * READ_CAPACITY)
         self._reader: threading.Thread | None = None
         self._reads_on: int | None = None  # the lane that it is busy with
-        # By address of a flag memory of this rank: how many flags, and the values that waits for equality ask for.
+        # By address of a flag memory of this rank: number of flags, and the values of waits for equality.
         self._regions: dict[int, tuple[int, dict[int, int]]] = {}
 
     def register(self, program: Program, rank: int, addresses: Addresses) -> None:
@@ -74,16 +74,16 @@ class FlagRescue:
         self._regions[base] = (count, equal)
 
     def register_word(self, address: int) -> None:
-        """Remember a word of this rank that is waited for to reach an epoch, as flags are."""
+        """Remember a word of this rank for which streams wait until it reaches an epoch, like a flag."""
         self._regions[address] = (1, {})
 
     def release(self, epoch: int) -> None:
-        """Write to every flag a value that lets its waits pass: far beyond ``epoch``, or what a frozen wait asks for.
+        """Write to every flag a value that fulfils its waits: far beyond ``epoch``, or the value of a frozen wait.
 
-        A peer's late signal can put an old value back, and a frozen program resets its flags: call it again and again.
+        A peer's late signal can restore an old value, and a frozen program resets its flags: call it repeatedly.
 
         Raises:
-            DriverError: no lane gets through, and there is no room for a second context.
+            DriverError: no lane works, and there is no memory for a second context.
         """
         batches = self._batches((epoch + RELEASE_STEP) & WORD_MASK)
         if self._second is None:
@@ -97,7 +97,7 @@ class FlagRescue:
             self._second.submit(batches)
 
     def read(self, program: Program, addresses: Addresses, timeout_s: float) -> dict[int, Sequence[int]]:
-        """Flag words of all ranks of ``program``; nothing if they do not come within ``timeout_s``."""
+        """Return the flag words of all ranks of ``program``; nothing if reading takes longer than ``timeout_s``."""
         if not 0 < program.flag_count <= READ_CAPACITY or self._reader is not None:
             return {}  # there is no end of the last read
         found: list[dict[int, Sequence[int]]] = []
@@ -132,7 +132,7 @@ class FlagRescue:
         return {}
 
     def close(self) -> None:
-        """Destroy the streams. What is in flight still completes."""
+        """Destroy the streams. Their submitted work still completes."""
         if self._reader is not None:
             self._reader.join(_LEAVING_S)
         for lane in self._lanes:
@@ -156,7 +156,7 @@ class FlagRescue:
         return batches
 
     def _read_on(self, number: int, addresses: Addresses, count: int) -> bool:
-        """Copy all flags to the host on one lane. False if it does not get through."""
+        """Copy all flags to the host on one lane. Return False if the lane hangs."""
         lane, part = self._lanes[number], self._scratch.address + _WORD_BYTES * number * MAX_NODE_RANKS * READ_CAPACITY
         nbytes = _WORD_BYTES * count
         self._driver.submit(

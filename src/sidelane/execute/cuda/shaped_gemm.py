@@ -1,6 +1,6 @@
 """The shaped GEMM on a GPU: compiled and loaded once for a shape and a size, launched on the caller's stream.
 
-It goes around Triton's launcher, which cannot be told to ask for more shared memory than a kernel needs.
+It bypasses Triton's launcher, which cannot request more shared memory than a kernel needs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class ShapedGemm:
     """``c = a @ b`` in a shape.
 
     Args:
-        driver: of the device, which is current.
+        driver: driver of the device, which is current.
         shape: tiles and residency.
-        a, b, c: see ``device.shaped_gemm``.
+        a, b, c: see ``kernels.shaped_gemm``.
 
     Attributes:
-        resident: blocks that an SM holds at once.
-        shared_bytes: that a block asks for.
+        resident: number of blocks that an SM holds at once.
+        shared_bytes: shared memory of a block in bytes.
 
     Raises:
         ValueError: tensors that do not fit together.
@@ -47,7 +47,7 @@ class ShapedGemm:
         self.resident = driver.most_resident(self._kernel.function, self._kernel.threads, self.shared_bytes)
 
     def bind(self, blocks: int) -> Callable[[], None]:
-        """What launches it with so many blocks on torch's current stream."""
+        """Return a function that launches it with ``blocks`` blocks on torch's current stream."""
 
         def launch() -> None:
             stream = self._driver.place()[0]
@@ -58,7 +58,7 @@ class ShapedGemm:
 
 
 def shared_memory(driver: Driver) -> SharedMemory:
-    """What the device has of it."""
+    """Return the sizes of the device's shared memory."""
     unit, block, reserved = (
         driver.attribute(name)
         for name in (

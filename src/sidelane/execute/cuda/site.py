@@ -1,4 +1,4 @@
-"""What the programs and kernels of one rank's executor share: driver, streams, words, the watch, the ledger."""
+"""Resources that programs and kernels of one rank's executor share: driver, streams, words, watch and ledger."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
 
 class Plans:
-    """What a program becomes on this rank's streams.
+    """Cache of the plans of programs on this rank's streams.
 
-    A call at new addresses is bound anew, and most of what that took was to order the program's commands again.
+    A call at new addresses is bound anew; without the cache most of that time would go into ordering the commands.
 
     Args:
-        rank: whose queues.
-        features: of the driver.
-
+        rank: rank whose queues are planned.
+        features: features of the driver.
     """
 
     def __init__(self, rank: int, features: DriverFeatures) -> None:
@@ -50,15 +49,15 @@ class Plans:
         self._counts = {route: Once(functools.partial(counts_of, route=route)) for route in Route}
 
     def of(self, program: Program, captured: bool = False) -> StreamPlan:
-        """The plan of a program, for a graph or not.
+        """Return the plan of a program, for a graph or not.
 
         Raises:
-            ValueError: the program has commands that the driver does not.
+            ValueError: the driver does not support a command of the program.
         """
         return self._plans[captured](program)
 
     def counts(self, plan: StreamPlan, route: Route) -> Counts:
-        """What an invocation submits that takes a route."""
+        """Return the commands that an invocation by a route submits."""
         return self._counts[route](plan)
 
     def _plan(self, captured: bool, program: Program) -> StreamPlan:
@@ -72,18 +71,18 @@ class Plans:
 
 
 MOST = 256
-"""Programs of which one that was loaded is kept; the oldest goes first."""
+"""Largest number of programs of which a loaded one is kept; the oldest is dropped first."""
 
 UNIT = 16
-"""Kernels are compiled for what addresses are multiples of, up to this (bytes)."""
+"""Largest alignment in bytes for which kernels are compiled."""
 
 
 class Movable(Protocol):
-    """Something loaded.
+    """A loaded program or kernel.
 
     Attributes:
-        program: what it runs.
-        addresses: where.
+        program: the program.
+        addresses: addresses to which it is bound.
     """
 
     @property
@@ -97,18 +96,18 @@ T = TypeVar("T", bound=Movable)
 
 
 class Alike(Generic[T]):
-    """Of each program, by identity, one that was loaded: whoever keeps programs gives the same object again."""
+    """Cache of one loaded program per program object, by identity: callers keep programs and pass the same objects."""
 
     def __init__(self) -> None:
         self._by_program: dict[int, T] = {}
 
     def find(self, program: object, addresses: Addresses) -> T | None:
-        """One that differs in nothing but where its buffers lie, and these by multiples of ``UNIT``."""
+        """Return a loaded program that differs only in the addresses of its buffers, by multiples of ``UNIT``."""
         known = self._by_program.get(id(program))
         return known if known is not None and differ_by_places(known.addresses, addresses) else None
 
     def keep(self, loaded: T) -> None:
-        """Remember one, in place of any other of its program."""
+        """Keep a loaded program in place of an earlier one of the same program."""
         if len(self._by_program) >= MOST:
             del self._by_program[next(iter(self._by_program))]
         self._by_program[id(loaded.program)] = loaded
@@ -118,7 +117,7 @@ class Alike(Generic[T]):
 
 
 def differ_by_places(a: Addresses, b: Addresses) -> bool:
-    """True if all that differs is where buffers lie, by multiples of ``UNIT``.
+    """Return True if only the addresses of buffers differ, by multiples of ``UNIT``.
 
     >>> a = Addresses({(0, "input"): 4096, (1, "input"): 8192}, (100, 200))
     >>> [differ_by_places(a, Addresses({(0, "input"): 4096 + by, (1, "input"): 0}, (100, 200))) for by in (32, 8)]
@@ -137,7 +136,7 @@ def differ_by_places(a: Addresses, b: Addresses) -> bool:
 
 
 DEFAULT_REDUCE_BLOCKS = 32
-"""Thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
+"""Number of thread blocks of a reduction: a quarter of an H200, enough to read peers' slots at memory speed."""
 
 MOST_LAUNCH_GRAPHS = 256  # 28 MB of device memory
 
@@ -147,10 +146,10 @@ _stuck: list[CudaSite] = []
 
 
 class CudaSite:
-    """Where a rank's queues run. What is loaded goes by this; :class:`sidelane.execute.cuda.CudaExecutor` loads it.
+    """The device resources of a rank's executor. Loaded programs use them; :class:`CudaExecutor` loads programs.
 
     Args:
-        rank, device, monitor, timeout_s, features, reduce_blocks, driver: as there.
+        rank, device, monitor, timeout_s, features, reduce_blocks, driver: see :class:`CudaExecutor`.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class CudaSite:
         self.lock = forks.lock()
         self.ledger = SubmissionLedger()
         self.plans = Plans(rank, features)
-        self.programs: Alike[Any] = Alike()  # of copy engines; whoever loads knows their types
+        self.programs: Alike[Any] = Alike()  # of copy engines; the code that loads them knows their types
         self.kernels: Alike[Any] = Alike()
         self.timeout_s = timeout_s
         self.closed = False
@@ -198,7 +197,7 @@ class CudaSite:
             self.into, self.out_of, self._turn = (self.driver.create_event() for _ in range(3))
             self.rescue = FlagRescue(self.driver)
             self._tables = DeviceTables(self.driver, self.create_stream())
-            for trigger in (self.trigger_word, self.host_trigger.address):  # whoever has passed one writes DONE itself
+            for trigger in (self.trigger_word, self.host_trigger.address):  # streams that pass one write DONE
                 self.rescue.register_word(trigger)
         self.watch = DeviceWatch(self.driver, rank, words, monitor, self.rescue, timeout_s)
         self.watch.start()
@@ -215,8 +214,9 @@ class CudaSite:
             driver.submit([driver.bind_record(self._turn, first), driver.bind_wait(self._turn, second)])
 
     def by_way_of_internal(self, stream: int, bind: Callable[[int], Bound]) -> list[Bound]:
-        """What submits memory operations behind and in front of the work of any stream: legacy default streams have
-        none, so that the internal stream has them for these.
+        """Prepare memory operations in order with the work of any stream.
+
+        Legacy default streams do not support them: for these they run on the internal stream, between two events.
         """
         if stream not in DEFAULT_STREAMS:
             return [bind(stream)]
@@ -230,9 +230,9 @@ class CudaSite:
         ]
 
     def renew(self, epoch: int) -> None:
-        """Let all words that follow epochs count as written by ``epoch``; with no invocation under way."""
+        """Set all words that hold epochs as if ``epoch`` had written them, while no invocation is under way."""
         with self.lock, self.driver.current():
-            self.watch.last_epoch = epoch  # nobody may wait for one of long ago, which would count as still to come
+            self.watch.last_epoch = epoch  # a wait for a very old epoch would count it as one to come
             self._words.array[STARTED] = self._words.array[FINISHED] = epoch & WORD_MASK
             writes = self.driver.memory_ops()
             for address in (self.trigger_word, self.host_trigger.address, self.words[DeviceWord.DONE]):
@@ -242,11 +242,11 @@ class CudaSite:
                 time.sleep(1e-5)
 
     def waits_for_the_host(self) -> bool:
-        """True if the device may have work that only this process can end: armed, or stuck for good."""
+        """Return True if the device may have work that waits for an act of this host: armed, or stuck."""
         return self in _stuck or not (self.armed_epoch is None or self.closed or self.watch.finished(self.armed_epoch))
 
     def check(self) -> None:
-        """Raise what went wrong with any invocation so far.
+        """Raise the error of any invocation that has failed so far.
 
         Raises:
             PeerError, PeerTimeoutError: a peer failed, died or did not come; the text names rank and command.
@@ -254,7 +254,7 @@ class CudaSite:
         self.watch.raise_failure()
 
     def check_end(self) -> None:
-        """As :meth:`check`, for whoever has seen the end of an invocation and goes on to read what it wrote."""
+        """Check as :meth:`check` does, after an invocation has ended and before its output is read."""
         self.watch.look_for_aborts()
         self.check()
 
@@ -265,7 +265,7 @@ class CudaSite:
         self.check_end()
 
     def close(self) -> None:
-        """Wait for what runs (until it ends or times out), stop the thread, release streams and events. Idempotent."""
+        """Wait until running work ends or times out, stop the thread, release streams and events. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -278,7 +278,7 @@ class CudaSite:
         with self.driver.current():
             if self not in _stuck:
                 with self.lock:
-                    self._tables.close()  # while the thread still lets go what waits in vain
+                    self._tables.close()  # while the thread still releases waits that cannot end
             self._end_watch()
             self.rescue.close()
             for event in (self.into, self.out_of, self._turn):
@@ -293,22 +293,22 @@ class CudaSite:
         return self._streams[-1]
 
     def shared_sides(self, count: int) -> list[int]:
-        """Side streams that all programs share: invocations are ordered, so they do not meet there."""
+        """Return side streams that all programs share; they do not conflict, since invocations are ordered."""
         while len(self._sides) < count:
             self._sides.append(self.create_stream())
         return self._sides[:count]
 
     def held_stream(self) -> int:
-        """The stream on which programs wait for their one trigger."""
+        """Return the stream on which programs wait for their one trigger."""
         if self._held is None:
             self._held = self.create_stream()
         return self._held
 
     def launch_graph(self, launch: Iterable[Bound]) -> ExecutableGraph | None:
-        """A launch, bound to the internal stream, as a graph; None where there are enough of them, or no memory.
+        """Make a graph of a launch that is bound to the internal stream; None at the limit, or without memory.
 
-        To launch it took the host 1.4 us where the launch of the kernel took 3.3, the device 0.1 us more (H200, CUDA
-        13.0: docs/lab/performance.md). It takes 110 KB of device memory.
+        Launching it took the host 1.4 us instead of 3.3 for the launch of the kernel, and the device 0.1 us more (H200,
+        CUDA 13.0: docs/lab/performance.md). It takes 110 KB of device memory.
         """
         if len(self._launch_graphs) >= MOST_LAUNCH_GRAPHS:
             return None
@@ -321,14 +321,14 @@ class CudaSite:
         return graph
 
     def place_table(self, values: npt.NDArray[np.int64], *, frozen: bool) -> DeviceTable:
-        """Values in device memory, for kernels; with the lock held and inside ``Driver.relaxed_capture``.
+        """Copy a table to device memory for kernels; the lock is held, inside of ``Driver.relaxed_capture``.
 
         Args:
-            values: of the table.
-            frozen: a stream is being captured, so that others may not be asked.
+            values: values of the table.
+            frozen: a stream is being captured, so that other streams must not be queried.
 
         Raises:
-            DriverError: there is no memory.
+            DriverError: the device has no memory.
         """
         last = None if frozen else self.kernel_stream
         return self._tables.place(values, None if last is None or self.driver.is_capturing(last) else last)
@@ -339,7 +339,7 @@ class CudaSite:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
 
     def failing(self, calls: Sequence[Bound], program: Program | AnyKernelProgram) -> Callable[[int, Any], NoReturn]:
-        """What to do about the failure of one of the calls of an invocation: called with its index and error."""
+        """Return the function that raises for a failed call of an invocation, given the call's index and error."""
 
         def failed(index: int, error: Any) -> NoReturn:
             if not isinstance(error, BaseException):
@@ -354,7 +354,7 @@ class CudaSite:
             raise CommunicatorClosedError(f"CudaExecutor.{method}: the executor was closed")
 
     def _wait_for_kernels(self) -> None:
-        """Kernels tell the host nothing when they end, but their stream does."""
+        """Wait for the stream of kernels, since kernels do not report their end to the host."""
         with self.driver.current():
             while self.watch.failure is None and not self._kernels_idle():
                 time.sleep(1e-4)
@@ -366,7 +366,7 @@ class CudaSite:
         return self.driver.is_idle(handle)
 
     def drain(self) -> None:
-        """After a failure, let the streams pass the waits that the thread lets go: none may be destroyed stuck."""
+        """Wait, after a failure, until the streams have passed their released waits: then they may be destroyed."""
         deadline = time.monotonic() + _DRAIN_S
         with self.driver.current():
             while not (self._kernels_idle() and all(map(self.driver.is_idle, self._streams))):
@@ -377,12 +377,12 @@ class CudaSite:
 
 
 class ExecutableGraph:
-    """Calls of the driver as one graph. It goes with its last reference, and what runs of it still ends.
+    """Calls to the driver as one graph, destroyed with the last reference; running launches still complete.
 
     Args:
-        driver: of the device.
-        calls: what to record, bound to ``stream``.
-        stream: an idle one of the executor's.
+        driver: driver of the device.
+        calls: calls to record, bound to ``stream``.
+        stream: idle stream of the executor.
     """
 
     def __init__(self, driver: Driver, calls: Iterable[Bound], stream: int) -> None:
@@ -391,5 +391,5 @@ class ExecutableGraph:
         forks.finalize(self, driver.destroy_graph, self._graph)
 
     def bind(self, stream: int) -> Bound:
-        """Its launch on ``stream``, any one that is not captured; the call keeps the graph."""
+        """Prepare its launch on ``stream``, which is not captured; the call keeps the graph."""
         return self._driver.bind_graph(self._graph, stream, owner=self)

@@ -1,9 +1,9 @@
-"""Why an invocation does not end: from the flag words of all ranks to the rank and the command that are missing. Pure.
+"""Diagnosis of a stalled invocation: the rank and command that are missing, from the flag words of all ranks.
 
-With epochs, a flag word says for good whether its signal of this invocation has arrived, so every queue of every rank
-can be placed: it stands at its first wait whose signal has not arrived. A rank is at fault if one of its signals is
-missing although no wait before it, in its queue, holds it back. Frozen flags are reset once they were waited for, so
-that 0 means "not yet" or "long ago"; there, every rank whose flag is 0 is a suspect.
+With epochs, a flag word tells whether its signal of this invocation has arrived. So the position of every queue of
+every rank is known: its first wait whose signal has not arrived. A rank is at fault if one of its signals is missing
+although no earlier wait in its queue is open. Frozen flags are reset after their wait, so that 0 means "not yet" or
+"long ago"; there, every rank whose flag is 0 is a suspect. The functions are pure.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Collection, Mapping, Sequence
 from sidelane.program.ir import Comparison, Flag, Program, Queue, Signal, Wait, describe
 
 Words = Mapping[int, Sequence[int]]
-"""Flag words by rank. A rank that is left out could not be read; its waits count as satisfied."""
+"""Flag words by rank. A rank whose flags could not be read is missing; its waits count as satisfied."""
 
 RELEASE_STEP = 1 << 30
-"""Added to an epoch to let every wait pass. Half of the largest step that a comparison in a circle of 2**32 allows."""
+"""Step to add to an epoch to fulfil every wait: half of the largest step that comparisons modulo 2**32 allow."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stall:
-    """What an invocation waits for.
+    """The cause of a stalled invocation.
 
     Attributes:
-        waiting: where this rank stands, for people; "" if none of its waits is open.
-        missing: (rank, what it has not done, for people) for each rank at fault.
+        waiting: description of this rank's open wait; "" if there is none.
+        missing: (rank, description of the missing command) for each rank at fault.
     """
 
     waiting: str
@@ -38,19 +38,19 @@ class Stall:
 
 
 def find_stall(program: Program, rank: int, epoch: int, words: Words) -> Stall:
-    """Find out what ``rank`` waits for in invocation ``epoch``.
+    """Find the cause for which ``rank`` waits in invocation ``epoch``.
 
     Args:
-        program: what runs.
-        rank: who asks.
+        program: the program.
+        rank: rank whose waits are explained.
         epoch: number of the invocation; any for a frozen program.
-        words: flags of the ranks, as they were read.
+        words: flag words of the ranks.
     """
     return _Search(program, epoch, words).stall(rank)
 
 
 def assume_missing(program: Program, epoch: int, ranks: Collection[int]) -> Words:
-    """The words as they would be if everybody but ``ranks`` had sent all signals: for when they cannot be read."""
+    """Return the words as if all ranks except ``ranks`` had sent all signals, for flags that cannot be read."""
     words = {rank: [max(epoch - 1, 0)] * program.flag_count for rank in range(program.world_size)}
     for queue in program.queues:
         for command in queue.commands:
@@ -75,7 +75,7 @@ class _Search:
     def stall(self, rank: int) -> Stall:
         own = [(queue, index) for queue in self.program.queues_of(rank) if (index := self._stop(queue)) is not None]
         waiting = "; ".join(_where(queue, index) for queue, index in own)
-        # Follow who waits for whom, from every open wait of this rank; whoever is not held back itself is at fault.
+        # Follow the waits-for graph from every open wait of this rank; a rank without an open wait is at fault.
         culprits: dict[int, str] = {}
         seen: set[tuple[int, str]] = set()
         todo = [
@@ -96,7 +96,7 @@ class _Search:
                 elif key not in seen:
                     seen.add(key)
                     todo.append((sender, stop))
-        if not culprits:  # everybody waits for somebody: name those that this rank waits for
+        if not culprits:  # all ranks wait for each other: name those for which this rank waits
             for queue, index in own:
                 senders = self._senders_of(queue, index)
                 for sender, position in senders:
@@ -110,7 +110,7 @@ class _Search:
         return self.senders.get(wait.flag, []) if isinstance(wait, Wait) else []
 
     def _stop(self, queue: Queue) -> int | None:
-        """Position of the first wait of ``queue`` that is not satisfied; None if all are."""
+        """Return the position of the first wait of ``queue`` that is not satisfied; None if all are."""
         for index, command in enumerate(queue.commands):
             if isinstance(command, Wait) and not self._satisfied(command):
                 return index

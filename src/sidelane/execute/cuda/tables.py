@@ -1,7 +1,7 @@
 """Small tables in device memory for kernels: allocated now and then, reused, freed at the end.
 
-The last reference to a table may go anywhere: in a capture, in another thread, while a peer is late. So the driver is
-asked nothing then. The memory is used again once the device has passed all kernels that were launched by that time.
+The last reference to a table may be dropped at any point: in a capture, in another thread, while a peer is late. So no
+driver is called then. The memory is reused once the device has passed all kernels that were launched by that time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SMALLEST_BYTES = 512
 CHUNK_BYTES = 1 << 20
 
 Block = tuple[int, int]
-"""Bytes, a power of two, and address."""
+"""A block of device memory: size in bytes, a power of two, and address."""
 
 
 class DeviceTable:
-    """A table that stays where it is for as long as there is a reference.
+    """A table in device memory, which stays at its address as long as it is referenced.
 
     Attributes:
-        address: of the first byte.
+        address: address of the first byte.
     """
 
     def __init__(self, address: int) -> None:
@@ -37,8 +37,8 @@ class DeviceTables:
     """The tables of one executor, whose lock is held and whose device is current in every method.
 
     Args:
-        driver: of the device.
-        stream: for the tables alone.
+        driver: driver of the device.
+        stream: stream for the tables alone.
     """
 
     def __init__(self, driver: Driver, stream: int) -> None:
@@ -46,7 +46,7 @@ class DeviceTables:
         self._chunks: list[int] = []
         self._rest: Block = (0, 0)
         self._free: dict[int, list[int]] = collections.defaultdict(list)
-        self._released: collections.deque[Block] = collections.deque()  # nobody refers to them any more
+        self._released: collections.deque[Block] = collections.deque()  # no longer referenced
         self._waiting: collections.deque[tuple[int, list[Block]]] = collections.deque()  # behind an event
         self._events: list[int] = []
 
@@ -54,11 +54,11 @@ class DeviceTables:
         """Copy values to the device, also while a stream is captured (in ``Driver.relaxed_capture``).
 
         Args:
-            values: of the table.
-            last_stream: that of the last kernel that may read a table; None if there is none, or it may not be asked.
+            values: values of the table.
+            last_stream: stream of the last kernel that may read a table; None if there is none, or it is captured.
 
         Raises:
-            DriverError: there is no memory.
+            DriverError: the device has no memory.
         """
         self._collect(last_stream)
         nbytes = max(SMALLEST_BYTES, 1 << (values.nbytes - 1).bit_length())
@@ -95,7 +95,7 @@ class DeviceTables:
         return self._chunks[-1]
 
     def _collect(self, last_stream: int | None) -> None:
-        """Find out what may be used again."""
+        """Collect blocks that may be reused."""
         while self._waiting and self._driver.has_passed(self._waiting[0][0]):
             event, blocks = self._waiting.popleft()
             self._events.append(event)

@@ -1,5 +1,7 @@
-"""Triggers and arrivals of programs under way: flags of the own rank that a stream of its caller, the host or a kernel
-signals, and flags that engines signal and streams of its caller wait for.
+"""Triggers and arrivals of programs under way.
+
+A trigger is a flag of this rank that a stream of the caller, the host or a kernel signals. An arrival is a flag that
+engines signal and for which streams of the caller wait.
 
 stream   kernels | write flags  [ | wait done ] | next kernels
 """
@@ -19,12 +21,12 @@ _MOST_CALLERS = 64
 
 
 class CudaArrival:
-    """Flags that are waited for together, outside of graphs (see :class:`sidelane.collectives.backend.Arrival`).
+    """Flags of one arrival, outside of graphs (see :class:`sidelane.collectives.backend.Arrival`).
 
     Args:
-        executor: of the rank.
+        executor: executor of the rank.
         words: address of each flag, and its value.
-        title: of the program, for people.
+        title: name of the program, for errors.
     """
 
     def __init__(self, executor: CudaSite, words: Sequence[tuple[int, Value]], title: str) -> None:
@@ -65,14 +67,14 @@ class CudaArrival:
 
 
 class CudaTrigger:
-    """Flags that are signalled together (see :class:`sidelane.collectives.backend.Trigger`).
+    """Flags of one trigger (see :class:`sidelane.collectives.backend.Trigger`).
 
     Args:
-        executor: of the rank.
-        words: address of each flag, and its value. A kernel stores that, 32 bits, with release at system scope.
-        title: of the program, for people.
-        host: where there is one, which lies in host memory: it.
-        ends: it fires all that a rank has in the program (``transform.hold``): then whoever fires also waits.
+        executor: executor of the rank.
+        words: address of each flag, and its value. A kernel stores the value, 32 bits, with release at system scope.
+        title: name of the program, for errors.
+        host: the flag itself, if there is only one and it lies in host memory.
+        ends: the trigger fires the whole program of the rank (``transform.hold``), and firing includes the wait for it.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class CudaTrigger:
         self._fire_on: dict[int, list[Bound]] = {}
 
     def set(self, epoch: int) -> None:
-        """Lay out what fires invocation ``epoch``, which is quicker then; what was submitted keeps its values."""
+        """Set the values that fire invocation ``epoch``, to make firing faster; submitted calls keep their values."""
         for value, set_all in self._setters:
             set_all(value.at(epoch) & WORD_MASK)
         self._epoch, self._first_word = epoch, self._values[0].at(epoch) & WORD_MASK
@@ -134,14 +136,14 @@ class CudaTrigger:
         if epoch != self._epoch or not driver.is_current():
             self._submit(epoch, calls)
             return
-        try:  # plainly: this is on the path of a prelaunched call
+        try:  # no context manager: this is on the path of a prelaunched call
             driver.submit(calls)
         except BaseException as error:
             executor.watch.fail_submission(self._title, error)
             raise
 
     def fire_from_host(self, epoch: int) -> None:
-        """Signal at once, behind nothing. Raises as :meth:`fire`."""
+        """Signal at once, without order behind a stream. Raises as :meth:`fire`."""
         executor = self._executor
         if executor.watch.failure is not None or executor.closed:
             executor.check_usable("trigger_from_host")
@@ -153,10 +155,10 @@ class CudaTrigger:
         self._host[0] = self._first_word
 
     def join(self, epoch: int, place: Place, *, begun: bool) -> None:
-        """Order the next work of a stream behind the end. ``begun``: it has been fired, else a kernel will.
+        """Order the next work of a stream behind the end. ``begun``: the host has fired it; else a kernel will.
 
         Raises:
-            As :meth:`fire`.
+            Exception: as :meth:`fire`.
         """
         stream, capturing = place
         self._executor.check_usable("wait")
@@ -171,12 +173,12 @@ class CudaTrigger:
                 self.set(epoch)
             try:
                 driver.submit(calls)
-            except BaseException as error:  # what waits for it would never go on
+            except BaseException as error:  # the program that waits for it could never go on
                 executor.watch.fail_submission(self._title, error)
                 raise
 
     def _bind(self, part: slice, stream: int) -> list[Bound]:
-        """Operations on ``stream``, by way of the internal one where the driver has none."""
+        """Prepare the operations for ``stream``, on the internal stream if ``stream`` does not support them."""
         key = (part.start, part.stop, stream)
         calls = self._bound.get(key)
         if calls is None:

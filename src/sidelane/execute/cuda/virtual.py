@@ -1,4 +1,4 @@
-"""The driver's calls for memory that is mapped piece by piece (``cuMemCreate``), as that of expandable segments."""
+"""The driver's calls for memory that is mapped piece by piece (``cuMemCreate``), such as expandable segments."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sidelane.memory.release import Kept
 
 
 class Mirror:
-    """A second mapping of memory that this process has mapped already. Whoever uses it keeps the first one as well.
+    """A second mapping of memory that this process has mapped already. Its users must keep the first mapping, too.
 
-    It goes with its last reference, once the device has done all that it was given: graphs may still be replayed.
+    It is unmapped with its last reference, after the device has ended all submitted work: graphs may be replayed.
 
     Args:
-        driver: of the device that will read and write there; its device is current.
-        blocks: address of each rank's block, in an allocation of its own, all of the same size.
+        driver: driver of the device that reads and writes there, which is current.
+        blocks: address of each rank's block, each in its own allocation, all of the same size.
 
     Attributes:
-        addresses: of the same blocks, equally far apart.
+        addresses: addresses of the same blocks, at equal distances.
 
     Raises:
         DriverError, UnavailableError: the device cannot map them so.
@@ -60,13 +60,13 @@ class Mirror:
 
 
 class _Mapping:
-    """What is unmapped when nobody refers to it any more."""
+    """A mapping that is unmapped with the last reference to it."""
 
 
 def _unmap(driver: Driver, start: int, total: int, places: Sequence[int], size: int) -> None:
     api = load_api()
     with contextlib.suppress(SidelaneError), driver.current():
-        driver.call("cuCtxSynchronize")  # as torch does with the first mapping: to unmap does not wait by itself
+        driver.call("cuCtxSynchronize")  # as torch does for the first mapping: unmapping does not wait by itself
         for place in places:
             with contextlib.suppress(SidelaneError):
                 driver.call("cuMemUnmap", api.CUdeviceptr(place), size)
@@ -74,21 +74,21 @@ def _unmap(driver: Driver, start: int, total: int, places: Sequence[int], size: 
 
 
 class VirtualMemory(Protocol):
-    """What is asked of a driver. Handles are integers; each that is returned is to be released once.
+    """The driver functions for mapped pieces. Handles are integers; each returned one must be released once.
 
     Attributes:
-        index: of the device.
+        index: index of the device.
     """
 
     @property
     def index(self) -> int: ...
 
     def range_at(self, address: int) -> tuple[int, int] | None:
-        """First byte and size of the piece around an address; None without one."""
+        """Return first byte and size of the piece that holds an address; None if there is none."""
         ...
 
     def retain(self, address: int) -> int:
-        """Handle of the piece around an address: that of no other piece until it is released.
+        """Return the handle of the piece that holds an address; it is unique until it is released.
 
         Raises:
             DriverError: there is none, or its memory was not made by ``cuMemCreate``.
@@ -96,36 +96,36 @@ class VirtualMemory(Protocol):
         ...
 
     def release(self, handle: int) -> None:
-        """Undo :meth:`retain`."""
+        """Release a handle of :meth:`retain`."""
         ...
 
     def is_shareable(self, handle: int) -> bool:
-        """True if it was made to be exported as a file descriptor."""
+        """Return True if a piece can be exported as a file descriptor."""
         ...
 
     def export(self, handle: int) -> int:
-        """A new file descriptor of a piece."""
+        """Return a new file descriptor of a piece."""
         ...
 
     def reserve(self, nbytes: int) -> int:
-        """Address of a range in which nothing is mapped yet."""
+        """Reserve a range of addresses without mappings, and return its first address."""
         ...
 
     def map(self, address: int, nbytes: int, descriptor: int) -> None:
-        """Map what a descriptor stands for into a part of a range, for this device to read and write."""
+        """Map the piece of a descriptor into a part of a range, for this device to read and write."""
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Undo :meth:`map`. Nothing may be under way there."""
+        """Unmap a part of a range, which no work may be using."""
         ...
 
     def give_back(self, address: int, nbytes: int) -> None:
-        """Undo :meth:`reserve`; nothing may be mapped there."""
+        """Free a reserved range, in which no piece may be mapped."""
         ...
 
 
 class DriverVirtualMemory:
-    """See :class:`VirtualMemory`. Callable from any thread, also while a graph is captured."""
+    """Implementation of :class:`VirtualMemory` by the driver. Any thread may use it, also while a graph is captured."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -166,7 +166,7 @@ class DriverVirtualMemory:
             try:
                 self._driver.call("cuMemMap", self._api.CUdeviceptr(address), nbytes, 0, handle, 0)
             finally:
-                self._driver.call("cuMemRelease", handle)  # what is mapped stays
+                self._driver.call("cuMemRelease", handle)  # the mapping stays
             try:
                 access = self._api.CUmemAccessDesc()
                 access.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE

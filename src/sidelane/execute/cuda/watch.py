@@ -1,13 +1,13 @@
-"""The host's eye on the streams: who finished, who is late, and what to do when a peer does not come.
+"""The watch: a host thread that detects invocations that cannot end, explains them, and releases their waits.
 
-Streams tell by words of pinned host memory: the last batch of an invocation also writes its epoch there, which costs
-no event and no call. A thread looks at the words some twenty times a second. When an invocation cannot end, it works
-out which rank and which command are missing, tells the peers, and lets every wait of this rank pass, again and again,
-so that the streams drain (replays of captured graphs, too). What was moved after that is garbage; the error is raised
-by the next call, and by every host-side wait.
+Streams report in words of pinned host memory: the last batch of an invocation also writes its epoch there, without an
+event or a call. The thread reads the words some twenty times a second. If an invocation cannot end, it finds the rank
+and command that are missing, tells the peers, and releases every wait of this rank repeatedly, so that the streams
+drain (replays of captured graphs, too). Bytes that move after that are garbage. The next call raises the error, and so
+does every wait of the host.
 
-Kernels write nothing to the host while all goes well. One that spins for long says so on the board (``device/layout``):
-whom it waits for, and its generation, again and again. The same thread looks there, and tells kernels to give up.
+Kernels write to the host only if they poll for long: then a kernel writes its generation to the board
+(``device/layout``), in the words of the ranks for which it waits. The thread reads the board, and aborts kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Captured:
-    """What one capture of a call uses. ``is_gone``: None once it is."""
+    """The memory that one captured call uses. ``is_gone``: None once it was freed."""
 
     busy: int
     what: str
@@ -45,7 +45,7 @@ class _Captured:
 
 
 class CapturedMemory:
-    """Of one executor. Callers add to it; one thread looks."""
+    """Memory of captured calls of one executor. Callers add to it, and the watch thread checks it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,30 +53,30 @@ class CapturedMemory:
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to look at."""
+        """True if there is no memory to check."""
         return not self._captured
 
     def add(self, busy: int, what: str, is_gone: Callable[[], bool]) -> None:
-        """Watch over the memory of a call that was captured just now.
+        """Add the memory of the call that was captured last.
 
         Args:
-            busy: what its program writes while it runs (``WatchedProgram``); 0 for what writes nothing, as kernels.
-            what: the call and its tensors, for people.
-            is_gone: whether some of the memory was freed. Called by another thread.
+            busy: number that its program writes while it runs (``WatchedProgram``); 0 for kernels, which write none.
+            what: description of the call and its tensors for warnings.
+            is_gone: returns True once some of the memory was freed. Called by another thread.
         """
         with self._lock:
             for other in self._captured:
                 if other.busy == busy:
-                    # One program in two graphs: which of them runs cannot be told any more.
+                    # One program in two graphs: the number does not tell which of them runs.
                     other.busy = 0
             self._captured.append(_Captured(busy, what, is_gone))
 
     def look(self, busy: Callable[[], int]) -> str | None:
-        """Warn of memory that is gone; what is replayed on such memory, if anything is.
+        """Warn of freed memory. Return the description of a call that is replayed on such memory; None if none is.
 
         Args:
-            busy: asks what runs. Memory that was gone before that is not what it was captured with: to free it waits
-                for what is under way.
+            busy: returns the number of the running program. It is called after the check for freed memory: freeing
+                waits for running work, so that a program that runs now was replayed afterwards.
         """
         with self._lock:
             captured = list(self._captured)
@@ -86,21 +86,21 @@ class CapturedMemory:
                 logger.warning("%s: memory was freed with which it was captured: do not replay its graph", one.what)
         running = busy()
         found = [one.what for one in captured if one.is_gone is None and one.busy and one.busy == running]
-        with self._lock:  # of the rest there is no more to say
+        with self._lock:  # drop calls of kernels that were warned of: their replays cannot be seen
             self._captured = [one for one in self._captured if one.is_gone is not None or one.busy]
         return found[0] if found else None
 
 
 STARTED, FINISHED, BUSY, BOARD = range(4)  # host words; the board is the last of them, and has several
 HOST_WORDS = BOARD + BOARD_WORDS
-_GRACE_S = 0.2  # a peer that died may have done its part: what is in flight may still end well
+_GRACE_S = 0.2  # a peer that died may have done its part, and the invocation may still complete
 _READ_S = 1.0
 _LONGEST_SLEEP_S = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedProgram:
-    """An invocation under watch. ``captured``: by a caller, who may replay it at any time; its epoch says nothing."""
+    """An invocation that is watched. ``captured``: it may be replayed at any time, and has no epoch."""
 
     epoch: int
     program: Program
@@ -116,11 +116,11 @@ class DeviceWatch:
     """Watches the invocations of one executor. ``start`` begins the thread.
 
     Args:
-        driver: of the device.
-        rank: whose executor.
-        words: ``HOST_WORDS`` of them.
-        monitor: what is known about the peers.
-        rescue: lets waits pass.
+        driver: driver of the device.
+        rank: rank of the executor.
+        words: ``HOST_WORDS`` words of host memory.
+        monitor: state of the peers.
+        rescue: releases waits.
         timeout_s: seconds that a begun invocation may take.
     """
 
@@ -141,7 +141,7 @@ class DeviceWatch:
         self._running: collections.deque[tuple[int, tuple[Program, Addresses]]] = collections.deque()
         self._first: WatchedProgram | None = None
         self._captured: list[WatchedProgram] = []
-        self._captured_memory, self._last_busy = CapturedMemory(), 0  # of what was recorded last
+        self._captured_memory, self._last_busy = CapturedMemory(), 0  # of the last recorded program
         self._subject: WatchedProgram | None = None
         self._since: float | None = None
         self._doomed_since: float | None = None
@@ -167,49 +167,49 @@ class DeviceWatch:
             self._thread.join(timeout=2 * _READ_S + 5)
 
     def issued(self, epoch: int, subject: tuple[Program, Addresses]) -> None:
-        """An invocation has been submitted, of this program at these addresses."""
+        """Note that an invocation of a program at some addresses was submitted."""
         self.last_epoch = epoch
         self._running.append((epoch, subject))
 
     def launched(self, epoch: int, program: AnyKernelProgram | KernelCall, *, captured: bool) -> None:
-        """A kernel was launched, or captured."""
+        """Note that a kernel was launched or captured."""
         if captured:
             self._last_busy = 0
         self._last_kernel = (epoch, (program, captured))
 
     def issue_notes(self, subject: tuple[Program, Addresses]) -> tuple[Note, ...]:
-        """What :meth:`issued` does."""
+        """Return the side effects of :meth:`issued`, for compiled code."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
     def launch_notes(self, program: AnyKernelProgram) -> tuple[Note, ...]:
-        """What :meth:`launched` does for one that is not captured."""
+        """Return the side effects of :meth:`launched` for a kernel that is not captured, for compiled code."""
         return ((Effect.SET_PAIR, self, "_last_kernel", (program, False)),)
 
     def next_busy_number(self) -> int:
-        """What the next captured program writes into ``BUSY`` while it runs."""
+        """Return the number that the next captured program writes into ``BUSY`` while it runs."""
         return len(self._captured) + 1
 
     def captured(self, subject: WatchedProgram) -> None:
-        """A program was captured; it writes ``next_busy_number`` of before."""
+        """Note that a program was loaded for a graph; it writes the last ``next_busy_number``."""
         self._captured.append(subject)
 
     def recorded(self, busy: int) -> None:
-        """A program became part of a graph, in which it writes ``busy`` (:meth:`next_busy_number`)."""
+        """Note that a program became part of a graph, in which it writes ``busy`` (:meth:`next_busy_number`)."""
         self._last_busy = busy
 
     def guard(self, what: str, is_gone: Callable[[], bool]) -> None:
-        """Look after the memory of the call that became part of a graph just now (``CapturedMemory``)."""
+        """Watch the memory of the call that was captured last (:class:`CapturedMemory`)."""
         self._captured_memory.add(self._last_busy, what, is_gone)
 
     def finished(self, epoch: int) -> bool:
-        """True once invocation ``epoch`` has ended on this rank, be it that it was let go."""
+        """Return True once invocation ``epoch`` has ended on this rank, or its waits were released."""
         return reached(int(self._words.array[FINISHED]), epoch)
 
     def wait(self, epoch: int) -> None:
         """Block until ``epoch`` has finished.
 
         Raises:
-            PeerError, PeerTimeoutError: it did not end as it should.
+            PeerError, PeerTimeoutError: it failed.
         """
         began = time.monotonic()
         while not self.finished(epoch) and self.failure is None:
@@ -218,15 +218,16 @@ class DeviceWatch:
             self.raise_failure()
 
     def look_for_aborts(self) -> None:
-        """Notice that a peer gave up, which it says before it lets its streams go: that looks like its part of a call,
-        of this one or of the next. For whoever has seen the end of one, and must know how it ended.
+        """Read the aborts of peers, after an invocation has ended, to know whether it ended properly.
+
+        A peer that gives up posts its abort before it releases its streams, whose signals then look like proper ones.
         """
         trouble = None if self.failure is not None else _trouble(self._monitor.check, NO_CALL)
         if trouble is not None:
             self.fail(type(trouble)(str(trouble), trouble.ranks))
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did. A new exception each time: tracebacks grow on exceptions."""
+        """Raise the failure, if there is one: a new exception each time, since tracebacks accumulate on exceptions."""
         if self.failure is None:
             return
         if isinstance(self.failure, PeerError):
@@ -234,13 +235,13 @@ class DeviceWatch:
         raise SidelaneError(str(self.failure)) from self.failure
 
     def fail(self, error: SidelaneError) -> None:
-        """Give up for good: remember ``error``; from now on the thread lets all waits pass."""
+        """Fail permanently: keep ``error``, and let the thread release all waits from now on."""
         self._completed = int(self._words.array[FINISHED])
         self.failure = error
         self._board[ABORT] = 1
 
     def fail_submission(self, title: str, error: BaseException) -> None:
-        """Half an invocation was submitted: the peers would wait for the other half."""
+        """Fail after an incomplete submission: the peers would wait for the rest."""
         text = f"{title}: rank {self._rank} could not submit it: {type(error).__name__}: {error}"
         self._monitor.abort(text, (self._rank,))
         self.fail(SidelaneError(text))
@@ -254,12 +255,12 @@ class DeviceWatch:
             try:
                 self.poll(time.monotonic())
             except Exception as error:
-                # Nobody else would notice that nobody watches any more.
+                # No other thread would notice that the watch has ended.
                 if self.failure is None:
                     self.fail(SidelaneError(f"rank {self._rank}: watching failed: {type(error).__name__}: {error}"))
 
     def poll(self, now: float) -> None:
-        """Look once."""
+        """Check all words once."""
         if self.failure is not None:
             self._rescue.release(self.last_epoch)
             return
@@ -289,7 +290,7 @@ class DeviceWatch:
             self._time_out(subject, now - self._since)
 
     def _look_at_captured(self) -> None:
-        """Whether something is replayed on memory that is gone."""
+        """Fail if a call is replayed on freed memory."""
         if self._captured_memory.is_empty:
             return
         with self._driver.relaxed_capture():
@@ -300,7 +301,7 @@ class DeviceWatch:
             self.fail(SidelaneError(text))
 
     def _look_at_kernels(self, now: float) -> None:
-        """Whether a kernel spins, and for how long it has been the same one that waits for the same ranks."""
+        """Read the board: find a kernel that polls, and the time for which it has waited for the same ranks."""
         words = self._board[WAITING : WAITING + MAX_RANKS].tolist()
         spin = tuple((rank, generation) for rank, generation in enumerate(words) if generation)
         if spin:
@@ -333,7 +334,7 @@ class DeviceWatch:
             self.fail(PeerTimeoutError(text, ranks))
 
     def _front(self) -> WatchedProgram | None:
-        """The first invocation that has not finished. The peers are told, for them to tell a death from an end."""
+        """Return the first unfinished invocation; post progress, so that peers can tell a death from a proper end."""
         word, last_ended = int(self._words.array[FINISHED]), NO_CALL
         while self._running and reached(word, self._running[0][0]):
             last_ended, _ = self._running.popleft()
@@ -358,13 +359,13 @@ class DeviceWatch:
         return self._captured[busy - 1] if 0 < busy <= len(self._captured) else None
 
     def _trouble_of(self, subject: WatchedProgram) -> PeerError | None:
-        """Why it cannot end. A graph may be replayed at any time after its capture, whatever call the ranks are at."""
+        """Return the error for which it cannot end; a graph may be replayed at any time, at any call of the ranks."""
         if subject.captured:
             return _trouble(self._monitor.check_present, self.last_epoch + 1)
         return _trouble(self._monitor.check, subject.epoch)
 
     def _stands_still(self, subject: WatchedProgram) -> bool:
-        """False while a graph might merely be replayed so often that every look finds it running."""
+        """Return False while a graph may just be replayed so often that every check finds it running."""
         if not subject.captured:
             return True
         flags: dict[int, object] = dict(self._rescue.read(subject.program, subject.addresses, _READ_S))
@@ -372,7 +373,7 @@ class DeviceWatch:
         return before == flags
 
     def _stall(self, subject: WatchedProgram, suspects: Sequence[int]) -> Stall:
-        """What is missing, from everyone's flags. If they cannot be read, from the suspects, or else all peers are."""
+        """Find the missing commands from the flags of all ranks; if unreadable, blame the suspects or all peers."""
         words: Words = self._rescue.read(subject.program, subject.addresses, _READ_S)
         if not words:
             peers = [rank for rank in range(subject.program.world_size) if rank != self._rank]
@@ -380,7 +381,7 @@ class DeviceWatch:
         return find_stall(subject.program, self._rank, subject.epoch, words)
 
     def _give_up(self, subject: WatchedProgram, trouble: PeerError) -> None:
-        """A peer is gone, or has given up."""
+        """Fail since a peer is gone or has given up."""
         waiting = self._stall(subject, trouble.ranks).waiting
         text = f"{trouble} (seen by rank {self._rank} in {subject}" + (f", {waiting})" if waiting else ")")
         self._monitor.abort(text, trouble.ranks, timed_out=isinstance(trouble, PeerTimeoutError))
@@ -412,7 +413,7 @@ class DeviceWatch:
 
 
 def _trouble(check: Callable[[int], None], call: int) -> PeerError | None:
-    """What a check of ``call`` raises."""
+    """Return the error that a check of ``call`` raises; None if it raises none."""
     try:
         check(call)
     except PeerError as error:
