@@ -42,7 +42,8 @@ from sidelane.sizes import parse_bytes
 
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_VIRTUAL_NODES"),
+    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
+    "SIDELANE_VIRTUAL_NODES",
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -75,9 +76,12 @@ class Config:
         memory_bytes: most bytes of symmetric memory that ``empty`` of a communicator may reserve on a rank; None for
             what the device has.
         map_memory: let peers reach ordinary tensors without staging where that is possible (docs/internals/reach.md).
-            True on GPUs, and ``learn``: large calls that move bytes, once their addresses have come again; no host
-            waits while that is found out. True on CPU ranks: every call, for which ranks meet anyway. None: True on CPU
-            ranks, False on GPUs.
+            ``learn``: large calls that move bytes, once their addresses have come again; no host waits while that is
+            found out. True on GPUs: as ``learn``, and calls that are captured into graphs, in which the ranks agree.
+            True on CPU ranks: every call, for which ranks meet anyway. None: True on CPU ranks; on GPUs ``learn`` in
+            process groups, and False in other communicators.
+        mapped_bytes: most bytes of a rank's ordinary memory that its peers have mapped because of ``learn``; what is
+            freed they give back within a second. None: an eighth of what the device has.
         virtual_nodes: the node of each rank of the world, for process groups; None: ranks of one machine share one.
     """
 
@@ -89,6 +93,7 @@ class Config:
     native: bool = True
     memory_bytes: int | None = None
     map_memory: bool | Literal["learn"] | None = None
+    mapped_bytes: int | None = None
     virtual_nodes: tuple[int, ...] | None = None
 
     def __new__(cls, *_: object, **given: object) -> Self:
@@ -111,8 +116,10 @@ class Config:
             raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
-        if self.memory_bytes is not None and self.memory_bytes < 0:
-            raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
+        for name in ("memory_bytes", "mapped_bytes"):
+            nbytes = getattr(self, name)
+            if nbytes is not None and nbytes < 0:
+                raise _refused(f"Config: {name} (value={nbytes}, allowed=0 and more)")
         if not (self.map_memory is None or isinstance(self.map_memory, bool) or self.map_memory == LEARN):
             raise _refused(f"Config: map_memory (value={self.map_memory!r}, allowed=True, False, {LEARN!r}, None)")
         if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
@@ -129,7 +136,7 @@ _RULES: tuple[tuple[str, Rule, str], ...] = (
     *((name, switch, "True, False") for name in ("debug", "verify", "native")),
     ("beside", text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
-    ("memory_bytes", optional(whole), "a whole number of bytes, None"),
+    *((name, optional(whole), "a whole number of bytes, None") for name in ("memory_bytes", "mapped_bytes")),
     ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),
 )
 """What settings are, where a wrong kind would not be noticed, or far away."""
@@ -162,6 +169,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
         map_memory=_map_memory(environment),
+        mapped_bytes=_bytes(environment, "SIDELANE_MAPPED_BYTES"),
         virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
     )
 

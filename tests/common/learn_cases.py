@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gc
 import random
 import time
@@ -18,8 +19,9 @@ from reach_cases import mapped_here, on_gpus, private, shared
 
 from sidelane import Communicator, Config
 from sidelane.collectives import backend_cpu, reaching
-from sidelane.collectives.learning import Learning
-from sidelane.collectives.mappings import Mappings
+from sidelane.collectives.learning import mappings
+from sidelane.collectives.learning.mappings import Mappings
+from sidelane.collectives.learning.protocol import AheadPrograms, Learning
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
 
@@ -202,7 +204,7 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
 
 def done(said: collections.Counter[str], *comms: Communicator) -> dict[str, int]:
     """What this rank did, by compiled code as well."""
-    lessons = sum(comm._repeats.lessons for comm in comms if comm._repeats is not None)
+    lessons = sum(comm._repeats.tracked for comm in comms if comm._repeats is not None)
     hits = by_c(*comms)
     found = collections.Counter({"hits": hits, "staged": lessons - hits, "by C": lessons}) + said
     return dict(found)
@@ -245,21 +247,81 @@ def lists_come_again(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[d
         return done(said, comm), ahead
 
 
+GivenBack = tuple[float, dict[str, int], dict[str, int], dict[str, int]]
+"""Seconds; and what this rank did before memory was freed, in the calls behind that, and in the end."""
+
+
+def gives_back(group: dist.ProcessGroup, size: int) -> GivenBack:
+    """A loop around one call, until rank 0 frees its tensors. Nobody makes a call until peers have given back what they
+    had mapped of it; then all go on, first as if it was expected where it lay."""
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
+        slot = Slot("all_gather", size, comm.world_size, comm.rank)
+
+        def calls(count: int) -> dict[str, int]:
+            for step in range(count):
+                slot.run(comm, step)
+                dist.barrier(group)  # hosts stay together
+            return done(said, comm)
+
+        before, reached = calls(150), mapped_here()
+        dist.barrier(group)
+        began = time.monotonic()
+        if comm.rank == 0:
+            del slot.output, slot.input
+            gc.collect()
+            if on_gpus():
+                torch.cuda.empty_cache()
+        while comm.rank != 0 and mapped_here() > reached - (1 if on_gpus() else 2):
+            assert time.monotonic() < began + 20, "peers keep what was freed"
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        dist.barrier(group)
+        if comm.rank == 0:
+            slot.output, slot.input = slot.new(), slot.new()
+        return seconds, before, calls(5), calls(150)
+
+
+def is_limited(group: dist.ProcessGroup, size: int) -> list[str]:
+    """Two loops, of which the limit of what peers may map lets one go ahead. Why their last calls ran as they did."""
+    room = dataclasses.replace(LEARNING, mapped_bytes=3 * 4 * size * dist.get_world_size(group))
+    with counted(), Communicator(group, device=torch.get_default_device(), config=room) as comm:
+        slots, reasons = [Slot(kind, size, comm.world_size, comm.rank) for kind in ("all_gather", "all_to_all")], []
+        for slot in slots:
+            for step in range(150):
+                slot.run(comm, step)
+                dist.barrier(group)
+        for slot in slots:
+            slot.run(comm, 7)
+            choice = comm.last_choice()
+            reasons.append("" if choice is None else choice.reason)
+        return reasons
+
+
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
     """Calls of two communicators that come again, and tensors that some ranks replace: for good or for a call, by new
-    memory, by memory that peers know, or by such that they cannot map; hosts that are late; mappings that fail or take
-    their time. What this rank did, and what is left mapped."""
+    memory, by memory that peers know, or by such that they cannot map; hosts that are late, also while they make a call
+    ready; mappings that fail or take their time; what is freed is given back soon. What this rank did, and what is left
+    mapped."""
     draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
     gc.collect()
     before = mapped_here()
-    real_map = Mappings.want
+    real_map = Mappings.map
 
-    def want(self: Mappings, name: Any, handle: str) -> None:
+    def map_or_fail(self: Mappings, name: Any, handle: str) -> None:
         real_map(self, name, "nonsense" if late.random() < 0.02 else handle)
+
+    real_prepare = AheadPrograms.prepare
+
+    def prepare_late(self: AheadPrograms, *args: Any) -> Any:
+        if late.random() < 0.1:
+            time.sleep(0.01)
+        return real_prepare(self, *args)
 
     with (
         counted() as said,
-        mock.patch.object(Mappings, "want", want),
+        mock.patch.object(Mappings, "map", map_or_fail),
+        mock.patch.object(mappings, "LOOK_S", 0.2 if on_gpus() else 0.002),
+        mock.patch.object(AheadPrograms, "prepare", prepare_late),
         Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm,
         Communicator(group, device=torch.get_default_device(), config=LEARNING) as second,
     ):

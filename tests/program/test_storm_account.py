@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.collectives import placed_cuda
-from sidelane.collectives.course import Course
+from sidelane.collectives.learning.knowledge import PeriodFinder
 from sidelane.memory import giving_back
 from sidelane.memory.giving_back import Kept
 from sidelane_lab.soak.storm import account as accounts
@@ -69,7 +69,9 @@ def test_what_is_nobodys_is_the_rest() -> None:
 
 
 def test_objects_are_counted() -> None:
-    before = accounts._alive(("Course", "dict"))
-    kept = Course()
-    assert accounts._alive(("Course", "dict")) == {"Course": before["Course"] + 1, "dict": 0}, "only Sidelane's"
+    before = accounts._alive(("PeriodFinder", "dict"))
+    kept = PeriodFinder()
+    assert accounts._alive(("PeriodFinder", "dict")) == {"PeriodFinder": before["PeriodFinder"] + 1, "dict": 0}, (
+        "only Sidelane's"
+    )
     del kept

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -14,16 +15,12 @@ from sidelane.collectives.asked import Asked
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Prepared, Preparer
 from sidelane.collectives.shaped import Shape, Shaped, all_ordinary
-from sidelane.collectives.telling import LessonAgain, Subject
 from sidelane.execute.base import Place
-from sidelane.memory.lessons import LessonBoard
-from sidelane.native import Effect, load_replays
+from sidelane.memory.ordinary import Standing
+from sidelane.native import Effect, Note, load_replays
 
 MOST_TENSORS = 128
 """Of a call that is remembered, in all of its lists: ``MOST_TENSORS`` of ``native/replay.c``."""
-
-MOST_POSTS = 4096
-"""Remembered."""
 
 MOST_MOVED = 2
 """Tensors of a call that is remembered by its shape."""
@@ -32,8 +29,29 @@ MOST_TOLD = 1024
 """Shapes that compiled code was told of, and places of callers with them; then it is told again."""
 
 
+Guard = tuple[object, str, object]
+"""Object, attribute, and the very object that lets a call pass."""
+
+
+class TrackedRepeat(NamedTuple):
+    """A tracked call (``learning``) as compiled code makes it again: see ``native/replay.c``.
+
+    Attributes:
+        tracked: guards; what begins it, told its signature and its post; these; whether it goes ahead; its memory has
+            not been freed.
+        turn: of the period that it goes ahead by: object, attribute, what it is in the call's turn, what it is next.
+        notes: to take.
+        holds: tells if nothing of it has been forgotten yet.
+    """
+
+    tracked: tuple[tuple[Guard, ...], Callable[[Any, bytes], object], object, bytes, bool, Standing]
+    turn: tuple[object, str, int, int] | None
+    notes: tuple[Note, ...]
+    holds: Callable[[], bool]
+
+
 class Repeats:
-    """Remembers calls that were made twice, and lessons that were made once, to make them again.
+    """Remembers calls that were made twice, and tracked ones that were made once, to make them again.
 
     Threads may share it, as they do a communicator.
 
@@ -42,15 +60,20 @@ class Repeats:
         arguments: likewise.
         preparer: likewise.
         replay: made by ``native/replay.c``.
+        submitting: held while a call is made again.
 
     Attributes:
+        submitting: as given.
         run: makes a call again: ``run(kind, tensors, details, variant, beside)``. With nothing done: False if it is not
             one that is remembered, or not the same any more; None if it is not its time: after a failure, inside a
             capture, behind work on another stream, or while another thread submits. Then Python makes it, or says what
             is wrong.
     """
 
-    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any) -> None:
+    def __init__(
+        self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any, submitting: threading.Lock
+    ) -> None:
+        self.submitting = submitting
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
         self._replay = replay
         self.run = replay.run
@@ -78,41 +101,9 @@ class Repeats:
         return int(self._replay.moved)
 
     @property
-    def lessons(self) -> int:
+    def tracked(self) -> int:
         """How many calls from which the ranks learn were made so, staged or ahead."""
-        return int(self._replay.lessons)
-
-    def teach(
-        self,
-        board: LessonBoard,
-        begun: list[Subject | None],
-        window: int,
-        enter: Callable[[Subject, bytes], object],
-    ) -> Callable[[int], tuple[bytes, ...] | None]:
-        """Make lessons as well. Returns what does as ``LessonBoard.posts``, in less time.
-
-        Args:
-            board: where they are posted.
-            begun: takes what they were of, by number, modulo its length.
-            window: lessons.
-            enter: begins the first lesson of a window, told its subject and its post. Asked with the executor's lock
-                held.
-        """
-        own = board.own()
-        words = tuple(record.address for record in own.records)
-        known: dict[bytes, bytes] = {}
-        self._replay.teach(
-            *(own.lesson, own.shown, own.read, own.records, words, own.heard),
-            *(known, begun, window, enter, board),
-        )
-
-        def posts(lesson: int) -> tuple[bytes, ...] | None:
-            if len(known) >= MOST_POSTS:
-                known.clear()
-            found: tuple[bytes, ...] | None = self._replay.posts(lesson)
-            return board.posts(lesson) if found is None else found
-
-        return posts
+        return int(self._replay.tracked)
 
     @staticmethod
     def of(calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats | None:
@@ -139,7 +130,7 @@ class Repeats:
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),
         )
-        return Repeats(calls, arguments, preparer, replay)
+        return Repeats(calls, arguments, preparer, replay, path.lock)
 
     def knows_by_address(self, key: tuple[Hashable, ...]) -> bool:
         """True for a call that can be remembered, as far as its tensors go."""
@@ -154,7 +145,7 @@ class Repeats:
         place: Place,
         *,
         asked: Asked | None = None,
-        lesson: LessonAgain | None = None,
+        tracked: TrackedRepeat | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -163,7 +154,7 @@ class Repeats:
             prepared: what it ran as.
             place: where.
             asked: of a call with lists, what was; ``details`` says more than its own then.
-            lesson: of one from which the ranks learn.
+            tracked: of one from which the ranks learn.
         """
         if not self.knows_by_address(key):
             return
@@ -183,19 +174,19 @@ class Repeats:
         generation = heap.generation_cell[0]
         if generation != key[5]:
             return  # memory was allocated since
-        if lesson is not None and lesson.turn is not None:
+        if tracked is not None and tracked.turn is not None:
             assert turn is None, "programs of calls that go ahead take no turns of their own"
-            turn = lesson.turn
+            turn = tracked.turn
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        if lesson is not None:
-            notes = (*lesson.notes, *notes)
+        if tracked is not None:
+            notes = (*tracked.notes, *notes)
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
             *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, None, None if lesson is None else lesson.lesson),
+            *(None, prepared, None, None if tracked is None else tracked.tracked),
         )
-        if lesson is not None and lesson.turn is not None:
-            holds = lesson.holds()
+        if tracked is not None and tracked.turn is not None:
+            holds = tracked.holds()
         else:
             holds = self._preparer.recall(key) is prepared
         if not holds:  # another thread has moved staging, maybe before it was remembered

@@ -22,6 +22,7 @@ from sidelane.collectives.calls import Calls
 from sidelane.collectives.devices import choose_device, make_backend
 from sidelane.collectives.entry import entry
 from sidelane.collectives.heap import LaneMemory, SymmetricHeap
+from sidelane.collectives.learning.board import LearningBoard
 from sidelane.collectives.own_kernel import OwnKernel, Peers, load_kernel
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
@@ -32,7 +33,6 @@ from sidelane.errors import CommunicatorClosedError, Page, SidelaneError, see
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.giving_back import give_back
-from sidelane.memory.lessons import LessonBoard
 from sidelane.modes import leaving_modes
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
@@ -237,7 +237,7 @@ class Lane:
         self.peers = Peers(session.heap, self.arguments).of
         maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
         learns = session.world_size > 1 and maps
-        board = LessonBoard(exchange) if learns else None
+        board = LearningBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
 
     @entry

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.collectives import Communicator
-from sidelane.collectives.confirming import ELSEWHERE, NEW_OUTPUT, WENT_AHEAD
+from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
 from sidelane.collectives.pools import pool
 from sidelane.config import Config
 from sidelane_lab.soak import leftovers
@@ -65,7 +65,7 @@ LOOK_EVERY = 64
 MOST_MISSING = 32 << 20
 """Bytes of a GPU that may be missing behind a storm: drivers load code when it first runs."""
 
-SAID = {WENT_AHEAD: "went ahead", ELSEWHERE: "missed, input elsewhere", NEW_OUTPUT: "missed, output new"}
+SAID = {WENT_AHEAD: "went ahead", MISSED: "missed"}
 """What a call's reason is counted as."""
 
 
