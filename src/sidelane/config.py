@@ -10,7 +10,8 @@ variable                    meaning                                             
 ``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: 1, as on GPUs                (d)
+``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: those that come again        (d)
+``SIDELANE_MAPPED_BYTES``   most bytes of a rank that its peers map because they learn                  (f)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_COMMIT``         what result files name as the code that ran, where there is no checkout     (c)
 ==========================  ==========================================================================  =======
@@ -18,8 +19,9 @@ variable                    meaning                                             
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) what the device has. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-(d) 1 on CPU ranks, 0 on GPUs, where 1 maps those whose addresses come again (docs/internals/reach.md).
+(d) 1 on CPU ranks; on GPUs ``learn`` in process groups, else 0 (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
+(f) an eighth of what the device has.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.

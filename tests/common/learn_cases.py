@@ -17,13 +17,16 @@ import torch.distributed as dist
 from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, private, shared
 
+import sidelane
 from sidelane import Communicator, Config
+from sidelane import config as settings
 from sidelane.collectives import backend_cpu, reaching
 from sidelane.collectives.learning import mappings
 from sidelane.collectives.learning.mappings import Mappings
 from sidelane.collectives.learning.protocol import AheadPrograms, Learning
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
+from sidelane.integrations import ledger
 
 SIZES = (1, 33, 5000)
 SEGMENTS = (1, 5000, 3 << 20)
@@ -254,6 +257,8 @@ GivenBack = tuple[float, dict[str, int], dict[str, int], dict[str, int]]
 def gives_back(group: dist.ProcessGroup, size: int) -> GivenBack:
     """A loop around one call, until rank 0 frees its tensors. Nobody makes a call until peers have given back what they
     had mapped of it; then all go on, first as if it was expected where it lay."""
+    if on_gpus():
+        torch.cuda.empty_cache()  # tensors get segments of their own
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
         slot = Slot("all_gather", size, comm.world_size, comm.rank)
 
@@ -466,3 +471,19 @@ def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) ->
     """See :func:`with_refusals_between`."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
         return with_refusals_between(comm, lambda: done(said, comm).get("hits", 0), 150, who, refused)
+
+
+def in_a_group(group: dist.ProcessGroup, calls: int) -> list[str]:
+    """A process group's calls, which come again. What its report says of them."""
+    with counted(), settings.override(LEARNING):
+        made = sidelane.wrap(group)
+        n, rank = group.size(), group.rank()
+        output, input = shared(n * 50, torch.int32), shared(50, torch.int32)
+        ledger.reset()
+        for step in range(calls):
+            dist.all_gather_into_tensor(output, input.fill_(step + rank), group=made)
+            assert output[49::50].tolist() == [step + peer for peer in range(n)]
+            dist.barrier(group)
+        found = [row.why for row in sidelane.report().rows if row.operation == "all_gather_into_tensor"]
+        dist.destroy_process_group(made)
+        return found

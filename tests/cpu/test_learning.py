@@ -5,10 +5,16 @@ from __future__ import annotations
 import collections
 import sys
 from collections import Counter
+from datetime import timedelta
+from typing import Any
 
 import learn_cases
 import pytest
 from ranks import RankPool
+
+from sidelane import Config
+from sidelane.config import override
+from sidelane.integrations.dispatch import settings_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
@@ -66,6 +72,20 @@ def test_freed_memory_is_given_back_without_a_call(pool: RankPool, n: int) -> No
 def test_peers_map_no_more_than_the_limit(pool: RankPool) -> None:
     for first, second in pool.run(learn_cases.is_limited, 2, 4096):
         assert "no host waits" in first and "no host waits" not in second
+
+
+def test_a_group_learns_and_says_so(pool: RankPool) -> None:
+    for why in pool.run(learn_cases.in_a_group, 2, 120):
+        assert any(each.startswith("b2b, mapped: ") for each in why) and len(why) > 1, why
+
+
+SETTINGS = [(None, "cuda", False, "learn"), (None, "cpu", False, None), (None, "cuda", True, None)]
+
+
+@pytest.mark.parametrize(("asked", "device", "spans", "found"), [*SETTINGS, (False, "cuda", False, False)])
+def test_groups_on_gpus_learn_unless_told_otherwise(asked: Any, device: str, spans: bool, found: Any) -> None:
+    with override(Config(map_memory=asked)):
+        assert settings_for(device, timedelta(seconds=5), spans=spans) == Config(timeout_s=5, map_memory=found)
 
 
 def test_hosts_that_run_ahead_are_not_in_step(pool: RankPool) -> None:

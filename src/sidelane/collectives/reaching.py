@@ -1,5 +1,4 @@
-"""How peers reach ordinary tensors in a call, as far as what is asked decides it: the rules by which ``learning`` goes,
-and the same in words.
+"""The rules by which peers reach ordinary tensors in a call, as far as what is asked decides it, and in words.
 
 What else decides it is whether peers can map the memory of each rank (``Communicator.reach`` says so of a tensor), and
 whether addresses come again (``Communicator.last_choice`` says so of a call).
@@ -83,6 +82,8 @@ def way_of(
             return Way(setting, STAGED, False, why)
         why = "once its addresses have come again, staged until then; no host waits while that is found out"
         return Way(setting, MAPPED, True, why + _limit(agreement))
+    if agreement.frozen and setting == LEARN:
+        return Way(setting, STAGED, False, "the setting maps nothing in captures")
     if agreement.frozen:
         return Way(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
     limit = _limit(agreement)

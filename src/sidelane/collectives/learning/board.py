@@ -68,7 +68,8 @@ def frontier(window: int) -> int:
 MOST_REMEMBERED = 4096
 """Calls, and posts, that are remembered."""
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def room(remembered: dict[K, V]) -> dict[K, V]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -159,10 +159,12 @@ class Reporter:
 
     def heard(self, post: TrackedPost) -> None:
         """Say no more what all have read in a post of this rank."""
-        for said, names in ((post.freed, self._mappings.freed), (post.failed, self._mappings.failed)):
-            for name in said:
-                if name in names:
-                    names.remove(name)
+        news: tuple[tuple[list[Any], list[Any]], ...]
+        news = (post.freed, self._mappings.freed), (post.failed, self._mappings.failed)
+        for said, waiting in news:
+            for each in said:
+                if each in waiting:
+                    waiting.remove(each)
 
     def forget(self) -> None:
         """Forget all reports."""

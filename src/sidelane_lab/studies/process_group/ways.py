@@ -108,7 +108,7 @@ class Groups:
         self._made: dict[str, dist.ProcessGroup] = {}
         self._room, self._pooled = (0, 0), list[Buffers]()
         self._settings = {
-            ORDINARY: settings.current(),
+            ORDINARY: dataclasses.replace(settings.current(), map_memory=False),
             LEARNED: dataclasses.replace(settings.current(), map_memory="learn"),
         }
 
