@@ -36,7 +36,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from sidelane.errors import SEE, Page, nearest, see
 from sidelane.fields import Rule, number, optional, several, switch, text, whole
@@ -55,7 +55,7 @@ NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """What runs next to a call, as its caller says."""
 
-LEARN = "learn"
+LEARN: Final = "learn"
 """Value of ``Config.map_memory``: peers reach ordinary tensors whose addresses come again, and no host waits for it."""
 
 BUILTIN = "builtin"

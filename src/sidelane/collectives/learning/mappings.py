@@ -20,6 +20,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,7 +60,7 @@ class Mappings:
     Args:
         memory: ordinary memory of the device.
         board: of the lane.
-        limit_bytes: of this rank's memory that peers may have mapped.
+        limit_bytes: most bytes of this rank's memory that peers may have mapped, over all of its lanes.
         ended: the last call up to which all have ended on this rank's device.
         last_ahead: returns the last call that went ahead; None when the lane has gone. With True, it first makes void
             what was prepared with peers' memory. The thread calls it.
@@ -88,13 +89,15 @@ class Mappings:
         self._offered: dict[str, Allocation] = {}
         self._untold: list[tuple[int, str]] = []  # freed ones, until peers may know; and the last call before that
         self._thread: threading.Thread | None = None
+        _lanes.add(self)
 
     def offers(self, allocation: Allocation) -> bool:
         """Tell if peers may have an allocation of this rank mapped, and look after it from now on if they may."""
         if allocation.name in self._offered:
             return True
-        kept = sum(each.nbytes for each in list(self._offered.values()))
-        if allocation.name in self.freed or kept + allocation.nbytes > self._limit_bytes:
+        kept = {name: each.nbytes for lane in list(_lanes) for name, each in list(lane._offered.items())}
+        kept[allocation.name] = allocation.nbytes
+        if allocation.name in self.freed or sum(kept.values()) > self._limit_bytes:
             return False
         self._offered[allocation.name] = allocation
         self._start()
@@ -194,3 +197,6 @@ class Mappings:
     def _last(self, *, forgets: bool = False) -> int:
         last = self._last_ahead(forgets)
         return NEVER if last is None else last
+
+
+_lanes: weakref.WeakSet[Mappings] = weakref.WeakSet()

@@ -44,7 +44,7 @@ from sidelane.collectives.learning.knowledge import (
     source_buffer,
 )
 from sidelane.collectives.learning.mappings import Mappings
-from sidelane.collectives.learning.report import PostReader, Reporter, Round
+from sidelane.collectives.learning.report import Reporter, Round, read_post, read_round
 from sidelane.collectives.listed import ListRequest
 from sidelane.collectives.offered import BUFFERS
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
@@ -95,11 +95,7 @@ class Learning:
     """The protocol in one lane.
 
     Args:
-        calls: of the lane.
-        preparer: of the lane.
-        board: where the ranks post.
-        memory: ordinary memory of the device.
-        limit_bytes: of this rank's memory that peers may have mapped.
+        limit_bytes: most bytes of this rank's memory that peers may have mapped.
         is_pooled: tells of a tensor if it lies in a pool, which is no ordinary memory.
         repeats: makes tracked calls again in compiled code; None without.
 
@@ -122,7 +118,8 @@ class Learning:
         ended = functools.partial(calls.control.ended, board.rank)
         self._mappings = Mappings(memory, board, limit_bytes, ended, _weakly(self._find_last_ahead))
         self._knowledge = Knowledge(board.rank, self._mappings)
-        self._reporter, self._reader = Reporter(board.rank, memory, self._mappings, is_pooled), PostReader()
+        self._reporter = Reporter(board.rank, memory, self._mappings, is_pooled)
+        self._round = functools.lru_cache(MOST_REMEMBERED)(read_round)  # most posts are the same as before
         self._programs = AheadPrograms(calls, preparer)
         self._signatures: dict[str, TrackedSignature | None] = {}
         self._begun: list[TrackedSignature | None] = [None] * KEPT  # by number, modulo that
@@ -150,18 +147,9 @@ class Learning:
         tensors: Sequence[torch.Tensor | None],
         is_async: bool,
     ) -> Prepared | None:
-        """Post a tracked call, before it is started.
+        """Post a tracked call, before it is started; what it runs as if it goes ahead, None if it is staged.
 
-        Args:
-            text: its signature.
-            call: its number.
-            key: of what is asked, with the identities of the tensors.
-            asked: what this rank asks.
-            tensors: of the caller.
-            is_async: the call is asynchronous.
-
-        Returns:
-            What the call runs as if it goes ahead; None if it is staged.
+        ``text`` is its signature, ``call`` its number, ``key`` tells what is asked with the identities of the tensors.
 
         Raises:
             PeerError, PeerTimeoutError, MismatchError: this rank has missed, and its peers do not make the call.
@@ -274,11 +262,12 @@ class Learning:
         if not why_not_learnt(agreement, self._preparer.copies_mapped):
             collective = agreement.collective
             parts = tuple(part for part, _ in parts_of(collective))
+            senders, alone = tuple(map(_senders, parts)), agreement.beside == NOTHING
+            digest = text.rpartition("#")[2].partition(":")[0]
+            found = TrackedSignature(text, collective, parts, digest, senders, alone)
             with contextlib.suppress(UnavailableError):  # on all ranks alike
-                senders, alone = tuple(map(_senders, parts)), agreement.beside == NOTHING
-                digest = text.rpartition("#")[2].partition(":")[0]
-                made = TrackedSignature(text, collective, parts, digest, senders, alone)
-                self._programs.make_room(made)
+                self._programs.make_room(found)
+                made = found
         self._signatures[text] = made
 
     # --- what all ranks know alike ------------------------------------------------------------------------------------
@@ -287,7 +276,7 @@ class Learning:
         """Read what all have posted, as far as it is there."""
         while self._read < self._board.number and (payloads := self._board.posts(self._read + 1)) is not None:
             self._read += 1
-            self._queue.append((self._read, self._reader.round(payloads)))
+            self._queue.append((self._read, self._round(payloads)))
         self._board.has_read(self._read)
 
     def _enter(self, window: int, call: int) -> None:
@@ -367,7 +356,7 @@ class Learning:
         self._wait(call, lambda: self._board.absent(number))
         payloads = self._board.posts(number)
         assert payloads, "in a window in step all ranks post"
-        posts = [self._reader.post(payload) for payload in payloads]
+        posts = list(map(read_post, payloads))
         for rank, each in enumerate(posts):
             if each.call != signature.call:
                 text = f"call {call}: ranks made different calls: here {signature.text}; rank {rank}: #{each.call}"
@@ -438,12 +427,7 @@ class Learning:
 
 
 class AheadPrograms:
-    """The programs of calls that go ahead, made ready to run.
-
-    Args:
-        calls: of the lane.
-        preparer: of the lane.
-    """
+    """The programs of calls that go ahead in one lane, made ready to run."""
 
     def __init__(self, calls: Calls, preparer: Preparer) -> None:
         self._calls, self._preparer = calls, preparer

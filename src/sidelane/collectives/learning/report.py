@@ -37,7 +37,7 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Round:
-    """The posts of all ranks of one tracked call: one object for posts that are the same.
+    """The posts of all ranks of one tracked call: in a lane, one object for posts that are the same.
 
     Attributes:
         posts: by rank; empty if the ranks made different calls, or one posted nothing.
@@ -56,36 +56,22 @@ class Round:
     known_at: int = -1
 
 
-class PostReader:
-    """Reads posts, most of which are the same as before."""
+def read_post(payload: bytes) -> TrackedPost:
+    """Read a post."""
+    call, places, handles, freed, failed, pending, is_async = json.loads(payload)
+    failed = [(owner, name, why) for owner, name, why in failed]
+    placed = _places(places, [name for name, _ in handles])
+    return TrackedPost(call, placed, dict(handles), freed, failed, bool(pending), bool(is_async))
 
-    def __init__(self) -> None:
-        self._posts: dict[bytes, TrackedPost] = {}
-        self._rounds: dict[tuple[bytes, ...], Round] = {}
 
-    def round(self, payloads: tuple[bytes, ...]) -> Round:
-        """Read the posts of all ranks; without any, they have none."""
-        found = self._rounds.get(payloads)
-        if found is None:
-            posts = tuple(map(self.post, payloads))
-            if any(each.call != posts[0].call for each in posts):
-                posts = ()
-            names = frozenset((rank, name) for rank, each in enumerate(posts) for name in each.handles)
-            is_plain = not any(each.freed or each.failed or each.pending for each in posts)
-            found = Round(posts, names, is_plain, not any(each.is_async for each in posts))
-            room(self._rounds)[payloads] = found
-        return found
-
-    def post(self, payload: bytes) -> TrackedPost:
-        """Read a post."""
-        found = self._posts.get(payload)
-        if found is None:
-            call, places, handles, freed, failed, pending, is_async = json.loads(payload)
-            failed = [(owner, name, why) for owner, name, why in failed]
-            placed = _places(places, [name for name, _ in handles])
-            found = TrackedPost(call, placed, dict(handles), freed, failed, bool(pending), bool(is_async))
-            room(self._posts)[payload] = found
-        return found
+def read_round(payloads: Sequence[bytes]) -> Round:
+    """Read the posts of all ranks."""
+    posts = tuple(map(read_post, payloads))
+    if any(each.call != posts[0].call for each in posts):
+        posts = ()
+    names = frozenset((rank, name) for rank, each in enumerate(posts) for name in each.handles)
+    is_plain = not any(each.freed or each.failed or each.pending for each in posts)
+    return Round(posts, names, is_plain, not any(each.is_async for each in posts))
 
 
 class CallReport(NamedTuple):
@@ -105,14 +91,7 @@ class CallReport(NamedTuple):
 
 
 class Reporter:
-    """Reports calls of one rank.
-
-    Args:
-        rank: of this process.
-        memory: ordinary memory of the device.
-        mappings: of the lane.
-        is_pooled: tells of a tensor if it lies in a pool, which is no ordinary memory.
-    """
+    """Reports calls of one rank; ``is_pooled`` tells of a tensor if it lies in a pool, which is no ordinary memory."""
 
     def __init__(
         self, rank: int, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]
@@ -159,12 +138,8 @@ class Reporter:
 
     def heard(self, post: TrackedPost) -> None:
         """Say no more what all have read in a post of this rank."""
-        news: tuple[tuple[list[Any], list[Any]], ...]
-        news = (post.freed, self._mappings.freed), (post.failed, self._mappings.failed)
-        for said, waiting in news:
-            for each in said:
-                if each in waiting:
-                    waiting.remove(each)
+        _strike(self._mappings.freed, post.freed)
+        _strike(self._mappings.failed, post.failed)
 
     def forget(self) -> None:
         """Forget all reports."""
@@ -188,6 +163,13 @@ class Reporter:
         if isinstance(found, str) or not self._mappings.offers(found):
             return None
         return Found(found, region.address - found.start)
+
+
+def _strike(waiting: list[Any], said: Sequence[Any]) -> None:
+    """Take what was said out of a list, to which another thread may append."""
+    for each in said:
+        if each in waiting:
+            waiting.remove(each)
 
 
 def _text_of(
