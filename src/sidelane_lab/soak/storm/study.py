@@ -38,7 +38,7 @@ class StormOptions:
         steps: of all parts together.
         ranks: None takes all GPUs, or two CPU ranks.
         device: ``auto``, ``gpu`` or ``cpu``.
-        map_memory: of one part; None: ``learn``, and on CPU ranks ``always``, which is the same on GPUs.
+        map_memory: of one part; None: ``learn``, and ``always``, which on GPUs maps memory in captures as well.
         seed: of everything that is random.
         text: file for what it has shown; None writes none.
         quiet: say nothing.
@@ -63,7 +63,7 @@ def main(options: StormOptions) -> int:
         raise ValueError("soak: it starts its own ranks, and ends them (allowed=without torchrun)")
     place = choose_target(options.ranks, options.device)
     ranks = place.world_size if options.ranks is not None or not place.on_cpu else 2
-    modes = (options.map_memory,) if options.map_memory else LEARNT_AND_ALWAYS if place.on_cpu else ("learn",)
+    modes = (options.map_memory,) if options.map_memory else LEARNT_AND_ALWAYS
     setting = Setting(CPU if place.on_cpu else place.device_type, (ranks,))
     console = None if options.quiet else progress_console()
     lines: list[str] = []
