@@ -62,8 +62,8 @@ class Mappings:
         board: of the lane.
         limit_bytes: most bytes of this rank's memory that peers may have mapped, over all of its lanes.
         ended: the last call up to which all have ended on this rank's device.
-        last_ahead: returns the last call that went ahead; None when the lane has gone. With True, it first makes void
-            what was prepared with peers' memory. The thread calls it.
+        last_ahead: makes void what was prepared with ordinary memory, and returns the last call before that which went
+            ahead; None when the lane has gone. The thread calls it.
 
     Attributes:
         freed: names of this rank's allocations that were freed, until all ranks have heard of it in posts.
@@ -76,7 +76,7 @@ class Mappings:
         board: LearningBoard,
         limit_bytes: int,
         ended: Callable[[], int],
-        last_ahead: Callable[[bool], int | None],
+        last_ahead: Callable[[], int | None],
     ) -> None:
         self._memory, self._board, self._limit_bytes = memory, board, limit_bytes
         self._ended, self._last_ahead = ended, last_ahead
@@ -191,11 +191,11 @@ class Mappings:
         """Have no call to come read what peers have freed, and unmap it behind those that may."""
         mappings = [self._mapped.pop(name) for name in names if name in self._mapped]
         if mappings:
-            last = self._last(forgets=True)
+            last = self._last()
             self._retired += [(last, mapping) for mapping in mappings]
 
-    def _last(self, *, forgets: bool = False) -> int:
-        last = self._last_ahead(forgets)
+    def _last(self) -> int:
+        last = self._last_ahead()
         return NEVER if last is None else last
 
 

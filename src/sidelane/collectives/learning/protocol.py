@@ -215,20 +215,19 @@ class Learning:
         self._signatures.clear()
         self._hits.clear()
 
-    def _find_last_ahead(self, forgets: bool) -> int:
-        """In the thread of mappings: return the last call that went ahead, or is about to.
+    def _find_last_ahead(self) -> int:
+        """In the thread of mappings, once memory was freed: void what is known of calls, and return the last one that
+        went ahead, or is about to.
 
-        With ``forgets``, once memory is mapped no more: first void the calls that read there. A call notes its number
-        before it looks where memory is mapped. Compiled code notes it behind, with the lock held in which it makes the
-        call.
+        A call notes its number before it looks where memory is mapped. Compiled code notes it afterwards, with the lock
+        held in which it makes the call.
         """
-        repeats = self._repeats
-        if forgets:
-            self._unmapped += 1  # what is made ready at the same time holds no longer than that
-            self._hits.clear()
-            if repeats is not None:
-                repeats.forget()
-        with contextlib.nullcontext() if repeats is None else repeats.submitting:
+        self._unmapped += 1  # what is made ready at the same time holds no longer than that
+        self._hits.clear()
+        if self._repeats is None:
+            return self._last_ahead
+        self._repeats.forget()
+        with self._repeats.submitting:
             return self._last_ahead
 
     def _begin_again(self, signature: TrackedSignature, post: bytes) -> None:
