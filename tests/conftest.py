@@ -91,7 +91,6 @@ LONG = (
     "program/test_alternating.py::test_every_two_calls_take_turns[3]",
     "program/test_c3_judged.py::test_a_described_machine[h200x4]",
     "program/test_learn_model.py::test_mistakes_are_found[say nothing of what could not be mapped]",
-    "program/test_learn_model.py::test_no_order_of_steps_goes_wrong[2-2-options1-100000]",
     "program/test_native_build.py::test_a_home_that_is_of_no_use[compile_to-[Errno 13]",
     "program/test_native_build.py::test_a_home_that_is_of_no_use[load-noexec]",
     "program/test_native_build.py::test_what_others_can_write_is_not_loaded[folder]",

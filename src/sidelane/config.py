@@ -10,7 +10,8 @@ variable                    meaning                                             
 ``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
 ``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
 ``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: 1, as on GPUs                (d)
+``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: those that come again        (d)
+``SIDELANE_MAPPED_BYTES``   most bytes of a rank that its peers map because they learn                  (f)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
 ==========================  ==========================================================================  =======
@@ -18,8 +19,9 @@ variable                    meaning                                             
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
 (c) the checkout's commit, or ``unknown``. It is no setting of a communicator.
-(d) 1 on CPU ranks, 0 on GPUs, where 1 maps those whose addresses come again (docs/internals/reach.md).
+(d) 1 on CPU ranks; on GPUs ``learn`` in process groups, else 0 (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
+(f) an eighth of what the device has.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -34,7 +36,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from sidelane.errors import SEE, Page, nearest, see
 from sidelane.fields import Rule, number, optional, several, switch, text, whole
@@ -42,7 +44,8 @@ from sidelane.sizes import parse_bytes
 
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
-    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_VIRTUAL_NODES"),
+    *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
+    "SIDELANE_VIRTUAL_NODES",
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -52,7 +55,7 @@ NOTHING, COMPUTE = "nothing", "compute"
 BESIDE = (NOTHING, COMPUTE)
 """Values of the hint ``beside``: the computation that runs next to a call."""
 
-LEARN = "learn"
+LEARN: Final = "learn"
 """Value of ``Config.map_memory``: peers map ordinary tensors whose addresses come again, without a wait of the host."""
 
 BUILTIN = "builtin"
@@ -75,10 +78,13 @@ class Config:
         native: repeat calls on GPUs in compiled code, if there is a C compiler.
         memory_bytes: largest number of bytes of symmetric memory that ``empty`` of a communicator may reserve on a
             rank; None for the size of the device's memory.
-        map_memory: let peers reach ordinary tensors without staging if that is possible (docs/internals/reach.md). True
-            on GPUs, and ``learn``: for large calls that move bytes, once their addresses have come again; no host waits
-            for that. True on CPU ranks: for every call, as ranks meet for it anyway. None: True on CPU ranks, False on
-            GPUs.
+        map_memory: let peers reach ordinary tensors without staging if that is possible (docs/internals/reach.md).
+            ``learn``: for large calls that move bytes, once their addresses have come again; no host waits for that.
+            True on GPUs: as ``learn``, and for calls that are captured into graphs, in which the ranks agree. True on
+            CPU ranks: for every call, as ranks meet for it anyway. None: True on CPU ranks; on GPUs ``learn`` in
+            process groups, and False in other communicators.
+        mapped_bytes: largest number of bytes of a rank's ordinary memory that its peers map because of ``learn``. They
+            unmap memory within a second after its owner has freed it. None: an eighth of the device's memory.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
     """
@@ -91,6 +97,7 @@ class Config:
     native: bool = True
     memory_bytes: int | None = None
     map_memory: bool | Literal["learn"] | None = None
+    mapped_bytes: int | None = None
     virtual_nodes: tuple[int, ...] | None = None
 
     def __new__(cls, *_: object, **given: object) -> Self:
@@ -113,8 +120,10 @@ class Config:
             raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
-        if self.memory_bytes is not None and self.memory_bytes < 0:
-            raise _refused(f"Config: memory_bytes (value={self.memory_bytes}, allowed=0 and more)")
+        for name in ("memory_bytes", "mapped_bytes"):
+            nbytes = getattr(self, name)
+            if nbytes is not None and nbytes < 0:
+                raise _refused(f"Config: {name} (value={nbytes}, allowed=0 and more)")
         if not (self.map_memory is None or isinstance(self.map_memory, bool) or self.map_memory == LEARN):
             raise _refused(f"Config: map_memory (value={self.map_memory!r}, allowed=True, False, {LEARN!r}, None)")
         if self.virtual_nodes is not None and (not self.virtual_nodes or min(self.virtual_nodes) < 0):
@@ -131,7 +140,7 @@ _RULES: tuple[tuple[str, Rule, str], ...] = (
     *((name, switch, "True, False") for name in ("debug", "verify", "native")),
     ("beside", text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
-    ("memory_bytes", optional(whole), "a whole number of bytes, None"),
+    *((name, optional(whole), "a whole number of bytes, None") for name in ("memory_bytes", "mapped_bytes")),
     ("virtual_nodes", optional(several(whole, int)), "the number of each rank's node, None"),
 )
 """Rules of settings whose wrong type would cause no error, or a late one."""
@@ -164,6 +173,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         native=_switch(environment, "SIDELANE_NATIVE", default=True),
         memory_bytes=_bytes(environment, "SIDELANE_MEMORY_BYTES"),
         map_memory=_map_memory(environment),
+        mapped_bytes=_bytes(environment, "SIDELANE_MAPPED_BYTES"),
         virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
     )
 

@@ -34,9 +34,7 @@ class Said(logging.Handler):
         self.anything.set()
 
 
-def replays(
-    group: dist.ProcessGroup, debug: bool, freed: bool, again: bool, config: Config = MAPPING
-) -> tuple[list[str], str]:
+def replays(group: dist.ProcessGroup, debug: bool, freed: bool, again: bool) -> tuple[list[str], str]:
     """Capture a call, have rank 0 lose its memory, and replay it there first; what is warned of, and what goes wrong.
 
     ``again``: it is captured a second time before it is replayed, with memory at the same place.
@@ -49,7 +47,7 @@ def replays(
     def is_gone(self: Any, allocation: Any) -> bool:
         return allocation.name in gone or real(self, allocation)
 
-    config = dataclasses.replace(config, debug=debug)
+    config = dataclasses.replace(MAPPING, debug=debug)
     try:
         with (
             mock.patch.object(AskedTensors, "is_gone", is_gone),

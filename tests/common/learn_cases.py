@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import gc
 import random
 import time
@@ -16,12 +17,16 @@ import torch.distributed as dist
 from pieces import MadeUpPieces, memory_of
 from reach_cases import mapped_here, on_gpus, private, shared
 
+import sidelane
 from sidelane import Communicator, Config
+from sidelane import config as settings
 from sidelane.collectives import backend_cpu, reach_rules
-from sidelane.collectives.learning import Learning
-from sidelane.collectives.mappings import Mappings
+from sidelane.collectives.learning import mappings
+from sidelane.collectives.learning.mappings import Mappings
+from sidelane.collectives.learning.protocol import AheadPrograms, Learning
 from sidelane.collectives.prepare import Preparer
 from sidelane.errors import UnavailableError
+from sidelane.integrations import ledger
 
 SIZES = (1, 33, 5000)
 SEGMENTS = (1, 5000, 3 << 20)
@@ -202,7 +207,7 @@ def counted(least_bytes: int = 0) -> Iterator[collections.Counter[str]]:
 
 def done(said: collections.Counter[str], *comms: Communicator) -> dict[str, int]:
     """What this rank did, by compiled code as well."""
-    lessons = sum(comm._repeats.lessons for comm in comms if comm._repeats is not None)
+    lessons = sum(comm._repeats.tracked for comm in comms if comm._repeats is not None)
     hits = by_c(*comms)
     found = collections.Counter({"hits": hits, "staged": lessons - hits, "by C": lessons}) + said
     return dict(found)
@@ -245,21 +250,83 @@ def lists_come_again(group: dist.ProcessGroup, kind: str, calls: int) -> tuple[d
         return done(said, comm), ahead
 
 
+GivenBack = tuple[float, dict[str, int], dict[str, int], dict[str, int]]
+"""Seconds; and what this rank did before memory was freed, in the calls behind that, and in the end."""
+
+
+def gives_back(group: dist.ProcessGroup, size: int) -> GivenBack:
+    """A loop around one call, until rank 0 frees its tensors. Nobody makes a call until peers have given back what they
+    had mapped of it; then all go on, first as if it was expected where it lay."""
+    if on_gpus():
+        torch.cuda.empty_cache()  # tensors get segments of their own
+    with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
+        slot = Slot("all_gather", size, comm.world_size, comm.rank)
+
+        def calls(count: int) -> dict[str, int]:
+            for step in range(count):
+                slot.run(comm, step)
+                dist.barrier(group)  # hosts stay together
+            return done(said, comm)
+
+        before, reached = calls(150), mapped_here()
+        dist.barrier(group)
+        began = time.monotonic()
+        if comm.rank == 0:
+            del slot.output, slot.input
+            gc.collect()
+            if on_gpus():
+                torch.cuda.empty_cache()
+        while comm.rank != 0 and mapped_here() > reached - (1 if on_gpus() else 2):
+            assert time.monotonic() < began + 20, "peers keep what was freed"
+            time.sleep(0.01)
+        seconds = time.monotonic() - began
+        dist.barrier(group)
+        if comm.rank == 0:
+            slot.output, slot.input = slot.new(), slot.new()
+        return seconds, before, calls(5), calls(150)
+
+
+def is_limited(group: dist.ProcessGroup, size: int) -> list[str]:
+    """Two loops, of which the limit of what peers may map lets one go ahead. Why their last calls ran as they did."""
+    room = dataclasses.replace(LEARNING, mapped_bytes=3 * 4 * size * dist.get_world_size(group))
+    with counted(), Communicator(group, device=torch.get_default_device(), config=room) as comm:
+        slots, reasons = [Slot(kind, size, comm.world_size, comm.rank) for kind in ("all_gather", "all_to_all")], []
+        for slot in slots:
+            for step in range(150):
+                slot.run(comm, step)
+                dist.barrier(group)
+        for slot in slots:
+            slot.run(comm, 7)
+            choice = comm.last_choice()
+            reasons.append("" if choice is None else choice.reason)
+        return reasons
+
+
 def storm(group: dist.ProcessGroup, seed: int, steps: int) -> tuple[dict[str, int], int]:
     """Calls of two communicators that come again, and tensors that some ranks replace: for good or for a call, by new
-    memory, by memory that peers know, or by such that they cannot map; hosts that are late; mappings that fail or take
-    their time. What this rank did, and what is left mapped."""
+    memory, by memory that peers know, or by such that they cannot map; hosts that are late, also while they make a call
+    ready; mappings that fail or take their time; what is freed is given back soon. What this rank did, and what is left
+    mapped."""
     draw, late = random.Random(seed), random.Random(100 * seed + dist.get_rank(group))
     gc.collect()
     before = mapped_here()
-    real_map = Mappings.want
+    real_map = Mappings.map
 
-    def want(self: Mappings, name: Any, handle: str) -> None:
+    def map_or_fail(self: Mappings, name: Any, handle: str) -> None:
         real_map(self, name, "nonsense" if late.random() < 0.02 else handle)
+
+    real_prepare = AheadPrograms.prepare
+
+    def prepare_late(self: AheadPrograms, *args: Any) -> Any:
+        if late.random() < 0.1:
+            time.sleep(0.01)
+        return real_prepare(self, *args)
 
     with (
         counted() as said,
-        mock.patch.object(Mappings, "want", want),
+        mock.patch.object(Mappings, "map", map_or_fail),
+        mock.patch.object(mappings, "LOOK_S", 0.2 if on_gpus() else 0.002),
+        mock.patch.object(AheadPrograms, "prepare", prepare_late),
         Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm,
         Communicator(group, device=torch.get_default_device(), config=LEARNING) as second,
     ):
@@ -404,3 +471,19 @@ def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) ->
     """See :func:`with_refusals_between`."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
         return with_refusals_between(comm, lambda: done(said, comm).get("hits", 0), 150, who, refused)
+
+
+def in_a_group(group: dist.ProcessGroup, calls: int) -> list[str]:
+    """A process group's calls, which come again. What its report says of them."""
+    with counted(), settings.override(LEARNING):
+        made = sidelane.wrap(group)
+        n, rank = group.size(), group.rank()
+        output, input = shared(n * 50, torch.int32), shared(50, torch.int32)
+        ledger.reset()
+        for step in range(calls):
+            dist.all_gather_into_tensor(output, input.fill_(step + rank), group=made)
+            assert output[49::50].tolist() == [step + peer for peer in range(n)]
+            dist.barrier(group)
+        found = [row.why for row in sidelane.report().rows if row.operation == "all_gather_into_tensor"]
+        dist.destroy_process_group(made)
+        return found

@@ -21,11 +21,12 @@ from made_up_gpus import made_up_gpus
 from reach_cases import shared
 
 from sidelane import Communicator
-from sidelane.collectives import course
-from sidelane.collectives.confirming import Confirming
+from sidelane.collectives.learning import knowledge
+from sidelane.collectives.learning.board import BEGUN, READ, RING, WINDOW
+from sidelane.collectives.learning.mappings import LOOK_S
+from sidelane.collectives.learning.protocol import AheadPrograms
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError
-from sidelane.memory.lessons import BEGUN, READ, RING, WINDOW
 
 
 class Gathers:
@@ -98,7 +99,7 @@ class Lessons(Gathers):
         self.driver.synchronize()
 
     def made_by_c(self) -> int:
-        return 0 if self.comm._repeats is None else self.comm._repeats.lessons
+        return 0 if self.comm._repeats is None else self.comm._repeats.tracked
 
     def call(self, times: int = 1, *, finish: bool = True) -> list[bool]:
         for _ in range(times):
@@ -146,6 +147,7 @@ def goes_back(group: dist.ProcessGroup, what: str) -> tuple[list[bool], list[boo
                 made.tensors = [(output, made.new(1))]
             during = made.call()
             made.tensors = [(output, input)]
+            time.sleep(2 * LOOK_S)  # for the threads that look at what was freed
             behind = made.call(SETTLED)
         elif what == "freed":
             if first:
@@ -161,6 +163,7 @@ def goes_back(group: dist.ProcessGroup, what: str) -> tuple[list[bool], list[boo
                     others.append(made.tensors[0][0])
                 assert made.tensors[0][0].data_ptr() == address, "the test would prove nothing"
             during = made.call()
+            time.sleep(2 * LOOK_S)  # likewise
             behind = made.call(2 * SETTLED)
         elif what == "another stream":
             one, driver.caller = driver.caller, driver.create_stream()
@@ -202,7 +205,7 @@ def gives_up(group: dist.ProcessGroup, patience: int, calls: int) -> tuple[int, 
     """Calls that never come again, and then some that do: lessons, those made by C, and what C did in the last ones."""
     with (
         made_up_gpus(),
-        mock.patch.object(course, "PATIENCE_WITH_NEW", patience),
+        mock.patch.object(knowledge, "PATIENCE_WITH_NEW", patience),
         counted() as said,
         Communicator(group, config=LEARNING) as comm,
     ):
@@ -234,7 +237,7 @@ def gives_up_as_a_window_begins(group: dist.ProcessGroup, vain: int) -> tuple[li
     """
     with (
         made_up_gpus() as driver,
-        mock.patch.object(course, "PATIENCE", vain * course.VAIN),
+        mock.patch.object(knowledge, "PATIENCE", vain * knowledge.VAIN),
         counted(),
         Communicator(group, config=LEARNING) as comm,
     ):
@@ -246,17 +249,17 @@ def gives_up_as_a_window_begins(group: dist.ProcessGroup, vain: int) -> tuple[li
         if comm.rank == 0:  # peers cannot map that
             other.tensors = [(other.tensors[0][0], torch.empty(other.size, dtype=torch.int32))]
         other.call(), lasting.call()
-        first, _ = learning._subjects
-        while other.call() and learning._subjects[first] is not None:
+        first, _ = learning._signatures
+        while other.call() and learning._signatures[first] is not None:
             lasting.call()
             if not learning.is_quiet:
                 time.sleep(0.05)  # for the thread that maps
-        assert learning._board.lesson % WINDOW == 1, "the test would prove nothing"
+        assert learning._board.number % WINDOW == 1, "the test would prove nothing"
         if comm.rank == 0:
             repeats.forget()
         lasting.call(3)
         begun: list[int] = [0] * comm.world_size
-        dist.all_gather_object(begun, learning._board.lesson, group=group)
+        dist.all_gather_object(begun, learning._board.number, group=group)
         assert len({*begun}) == 1, f"ranks have begun other lessons: {begun}"
         if comm.rank == 1:  # all do something else from some window on
             lasting.tensors = [(lasting.tensors[0][0], lasting.new(1))]
@@ -277,12 +280,12 @@ def one_is_late(group: dist.ProcessGroup, calls: int) -> tuple[int, dict[str, in
         input.fill_(rank)
         for step in range(calls):
             until = time.monotonic() + 20
-            while rank == 1 and step % 400 == 100 and board._parts[0].words[BEGUN] < board.lesson + RING + WINDOW:
+            while rank == 1 and step % 400 == 100 and board._parts[0].words[BEGUN] < board.number + RING + WINDOW:
                 assert time.monotonic() < until, "rank 0 waits for rank 1"
                 time.sleep(0.001)
             Gathers.call(made, finish=False)
             if rank == 0:
-                lesson, late = board.lesson, board._parts[1].words
+                lesson, late = board.number, board._parts[1].words
                 if late[READ] < lesson - RING:
                     assert board._own.slots[lesson % RING].number != lesson, "nothing is posted over what is not read"
                 most = max(most, lesson - late[BEGUN])
@@ -336,6 +339,7 @@ def lets_go(group: dist.ProcessGroup) -> tuple[int, int]:
         if made.comm.rank == 0:
             other.tensors.clear()
             gc.collect()
+        time.sleep(2 * LOOK_S)  # for the thread that looks
         for calls in range(1, 300):
             made.call()
             if len(learning._knowledge.known) == known - 2:
@@ -398,15 +402,15 @@ def alone_or_not(group: dist.ProcessGroup, config: Config, beside: str) -> set[b
     """What calls that go ahead were told of a computation next to them."""
     said: set[bool] = set()
 
-    def prepare(*args: Any, alone: bool) -> Any:
-        said.add(alone)
-        return original(*args, alone=alone)
+    def prepare(self: AheadPrograms, key: Any, signature: Any, *args: Any) -> Any:
+        said.add(signature.alone)
+        return original(self, key, signature, *args)
 
+    original = AheadPrograms.prepare
     with made_up_gpus() as driver, Communicator(group, config=config) as comm, counted():
-        original = Confirming.prepare
         gathers = Lessons(group, comm, driver, 1)
         output, input = gathers.tensors[0]
-        with mock.patch.object(Confirming, "prepare", prepare):
+        with mock.patch.object(AheadPrograms, "prepare", prepare):
             for _ in range(SETTLED + 3):
                 comm.all_gather(output, input, variant="b2b", beside=beside)
                 gathers.end()

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from made_up_gpus import made_up_gpus
 
-from sidelane.collectives import backend_cuda, course
+from sidelane.collectives import backend_cuda
+from sidelane.collectives.learning import knowledge
 from sidelane.memory.shared_tensors import SharedTensors
 from sidelane.session.pools import SymmetricPool
 from soak import drawing, leftovers, supply
@@ -135,7 +136,7 @@ def gives_up(group: dist.ProcessGroup, steps: int, seed: int) -> tuple[dict[str,
             real_play(*given)
 
     with (
-        mock.patch.object(course, "PATIENCE", 10 * course.VAIN),
+        mock.patch.object(knowledge, "PATIENCE", 10 * knowledge.VAIN),
         mock.patch.object(supply, "PRIVATE", 0.15),
         mock.patch.object(storms, "play", in_one_season),
     ):

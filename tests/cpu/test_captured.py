@@ -8,6 +8,7 @@ import captured_cases
 import pytest
 from learn_cases import LEARNING
 from ranks import RankPool
+from reach_cases import MAPPING
 
 from sidelane.execute.cuda.watch import CapturedMemory
 
@@ -32,11 +33,9 @@ def test_what_is_no_mistake_is_none(pool: RankPool, debug: bool, freed: bool, ag
     assert [len(warned) for warned, _ in found] == [int(debug and freed), 0]
 
 
-def test_what_is_learnt_is_mapped_in_captures_as_well(pool: RankPool) -> None:
-    found = pool.run(captured_cases.replays, 2, True, True, True, LEARNING)
-    assert [len(warned) for warned, _ in found] == [1, 0], "it was captured with memory of the caller, not with staging"
-    assert [failed for _, failed in found] == [""] * 2
-    assert pool.run(captured_cases.is_not_staged, 2, LEARNING) == [True] * 2
+def test_captures_are_mapped_where_that_is_asked_for(pool: RankPool) -> None:
+    for config in (MAPPING, LEARNING):
+        assert pool.run(captured_cases.is_not_staged, 2, config) == [config is MAPPING] * 2
 
 
 def test_memory_that_goes_while_its_graph_runs_was_there_when_it_began() -> None:

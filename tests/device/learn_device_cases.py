@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,10 @@ import torch
 import torch.distributed as dist
 from device_cases import Context
 
+import sidelane
 from sidelane import Communicator, Config
+from sidelane.integrations import ledger
+from sidelane.integrations.registration import register
 
 
 def of(context: Context, name: str, *args: Any) -> Any:
@@ -54,7 +58,8 @@ def large_ones(context: Context, calls: int) -> tuple[dict[str, int], str, int]:
 def in_graphs(context: Context) -> bool:
     """A graph of a call that goes ahead outside of graphs: it has the same memory there, without staging."""
     device, n, rank, numel = context.device, context.world_size, context.rank, 1 << 20
-    with learn_cases.counted(1 << 20) as said, Communicator(device=device, config=learn_cases.LEARNING) as comm:
+    config = dataclasses.replace(learn_cases.LEARNING, map_memory=True)
+    with learn_cases.counted(1 << 20) as said, Communicator(device=device, config=config) as comm:
         input, output = torch.empty(numel, device=device), torch.empty(n, numel, device=device)
         for _ in range(100):
             comm.all_gather(output, input.fill_(rank))
@@ -72,6 +77,37 @@ def in_graphs(context: Context) -> bool:
         before = learn_cases.done(said, comm)["hits"]
         comm.all_gather(output, input)
         return learn_cases.done(said, comm)["hits"] == before + 1
+
+
+def in_a_group(context: Context, calls: int) -> tuple[list[str], float]:
+    """A group as torch makes it, with no setting: all-gathers of 4 MiB, asynchronous as FSDP2's, whose bytes are right.
+    What its report says of them; and seconds until the device has its memory back, once the tensors are freed."""
+    device, n, rank, numel = context.device, context.world_size, context.rank, 1 << 20
+    register()
+    group = dist.new_group(backend="sidelane")
+    ledger.reset()
+    input, output = torch.empty(numel, device=device), torch.empty(n * numel, device=device)
+    expected = torch.arange(n, device=device).repeat_interleave(numel)
+    for call in range(calls):
+        input.fill_(call + rank)
+        work = dist.all_gather_into_tensor(output, input, group=group, async_op=True)
+        work.wait()
+        assert torch.equal(output, expected + call)
+    why = [row.why for row in sidelane.report().rows if row.operation.startswith("all_gather")]
+    del input, output, expected
+    torch.cuda.synchronize()
+    dist.barrier()
+    free_before, _ = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    cached -= torch.cuda.memory_reserved(device)
+    began = time.monotonic()
+    while torch.cuda.mem_get_info(device)[0] < free_before + cached and time.monotonic() < began + 20:
+        time.sleep(0.01)
+    seconds = time.monotonic() - began
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return why, seconds
 
 
 def host_times(context: Context, nbytes: int, calls: int) -> dict[str, float]:

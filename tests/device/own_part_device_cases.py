@@ -13,7 +13,7 @@ from own_part_cases import Exchange
 from sweeps import communicator
 
 from sidelane import Communicator, Config
-from sidelane.collectives.confirming import WENT_AHEAD
+from sidelane.collectives.learning.protocol import WENT_AHEAD
 
 
 def of(context: Context, name: str, *args: Any) -> Any:

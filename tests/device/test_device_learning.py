@@ -30,6 +30,23 @@ def test_a_storm_of_tensors_that_are_replaced(ranks: Ranks, seed: int) -> None:
     assert [left for _, left in found] == [0] * len(found), "what is mapped goes with the communicator"
 
 
+def test_freed_memory_is_given_back_without_a_call(ranks: Ranks) -> None:
+    found = ranks.run("learn_device_cases.of", "gives_back", 3 << 20, timeout_s=120)
+    for rank, (seconds, before, missed, again) in enumerate(found):
+        print(rank, seconds, before, missed, again)
+        assert seconds < 2 and before["hits"] > 50
+        key = "misses" if rank == 0 else "hits"
+        assert missed.get(key, 0) - before.get(key, 0) == 5, "the owner misses, and its peers leave out what was freed"
+        assert again["hits"] > missed["hits"] + 20, "it is learnt anew"
+
+
+def test_a_group_learns_by_default_and_gives_back(ranks: Ranks) -> None:
+    for why, seconds in ranks.run("learn_device_cases.in_a_group", 200, timeout_s=120):
+        print(why, seconds)
+        assert any(each.startswith("b2b, mapped: ") for each in why)
+        assert seconds < 2
+
+
 def test_hosts_that_run_ahead_are_not_in_step(ranks: Ranks) -> None:
     for said, wrong in ranks.run("learn_device_cases.of", "hosts_run_ahead", 60, timeout_s=120):
         print(said)

@@ -27,6 +27,9 @@ PRIVATE = 0
 STAGED = -1
 """Where what is read lies: not in memory of the caller."""
 
+LEFT_OUT = -2
+"""Nothing is read: it would lie in memory that its owner has freed."""
+
 
 Names = int | tuple[int, ...]
 """Of an input; of the inputs of a call with a list of tensors."""
@@ -134,8 +137,8 @@ def _has_confirmed(owner: Rank, reader: int, call: int, mistake: str) -> bool:
 
 def _read(state: State, me: int, owner: int, call: int, name: int) -> int:
     """The call whose bytes a device reads."""
-    if name == STAGED:
-        return call
+    if name in (STAGED, LEFT_OUT):
+        return call if name == STAGED else -1
     rank = state[me]
     if (owner, name) not in rank.open and not any(each[:2] == (owner, name) for each in rank.retired):
         raise WrongError(f"rank {me} reads memory {name} of rank {owner}, which it has not mapped: {state}")

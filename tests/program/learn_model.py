@@ -1,10 +1,11 @@
-"""The protocol by which ranks learn what comes again while no host waits (``collectives/learning.py``), as a model.
+"""The protocol by which ranks learn what comes again while no host waits (``collectives/learning``), as a model.
 
 A window is one lesson here, and every call is one. Each rank is a host and a device; the device is that of
 ``device_model``. A host posts what it offers, says how far it is, looks at the verdict of its window, and runs the
 call. Rank 0 gives the verdicts. Before each call a rank keeps its input, frees it and has another one at the same
 address, has another one besides, or one that nobody can map, or an output that its peers have not mapped. Mapping takes
-its time, and may fail. ``MISTAKES`` are protocols that look as good.
+its time, and may fail. Peers may hear at any time that memory was freed, before they hear it from posts. ``MISTAKES``
+are protocols that look as good.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import device_model
-from device_model import DEVICE_MISTAKES, FREES, HAS_NEW_OUTPUT, HAS_PRIVATE, KEEPS, PRIVATE, STAGED, Plan, WrongError
+from device_model import (
+    DEVICE_MISTAKES,
+    FREES,
+    HAS_NEW_OUTPUT,
+    HAS_PRIVATE,
+    KEEPS,
+    LEFT_OUT,
+    PRIVATE,
+    STAGED,
+    Plan,
+    WrongError,
+)
 
 CHECKS_FIRST = "rank 0 looks how far its peers are, and says then that they may begin a window in step"
 LOOKS_FIRST = "look at the verdict, and say then that the window has begun"
@@ -24,6 +36,8 @@ OVERWRITES = "post over what a peer has not read yet"
 USES_AT_ONCE = "read where memory was offered, without hearing whether all ranks have mapped it"
 KEEPS_TO_ITSELF = "say nothing of what could not be mapped"
 CLOSES_EARLY = "close what is gone while calls that may read there are under way"
+READS_UNMAPPED = "read where memory was expected that its owner has freed, and that is unmapped"
+FREES_BUSY = "free memory, and say so, while calls that use it are under way"
 LOOKS_AT_ONE = "confirm a list of tensors if the first one is where it is expected"
 USES_A_PART = "go ahead once all have mapped the first tensor of each list"
 MISTAKES = (
@@ -35,6 +49,8 @@ MISTAKES = (
     USES_AT_ONCE,
     KEEPS_TO_ITSELF,
     CLOSES_EARLY,
+    READS_UNMAPPED,
+    FREES_BUSY,
     LOOKS_AT_ONE,
     USES_A_PART,
     *DEVICE_MISTAKES,
@@ -186,6 +202,10 @@ def _followers(state: State, calls: int, mistake: str, options: tuple[int, ...],
         if device.run < len(device.plans):
             for devices in device_model.device_steps(state.devices, me, mistake):
                 yield state._replace(devices=devices)
+        others = enumerate(state.hosts)
+        freed = frozenset((owner, name) for owner, other in others if owner != me for name in other.freed) & device.open
+        if freed:
+            yield _with(state, me, host, _closes(device, freed, mistake))
         if host.pending:
             yield _with(state, me, host._replace(pending=frozenset()), _opens(device, host.pending))
         match host.phase:
@@ -222,7 +242,9 @@ def _begun(state: State, me: int, mistake: str, options: tuple[int, ...]) -> Ite
         yield _with(state, me, host._replace(looked=verdict or NOT_IN_STEP))
         return
     for option, tensor in itertools.product(options, range(len(host.memory))):
-        changed = _has(host, device, option, tensor) if tensor == 0 or option not in ALL_ALIKE else None
+        changed = None
+        if tensor == 0 or option not in ALL_ALIKE:
+            changed = _has(host, device, option, tensor, mistake)
         if changed is not None:
             output = option != HAS_NEW_OUTPUT
             failed = frozenset[tuple[int, int]]() if mistake == KEEPS_TO_ITSELF else changed.failed
@@ -249,9 +271,9 @@ def _reads(state: State, me: int) -> Host:
     return host._replace(read=read, queue=queue)
 
 
-def _has(host: Host, device: device_model.Rank, option: int, tensor: int) -> Host | None:
+def _has(host: Host, device: device_model.Rank, option: int, tensor: int, mistake: str) -> Host | None:
     """The host with its inputs for the next call, of which one is another; None if that cannot be."""
-    idle = device.run == len(device.plans)
+    idle = device.run == len(device.plans) or mistake == FREES_BUSY
     memory, newest, freed = list(host.memory), list(host.newest), host.freed
     for number, name in enumerate(host.memory):
         usual = name if name != PRIVATE and name not in freed else newest[number]
@@ -296,9 +318,18 @@ def _decided(state: State, me: int, mistake: str, may_fail: bool) -> Iterator[St
         if not ahead:
             yield _with(state, me, host, _plans(device, Plan(host.memory, (STAGED,) * len(state.hosts))))
         elif host.output and (host.memory == mode[me] or (mistake == LOOKS_AT_ONE and host.memory[0] == mode[me][0])):
-            yield _with(state, me, host, _plans(device, Plan(host.memory, mode)))
+            read = mode if mistake == READS_UNMAPPED else _left_out(mode, device, me)
+            yield _with(state, me, host, _plans(device, Plan(host.memory, read)))
         else:
             yield _with(state, me, host._replace(phase=MISSED), device)
+
+
+def _left_out(mode: tuple[tuple[int, ...], ...], device: device_model.Rank, me: int) -> tuple[device_model.Names, ...]:
+    """What is expected, without the inputs of ranks that have freed some of them."""
+    return tuple(
+        names if owner == me or all((owner, name) in device.open for name in names) else (LEFT_OUT,)
+        for owner, names in enumerate(mode)
+    )
 
 
 def _plans(device: device_model.Rank, plan: Plan) -> device_model.Rank:
@@ -369,12 +400,11 @@ def _missed(state: State, me: int) -> Iterator[State]:
     if any(post is None for post in found):
         return
     posts = [post for post in found if post is not None]
-    changed = {owner for owner, post in enumerate(posts) if post.memory != mode[owner]}
-    waiting = changed | {owner for owner, post in enumerate(posts) if not post.output}
+    missing = {owner for owner, post in enumerate(posts) if post.memory != mode[owner] or not post.output}
     sources: tuple[device_model.Names, ...] = tuple(
-        STAGED if owner in changed else names for owner, names in enumerate(mode)
+        STAGED if owner in missing else names for owner, names in enumerate(mode)
     )
-    late = tuple((reader, call) for reader in range(len(posts)) if reader not in waiting) if me in changed else ()
+    late = tuple((reader, call) for reader in range(len(posts)) if reader not in missing)
     yield _with(state, me, host._replace(phase=IDLE), _plans(device, Plan(host.memory, sources, late)))
 
 

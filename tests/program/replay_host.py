@@ -85,7 +85,7 @@ class Host:
                 other.get("standing"),
                 None,
                 other.get("shape"),
-                other.get("lesson"),
+                other.get("tracked"),
             ),
         )
 

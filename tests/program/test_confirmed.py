@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from sidelane.collectives import confirming
+from sidelane.collectives.learning import protocol
+from sidelane.collectives.learning.knowledge import TrackedSignature
 from sidelane.errors import ProgramError
 from sidelane.execute.cuda.release import READ_CAPACITY
 from sidelane.program.batch import Batch
@@ -48,10 +49,11 @@ KINDS: tuple[Callable[[int], Collective | Batch], ...] = (
 )
 
 
-def who_misses(n: int) -> Iterator[tuple[set[int], set[int]]]:
-    """All ranks whose input may lie elsewhere, and all that know of each other."""
-    for each in itertools.product(range(3), repeat=n):
-        yield {rank for rank in range(n) if each[rank] == 2}, {rank for rank in range(n) if each[rank]}
+def subsets(ranks: Iterable[int]) -> Iterator[set[int]]:
+    """All sets of ranks that may miss, or of those of which that is known."""
+    found = sorted(ranks)
+    for count in range(len(found) + 1):
+        yield from map(set, itertools.combinations(found, count))
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -59,19 +61,22 @@ def who_misses(n: int) -> Iterator[tuple[set[int], set[int]]]:
 def test_all_bytes_are_right_whoever_misses(kind: Callable[[int], Collective | Batch], n: int) -> None:
     collective = kind(n)
     assert can_be_confirmed(collective)
-    for changed, waiting in who_misses(n):
-        verify(confirmed(collective, changed, waiting, elsewhere=True))
+    for missing in subsets(range(n)):
+        for unread in subsets(missing):
+            verify(confirmed(collective, missing, elsewhere=True, unread=unread))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_waits_for_nobody_always_runs_the_same(kind: Callable[[int], Collective | Batch]) -> None:
     n = 4
     usual = confirmed(kind(n))
-    for changed, waiting in who_misses(n):
-        program = confirmed(kind(n), changed, waiting)
-        assert program.staging_bytes == usual.staging_bytes, "there is room for it before"
-        for rank in set(range(n)) - waiting:
-            assert program.queues_of(rank) == usual.queues_of(rank)
+    for missing in subsets(range(n)):
+        for unread in subsets(missing):
+            alike = confirmed(kind(n), unread, unread=unread)  # as far as a rank knows that does not miss
+            program = confirmed(kind(n), missing, unread=unread)
+            assert program.staging_bytes == usual.staging_bytes, "there is room for it before"
+            for rank in set(range(n)) - missing:
+                assert program.queues_of(rank) == alike.queues_of(rank)
 
 
 def test_they_may_follow_each_other_and_other_programs() -> None:
@@ -81,8 +86,8 @@ def test_they_may_follow_each_other_and_other_programs() -> None:
     for _ in range(12):
         programs: list[Program] = []
         for _ in range(3):
-            collective, (changed, waiting) = draw.choice(kinds), draw.choice([*who_misses(n)])
-            programs.append(confirmed(collective, changed, waiting, elsewhere=True))
+            collective, missing = draw.choice(kinds), draw.choice([*subsets(range(n))])
+            programs.append(confirmed(collective, missing, elsewhere=True))
             programs.append(build(draw.choice(single), "b2b", draw.choice([*Transport])))
         programs.append(build(all_reduce([4] * n, Reduction("sum", "float32")), "b2b", Transport.PUSH))
         draw.shuffle(programs)
@@ -135,7 +140,7 @@ def does_not_write(commands: list[Command]) -> list[Command]:
     [(1, confirms_early), (0, waits_for_no_confirmation), (1, writes_before_it_was_read), (1, does_not_write)],
 )
 def test_mistakes_are_refused(rank: int, mistake: Callable[[list[Command]], list[Command]]) -> None:
-    program = confirmed(all_gather([8, 8]), {1}, {1}, elsewhere=True)
+    program = confirmed(all_gather([8, 8]), {1}, elsewhere=True)
     with pytest.raises(ProgramError):
         verify(without(program, rank, mistake))
 
@@ -144,14 +149,14 @@ def test_what_cannot_be_confirmed() -> None:
     assert not can_be_confirmed(all_to_all([[4, 4], [4, 4]], in_place=True))
     assert not can_be_confirmed(all_gather([0, 0]))
     assert not can_be_confirmed(all_reduce([4, 4], Reduction("sum", "float32")))
-    with pytest.raises(ValueError, match="changed="):
-        confirmed(all_gather([4, 4]), {1}, {0})
+    with pytest.raises(ValueError, match="unread="):
+        confirmed(all_gather([4, 4]), {1}, unread={0})
 
 
 def test_mistakes_with_lists_are_refused() -> None:
     # One tensor of a list lies elsewhere: whoever writes but that, or confirms the rest early, is found.
     definition = Batch("all_gather", 2, (all_gather([8, 8]), all_gather([4, 4])))
-    program = confirmed(definition, {1}, {1}, elsewhere=True)
+    program = confirmed(definition, {1}, elsewhere=True)
     verify(program)
 
     def writes_only_one(commands: list[Command]) -> list[Command]:
@@ -169,20 +174,24 @@ def test_mistakes_with_lists_are_refused() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_calls_share_a_proof_whatever_runs_next_to_them(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     proved: list[Program] = []
-    monkeypatch.setattr(confirming, "verify", proved.append)
+    monkeypatch.setattr(protocol, "verify", proved.append)
     calls = SimpleNamespace(
         control=SimpleNamespace(rank=0), config=SimpleNamespace(verify=True), making_ready=contextlib.nullcontext
     )
     bound: list[Program] = []
     preparer = SimpleNamespace(
-        recall=lambda key: None, make_room=lambda program: None, bind=lambda program, *_: bound.append(program)
+        recall=lambda key: None, make_room=lambda program: None, bind=lambda program, *_, **__: bound.append(program)
     )
-    lane, gather, nobody = confirming.Confirming(calls, preparer), all_gather([8] * 2), frozenset[int]()  # type: ignore[arg-type]
-    lane.make_room(gather)
+    programs, gather = protocol.AheadPrograms(calls, preparer), all_gather([8] * 2)  # type: ignore[arg-type]
+
+    def signature(alone: bool) -> TrackedSignature:
+        return TrackedSignature("", gather, (gather,), "", (), alone)
+
+    programs.make_room(signature(True))
     for alone in (first, not first, first):
-        lane.prepare(0, "", gather, ({},), nobody, nobody, alone=alone)
+        programs.prepare(0, signature(alone), ({},))
     assert [program.alone for program in bound] == [first, not first, first]
     assert bound[0] is bound[2], "plans are kept by program"
     assert len(proved) == 1
-    lane.prepare(0, "", gather, ({},), frozenset({1}), frozenset({1}), alone=first)
+    programs.prepare(0, signature(first), ({},), frozenset({1}))
     assert len(proved) == 2

@@ -30,8 +30,9 @@ class Memory:
 def call(world: World, memory: list[Memory], collective: Collective, draw: random.Random) -> None:
     """One call, in which some ranks miss; hosts come in any order."""
     n = world.world_size
-    misses = [draw.choice((0, 0, 1, 2)) for _ in range(n)]
-    changed, waiting = ({rank for rank in range(n) if misses[rank] >= least} for least in (2, 1))
+    misses = [draw.choice((0, 0, 1, 2)) for _ in range(n)]  # an output that is new, an input that lies elsewhere
+    changed, missing = ({rank for rank in range(n) if misses[rank] >= least} for least in (2, 1))
+    known = {rank for rank in changed if draw.random() < 0.5}  # to have freed what is read there
     inputs = [memory[rank].inputs[rank in changed] for rank in range(n)]
     outputs = [memory[rank].outputs[draw.randrange(2)] for rank in range(n)]
     numbers = np.random.default_rng(draw.randrange(1 << 30))
@@ -42,12 +43,12 @@ def call(world: World, memory: list[Memory], collective: Collective, draw: rando
     world.epoch += 1
     others = [[each.copy() for each in (*m.inputs, *m.outputs)] for m in memory]
     for rank in draw.sample(range(n), n):
-        knows = rank in waiting
-        program = confirmed(collective, changed if knows else set(), waiting if knows else set())
+        program = confirmed(collective, missing) if rank in missing else confirmed(collective, known, unread=known)
         buffers = {(peer, str(Buffer.STAGING)): memory[peer].staging.ctypes.data for peer in range(n)}
-        buffers.update({(peer, Buffer.INPUT): memory[peer].inputs[0].ctypes.data for peer in range(n)})
-        if rank in changed:  # who has heard of them writes to outputs
-            buffers.update({(peer, Buffer.OUTPUT): outputs[peer].ctypes.data for peer in set(range(n)) - waiting})
+        unread = set() if rank in missing else known
+        buffers.update({(peer, Buffer.INPUT): memory[peer].inputs[0].ctypes.data for peer in set(range(n)) - unread})
+        if rank in missing:  # a rank that has heard of them writes to outputs
+            buffers.update({(peer, Buffer.OUTPUT): outputs[peer].ctypes.data for peer in set(range(n)) - missing})
         buffers[rank, Buffer.INPUT], buffers[rank, Buffer.OUTPUT] = inputs[rank].ctypes.data, outputs[rank].ctypes.data
         flags = tuple(each.flags.ctypes.data for each in memory)
         loaded = world.executors[rank].load(program, Addresses(buffers, flags))

@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 import torch.distributed as dist
 
-from sidelane.collectives.confirming import ELSEWHERE, NEW_OUTPUT, WENT_AHEAD
+from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
 from sidelane.config import Config
 from sidelane.session import Communicator
 from sidelane.session.pools import SymmetricPool, pool
@@ -62,7 +62,7 @@ LOOK_EVERY = 64
 MOST_MISSING = 32 << 20
 """Bytes of a GPU that may be missing behind a storm: drivers load code when it first runs."""
 
-SAID = {WENT_AHEAD: "went ahead", ELSEWHERE: "missed, input elsewhere", NEW_OUTPUT: "missed, output new"}
+SAID = {WENT_AHEAD: "went ahead", MISSED: "missed"}
 """Names of counts, by the reason of a call's choice."""
 
 MOST_GRAPHS = 4

@@ -11,9 +11,10 @@ from sidelane.collectives.agreement import OFFER, compare
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.call_forms import AnyRequest, CallForm, SingleCall
 from sidelane.collectives.calls import Calls
-from sidelane.collectives.confirming import Confirming
 from sidelane.collectives.heap import generation
-from sidelane.collectives.learning import Learning
+from sidelane.collectives.learning.board import LearningBoard
+from sidelane.collectives.learning.mappings import default_limit_bytes
+from sidelane.collectives.learning.protocol import Learning
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.offers import Offer, Outcomes
 from sidelane.collectives.plan import AnyAgreement
@@ -26,7 +27,6 @@ from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import NO_STREAM, Place
-from sidelane.memory.lessons import LessonBoard
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
 from sidelane.program.shape import Beside, check_beside
 
@@ -84,7 +84,7 @@ class _Call:
         planned: the plan that the ranks must still agree on; None for a known call.
         shape, shaped: the call without its addresses, and the program that calls of this shape run.
         offer: memory of this rank that peers may reach.
-        teaches: the ranks learn addresses from this call.
+        is_tracked: the ranks learn addresses from this call.
         by_shape: compiled code is to remember the call by its shape.
     """
 
@@ -102,7 +102,7 @@ class _Call:
     shape: Shape | None = None
     shaped: ShapeEntry | None = None
     offer: Offer | None = None
-    teaches: bool = False
+    is_tracked: bool = False
     by_shape: bool = False
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class CallPath:
         arguments: checks the tensors of callers.
         preparer: loads programs for calls.
         repeats: calls that compiled code repeats; None if there is no compiled code.
-        reach: offers of pools and ordinary memory to peers, with ``learning`` in captures only; None without peers.
+        reach: offers of pools and ordinary memory to peers, on GPUs in captures only; None without peers.
         learning: protocol for calls on ordinary memory that wait for no peer's host; None if it is off.
 
     Args:
@@ -125,21 +125,23 @@ class CallPath:
     """
 
     def __init__(
-        self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LessonBoard | None = None
+        self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LearningBoard | None = None
     ) -> None:
         self.calls, self.arguments, self.preparer = calls, arguments, preparer
         self.repeats = Repeats.of(calls, arguments, preparer)
         self._mapped = mapped = board is None and calls.backend.hosts_meet and calls.config.map_memory is not False
         self.reach: Reach | None = None
         if arguments.world_size > 1:
-            ordinary = calls.backend.ordinary if mapped or board is not None else None
+            offers = mapped or (board is not None and calls.config.map_memory is True)
+            ordinary = calls.backend.ordinary if offers else None
             memory = PooledMemory(arguments.heap, arguments.rank, ordinary)
             self.reach = Reach(calls, memory, arguments.compared, captures_only=not mapped)
         self.learning: Learning | None = None
         if board is not None and calls.backend.ordinary is not None:
-            confirming, pool_at = Confirming(calls, preparer), arguments.heap.pool_at
+            pool_at, limit_bytes = arguments.heap.pool_at, calls.config.mapped_bytes
             self.learning = Learning(
-                *(calls, confirming, board, calls.backend.ordinary, preparer.copies_mapped),
+                *(calls, preparer, board, calls.backend.ordinary),
+                default_limit_bytes(arguments.device) if limit_bytes is None else limit_bytes,
                 *(lambda tensor: pool_at(tensor.data_ptr()) is not None, self.repeats),
             )
         self._planned: dict[Hashable, PlannedCall] = {}
@@ -234,15 +236,15 @@ class CallPath:
         """Exchange addresses with the peers, if the ranks learn from this call, and use the program that follows."""
         known = call.prepared or call.shaped or call.planned
         assert known is not None
-        call.teaches = learning.knows(known.signature, lambda: self._plan(call).agreement)
-        if not call.teaches:
+        call.is_tracked = learning.tracks(known.signature, lambda: self._plan(call).agreement)
+        if not call.is_tracked:
             return
         request: Callable[[], AnyRequest]
         if call.shape is not None and call.shaped is not None:
             request = functools.partial(call.shaped.asked, call.shape.addresses)
         else:
             request = functools.partial(self._request, call)
-        try:  # as in run: every lesson of Python's comes here
+        try:  # as in run: every tracked call of Python's comes here
             learnt = learning.attend(known.signature, call.number, call.key, request, call.asked.tensors, call.async_op)
         except BaseException:
             with self.calls.making_ready():
@@ -262,7 +264,7 @@ class CallPath:
         except Exception:
             with self.calls.making_ready():
                 raise
-        call.by_shape = call.remember and not (again or call.teaches)
+        call.by_shape = call.remember and not (again or call.is_tracked)
         call.remember = call.remember and again
         return prepared
 
@@ -274,13 +276,13 @@ class CallPath:
 
     def _remember(self, call: _Call, prepared: PreparedCall, repeats: Repeats) -> None:
         """Let compiled code remember a call that may come again, by its addresses or by its shape."""
-        lesson = None
+        tracked = None
         if call.by_shape and call.shape is not None and call.shaped is not None:
             repeats.remember_shape(call.key, call.shape, call.shaped, prepared, call.place)
-        elif call.teaches and self.learning is not None and repeats.knows_by_address(call.key):
-            lesson = self.learning.again(prepared.signature, call.key, prepared)
-        if call.remember and (lesson is not None or not call.teaches):
-            repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as, lesson=lesson)
+        elif call.is_tracked and self.learning is not None and repeats.knows_by_address(call.key):
+            tracked = self.learning.again(prepared.signature, call.key, prepared)
+        if call.remember and (tracked is not None or not call.is_tracked):
+            repeats.remember(call.key, prepared, call.place, asked=call.asked.repeated_as, tracked=tracked)
 
     def run_exchanged(self, uneven: UnevenCall, *, variant: str, beside: Beside | None, async_op: bool) -> Work | None:
         """Make a call whose ranks exchange split sizes each time. Raises as ``Communicator.all_to_all`` does."""

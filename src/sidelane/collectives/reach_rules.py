@@ -82,6 +82,8 @@ def way_of(
             return ReachMode(setting, STAGED, False, why)
         why = "once its addresses have come again, staged until then; no host waits while that is found out"
         return ReachMode(setting, MAPPED, True, why + _limit(agreement))
+    if agreement.frozen and setting == LEARN:
+        return ReachMode(setting, STAGED, False, "the setting maps nothing in captures")
     if agreement.frozen:
         return ReachMode(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
     limit = _limit(agreement)

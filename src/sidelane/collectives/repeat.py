@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -14,16 +15,12 @@ from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import PreparedCall, Preparer
 from sidelane.collectives.shape_cache import Shape, ShapeEntry, all_ordinary
-from sidelane.collectives.telling import LessonAgain, Subject
 from sidelane.execute.base import Place
-from sidelane.memory.lessons import LessonBoard
-from sidelane.native import Effect, load_replays
+from sidelane.memory.ordinary import Standing
+from sidelane.native import Effect, Note, load_replays
 
 MOST_TENSORS = 128
 """Largest number of tensors, in all lists together, of a remembered call: ``MOST_TENSORS`` of ``native/replay.c``."""
-
-MOST_POSTS = 4096
-"""Largest number of remembered posts of lessons."""
 
 MOST_MOVED = 2
 """Largest number of tensors of a call that is remembered by its shape."""
@@ -32,23 +29,49 @@ MOST_TOLD = 1024
 """Largest number of shapes, with the callers' streams, that are noted as passed to compiled code already."""
 
 
+Guard = tuple[object, str, object]
+"""Object, attribute, and the very object that lets a call pass."""
+
+
+class TrackedRepeat(NamedTuple):
+    """A tracked call (``learning``) as compiled code makes it again: see ``native/replay.c``.
+
+    Attributes:
+        tracked: guards; what begins it, told its signature and its post; these; whether it goes ahead; its memory has
+            not been freed.
+        turn: of the period that it goes ahead by: object, attribute, what it is in the call's turn, what it is next.
+        notes: to take.
+        holds: tells if nothing of it has been forgotten yet.
+    """
+
+    tracked: tuple[tuple[Guard, ...], Callable[[Any, bytes], object], object, bytes, bool, Standing]
+    turn: tuple[object, str, int, int] | None
+    notes: tuple[Note, ...]
+    holds: Callable[[], bool]
+
+
 class Repeats:
-    """Passes calls to compiled code, which makes them again: after two calls, or after one from which ranks learn.
+    """Passes calls to compiled code, which makes them again: after two calls, or after one that is tracked.
 
     Threads may share it, as they share a communicator.
 
     Args:
         calls, arguments, preparer: those of the communicator.
         replay: a ``Replay`` object of ``native/replay.c``.
+        submitting: lock that is held while a call is made again.
 
     Attributes:
+        submitting: as given.
         run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
             anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
             inside a capture, behind work on another stream, or while another thread submits. Python makes the call
             then, or raises the error.
     """
 
-    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any) -> None:
+    def __init__(
+        self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any, submitting: threading.Lock
+    ) -> None:
+        self.submitting = submitting
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
         self._replay = replay
         self.run = replay.run
@@ -76,40 +99,9 @@ class Repeats:
         return int(self._replay.moved)
 
     @property
-    def lessons(self) -> int:
+    def tracked(self) -> int:
         """Number of calls from which the ranks learn that compiled code made, staged or ahead."""
-        return int(self._replay.lessons)
-
-    def teach(
-        self,
-        board: LessonBoard,
-        begun: list[Subject | None],
-        window: int,
-        enter: Callable[[Subject, bytes], object],
-    ) -> Callable[[int], tuple[bytes, ...] | None]:
-        """Let compiled code make lessons as well. Return a faster function that replaces ``LessonBoard.posts``.
-
-        Args:
-            board: memory in which lessons are posted.
-            begun: ring of the lessons' subjects, by lesson number modulo its length.
-            window: number of lessons in a window.
-            enter: begins the first lesson of a window, with its subject and post; called with the executor's lock held.
-        """
-        own = board.own()
-        words = tuple(record.address for record in own.records)
-        known: dict[bytes, bytes] = {}
-        self._replay.teach(
-            *(own.lesson, own.shown, own.read, own.records, words, own.heard),
-            *(known, begun, window, enter, board),
-        )
-
-        def posts(lesson: int) -> tuple[bytes, ...] | None:
-            if len(known) >= MOST_POSTS:
-                known.clear()
-            found: tuple[bytes, ...] | None = self._replay.posts(lesson)
-            return board.posts(lesson) if found is None else found
-
-        return posts
+        return int(self._replay.tracked)
 
     @staticmethod
     def of(calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats | None:
@@ -136,7 +128,7 @@ class Repeats:
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),
         )
-        return Repeats(calls, arguments, preparer, replay)
+        return Repeats(calls, arguments, preparer, replay, path.lock)
 
     def knows_by_address(self, key: tuple[Hashable, ...]) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""
@@ -151,7 +143,7 @@ class Repeats:
         place: Place,
         *,
         asked: CallRequest | None = None,
-        lesson: LessonAgain | None = None,
+        tracked: TrackedRepeat | None = None,
     ) -> None:
         """Remember a call that has just been made, if it will be made the same way again.
 
@@ -160,7 +152,7 @@ class Repeats:
             prepared: the prepared call that ran.
             place: the stream on which it ran.
             asked: the caller's arguments, for a call with lists; the details in ``key`` hold more than these then.
-            lesson: its repetition as a lesson, for a call from which the ranks learn.
+            tracked: its repetition, for a call from which the ranks learn.
         """
         if not self.knows_by_address(key):
             return
@@ -180,19 +172,19 @@ class Repeats:
         generation = heap.generation_cell[0]
         if generation != key[5]:
             return  # memory was allocated since
-        if lesson is not None and lesson.turn is not None:
+        if tracked is not None and tracked.turn is not None:
             assert turn is None, "programs of calls that go ahead take no turns of their own"
-            turn = lesson.turn
+            turn = tracked.turn
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        if lesson is not None:
-            notes = (*lesson.notes, *notes)
+        if tracked is not None:
+            notes = (*tracked.notes, *notes)
         self._replay.remember(
             *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
             *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, None, None if lesson is None else lesson.lesson),
+            *(None, prepared, None, None if tracked is None else tracked.tracked),
         )
-        if lesson is not None and lesson.turn is not None:
-            holds = lesson.holds()
+        if tracked is not None and tracked.turn is not None:
+            holds = tracked.holds()
         else:
             holds = self._preparer.recall(key) is prepared
         if not holds:  # another thread has moved staging, maybe before it was remembered

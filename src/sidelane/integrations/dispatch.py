@@ -16,8 +16,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks
+from sidelane.choice import Choice
+from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.config import Config
+from sidelane.config import LEARN, Config
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
@@ -216,7 +218,7 @@ class Dispatcher:
             raise
         choice = again.communicator.last_choice()
         assert choice is not None
-        name = choice.candidate.variant
+        name = name_of(choice)
         row = again.rows.get(name)
         if row is None:
             row = again.rows[name] = (key[0], calls.name_of(key[2]), key[3].type, SIDELANE, name)
@@ -324,7 +326,7 @@ class Dispatcher:
             return
         choice = communicator.last_choice()
         assert choice is not None
-        self._note(call, device, SIDELANE, choice.candidate.variant, choice.reason)
+        self._note(call, device, SIDELANE, name_of(choice), choice.reason)
         if call.key is not None:
             self._again[call.key] = Again.of(communicator, call.name, call.options)
 
@@ -422,9 +424,7 @@ class Dispatcher:
         if made is None:
             self.require()
         if made is None and not self._refusals[device]:
-            config = dataclasses.replace(settings.current(), timeout_s=self.timeout.total_seconds())
-            if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-                config = dataclasses.replace(config, debug=True)
+            config = settings_for(device, self.timeout, spans=self._nodes.spans)
             try:
                 made = self._communicators[device] = self._make_communicator(where, config)
             except UnavailableError as error:
@@ -485,3 +485,25 @@ class Dispatcher:
         work = CudaWork(backend, stream)
         work.outputs = tuple(outputs)
         return work
+
+
+def settings_for(device: str, timeout: timedelta, *, spans: bool) -> Config:
+    """Return the settings of a group's communicator: those in force; on GPUs of one node, ranks learn by default.
+
+    Args:
+        device: type of its tensors.
+        timeout: of the group.
+        spans: the group is on several nodes.
+    """
+    config = dataclasses.replace(settings.current(), timeout_s=timeout.total_seconds())
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        config = dataclasses.replace(config, debug=True)
+    if config.map_memory is None and device == "cuda" and not spans:
+        config = dataclasses.replace(config, map_memory=LEARN)
+    return config
+
+
+def name_of(choice: Choice) -> str:
+    """Name the variant of a call for people, with a word for one in which peers reached ordinary tensors."""
+    mapped = ", mapped" if choice.reason in (WENT_AHEAD, MISSED) else ""
+    return choice.candidate.variant + mapped

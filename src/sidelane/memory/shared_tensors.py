@@ -48,6 +48,7 @@ class SharedTensors:
     def __init__(self) -> None:
         self._known: dict[int, tuple[StorageWeakRef, Allocation | str]] = {}  # by address of the storage
         self._storages: dict[str, StorageWeakRef] = {}  # by name of the allocation
+        self._naming = forks.lock()
 
     def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
         if not tensor.is_shared():
@@ -63,15 +64,17 @@ class SharedTensors:
             del self._known[next(iter(self._known))]
         self._known[address] = reference, found
         if isinstance(found, Allocation):
-            self._storages[found.name] = reference
+            with self._naming:
+                self._storages[found.name] = reference
         return found
 
     def is_gone(self, allocation: Allocation) -> bool:
-        reference = self._storages.get(allocation.name)
-        if reference is not None and not reference.expired():
-            return False
-        self._storages.pop(allocation.name, None)
-        return True
+        with self._naming:  # one thread asks while another one makes calls
+            reference = self._storages.get(allocation.name)
+            if reference is not None and not reference.expired():
+                return False
+            self._storages.pop(allocation.name, None)
+            return True
 
     def attach_thread(self) -> None:
         """Do nothing: any thread can map."""

@@ -6,8 +6,8 @@
    by Python, as C values; to repeat it is to compare and to run. Whatever is not exactly as it was, `run` says so before
    anything has happened, and Python does it: this file decides nothing.
 
-   So do lessons (sidelane.collectives.learning), staged or ahead: they post besides where their tensors lie. Python
-   begins the first lesson of each window, in which it reads what all have posted.
+   So do tracked calls (sidelane.collectives.learning), staged or ahead: Python begins each of them, to post where its
+   tensors lie, and C makes it.
 
    What Python reads and writes too (watch, ledger) stays Python's, and is reached by the attributes that `remember` and
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
@@ -72,12 +72,12 @@ typedef struct {
     PyObject *target, *name, *value;
 } Note;
 
-/* Of a call from which the ranks learn: on what condition it is as it was, what is posted of it, and what it is one of.
-   NULL: of any other call. */
+/* Of a call from which the ranks learn: on what condition it is as it was, and what begins it, told its signature and what
+   is posted of it. NULL: of any other call. */
 typedef struct {
-    PyObject *guards, *payload, *subject;
+    PyObject *guards, *begin, *signature, *post;
     int is_ahead;
-} Lesson;
+} Tracked;
 
 /* A word of the steps that follows where a tensor lies. */
 typedef struct {
@@ -104,26 +104,12 @@ typedef struct {
     Step *step;
     Words *word;
     Note *note;
-    Lesson lesson;
+    Tracked tracked;
     Shape shape;
     uint64_t serial; /* of all that were remembered: an address may come again */
     int users;       /* runs that are under way */
     int dropped;
 } Entry;
-
-/* Where this rank posts lessons, and peers say which ones they have read: see sidelane.memory.lessons. */
-typedef struct {
-    PyObject *keep; /* a tuple of everything below; NULL where nobody learns */
-    PyObject *begun, *records; /* a list: by number, what lessons were of */
-    PyObject *enter;           /* begins the first lesson of a window, told what it is of, and its post */
-    PyObject *known;           /* a dict: posts that were read, by themselves */
-    uint64_t **record_words, **heard; /* of this rank's records; of all ranks', those of a rank side by side */
-    Py_ssize_t record_count, room;
-    uint64_t *lesson, *shown; /* the last one begun here, with whether its call is still to be made; where peers see it */
-    const uint64_t **read;
-    Py_ssize_t ranks;
-    long long window; /* lessons */
-} Board;
 
 typedef struct {
     PyObject_HEAD
@@ -137,8 +123,7 @@ typedef struct {
     Entry *table[TABLE];
     uint64_t remembered; /* so far */
     unsigned next_victim;
-    Board board;
-    unsigned long long hits, lessons; /* lessons that went ahead; all of them */
+    unsigned long long hits, tracked; /* tracked calls that went ahead; all of them */
     unsigned long long moved; /* calls that were made by their shape */
     uint64_t seen[SEEN];
     int again; /* the last call has a shape, and was made at its addresses before */
@@ -421,29 +406,27 @@ static int read_shape(Entry *entry, PyObject *given)
     return 0;
 }
 
-static int read_lesson(const Replay *self, Entry *entry, PyObject *given)
+static int read_tracked(Entry *entry, PyObject *given)
 {
     PyObject *standing;
-    Lesson *lesson = &entry->lesson;
+    Tracked *tracked = &entry->tracked;
     if (given == NULL || given == Py_None)
         return 0;
-    if (!PyArg_ParseTuple(given, "O!SOpO", &PyTuple_Type, &lesson->guards, &lesson->payload, &lesson->subject,
-                          &lesson->is_ahead, &standing))
+    if (!PyArg_ParseTuple(given, "O!OOOpO", &PyTuple_Type, &tracked->guards, &tracked->begin, &tracked->signature,
+                          &tracked->post, &tracked->is_ahead, &standing))
         return -1;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(lesson->guards); i++)
-        if (!is_guard(PyTuple_GET_ITEM(lesson->guards, i), 3))
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tracked->guards); i++)
+        if (!is_guard(PyTuple_GET_ITEM(tracked->guards, i), 3))
             return -1;
-    if (self->board.keep == NULL || PyBytes_GET_SIZE(lesson->payload) > self->board.room)
-        return PyErr_SetString(PyExc_ValueError, "remember: a lesson has a board with room for its post"), -1;
     if (entry->shape.admits != NULL)
-        return PyErr_SetString(PyExc_ValueError, "remember: a lesson is one of a call at its addresses"), -1;
+        return PyErr_SetString(PyExc_ValueError, "remember: a tracked call is one at its addresses"), -1;
     return read_allocations(entry, standing);
 }
 
-/* A staged lesson, and one that goes ahead at some turn, do not replace each other. */
+/* A staged tracked call, and one that goes ahead at some turn, do not replace each other. */
 static int same_turn(const Entry *a, const Entry *b)
 {
-    if (a->lesson.is_ahead != b->lesson.is_ahead)
+    if (a->tracked.is_ahead != b->tracked.is_ahead)
         return 0;
     if (a->turn == Py_None || b->turn == Py_None)
         return 1;
@@ -477,12 +460,12 @@ static unsigned choose_target(Replay *self, const Entry *entry)
 
 PyDoc_STRVAR(remember_doc, "remember(kind, tensors, lists, details, variant, beside, generation, turn, stream, "
                            "signature, payload, steps, words, notes, failed, standing, owner, shape=None, "
-                           "lesson=None)\n--\n\n"
+                           "tracked=None)\n--\n\n"
                            "Remember a call; see sidelane.collectives.repeat, which makes the arguments.");
 
 static PyObject *replay_remember(Replay *self, PyObject *all)
 {
-    PyObject *tensors, *steps, *words, *notes, *standing, *shape = NULL, *lesson = NULL;
+    PyObject *tensors, *steps, *words, *notes, *standing, *shape = NULL, *tracked = NULL;
     PyObject *owner; /* of whatever the steps need, kept like everything */
     Entry *entry = PyMem_Calloc(1, sizeof(Entry));
     if (entry == NULL)
@@ -492,7 +475,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
                           &entry->request.lists, &entry->request.details, &entry->request.variant, &entry->request.beside,
                           &entry->generation, &entry->turn, &entry->stream,
                           &entry->signature, &entry->payload, &PyTuple_Type, &steps, &PyTuple_Type, &words,
-                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &shape, &lesson))
+                          &PyTuple_Type, &notes, &entry->failed, &standing, &owner, &shape, &tracked))
         goto fail;
     if (entry->turn != Py_None && !is_guard(entry->turn, 4))
         goto fail;
@@ -520,7 +503,7 @@ static PyObject *replay_remember(Replay *self, PyObject *all)
     }
     if (read_steps(entry, steps) || read_words(entry, words) || read_notes(entry, notes) ||
         read_allocations(entry, standing) || read_shape(entry, shape) ||
-        read_lesson(self, entry, lesson))
+        read_tracked(entry, tracked))
         goto fail;
     unsigned chosen = choose_target(self, entry);
     if (PyErr_Occurred())
@@ -635,8 +618,8 @@ static Entry *find(Replay *self, const Request *request, const Shape *form, long
         int answer = same_request(&entry->request, request);
         if (answer == 1 && entry->turn != Py_None)
             answer = passes(entry->turn);
-        if (answer == 1 && entry->lesson.guards != NULL)
-            answer = all_pass(entry->lesson.guards);
+        if (answer == 1 && entry->tracked.guards != NULL)
+            answer = all_pass(entry->tracked.guards);
         if (answer == 1 && !entry->dropped)
             return entry;
         leave_entry(entry);
@@ -774,95 +757,19 @@ static int post_number(Replay *self, Entry *entry, PyObject *number, uint64_t va
     return 0;
 }
 
-/* 1: there is room for the post of the next lesson. 0: there is none, so that Python begins it without. */
-static int has_room(const Board *board)
+/* Have Python begin a tracked call. 1: it may be made. 0: Python makes it, since it is to do something else from now on.
+   -1: an error. */
+static int begin_tracked(Replay *self, Entry *entry)
 {
-    for (Py_ssize_t i = 0; i < board->ranks; i++)
-        if (__atomic_load_n(board->read[i], __ATOMIC_ACQUIRE) + (uint64_t)board->record_count < *board->lesson + 1)
-            return 0;
-    return 1;
-}
-
-/* Post a lesson, and say that it has begun, as LessonBoard.say does. */
-static int post_lesson(Replay *self, Entry *entry)
-{
-    Board *board = &self->board;
-    uint64_t lesson = *board->lesson + 1;
-    Py_ssize_t slot = (Py_ssize_t)(lesson % (uint64_t)board->record_count);
-    if (write_post(PyTuple_GET_ITEM(board->records, slot), board->record_words[slot], entry->lesson.payload, lesson))
-        return -1;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    __atomic_store_n(board->shown, lesson, __ATOMIC_RELEASE);
-    board->lesson[0] = lesson, board->lesson[1] = 1;
-    Py_ssize_t place = (Py_ssize_t)(lesson % (uint64_t)PyList_GET_SIZE(board->begun));
-    return PyList_SetItem(board->begun, place, Py_NewRef(entry->lesson.subject));
-}
-
-/* Begin a lesson. 1: its call may be made. 0: Python makes it, since what it is to do is something else from this one
-   on. -1: an error. */
-static int begin_lesson(Replay *self, Entry *entry)
-{
-    Board *board = &self->board;
-    if (*board->lesson % (uint64_t)board->window != 0)
-        return post_lesson(self, entry) ? -1 : 1;
-    PyObject *arguments[] = {entry->lesson.subject, entry->lesson.payload};
-    PyObject *done = PyObject_Vectorcall(board->enter, arguments, 2, NULL);
+    PyObject *arguments[] = {entry->tracked.signature, entry->tracked.post};
+    PyObject *done = PyObject_Vectorcall(entry->tracked.begin, arguments, 2, NULL);
     Py_XDECREF(done);
     if (done == NULL)
         return -1;
     int open = entry->dropped ? 0 : is_open(self);
     if (open == 1)
-        open = all_pass(entry->lesson.guards);
-    if (open == 1 && entry->turn != Py_None)
-        open = passes(entry->turn);
-    return open;
-}
-
-/* The payload of a record with this number and without a status, as what was read before if it is the same. NULL if there
-   is none that is whole right now, or with an error. */
-static PyObject *read_record(const uint64_t *words, uint64_t number, Py_ssize_t room, PyObject *known)
-{
-    uint64_t sequence = __atomic_load_n(&words[0], __ATOMIC_ACQUIRE);
-    uint64_t digest = __atomic_load_n(&words[2], __ATOMIC_RELAXED);
-    Py_ssize_t length = (Py_ssize_t)(digest >> 32 & 0xFFFFFF);
-    if (sequence == 0 || sequence % 2 || digest >> 56 || length > room)
-        return NULL;
-    PyObject *payload = PyBytes_FromStringAndSize((const char *)(words + HEADER_WORDS), length);
-    if (payload == NULL)
-        return NULL;
-    __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    int whole = __atomic_load_n(&words[0], __ATOMIC_RELAXED) == sequence &&
-                __atomic_load_n(&words[1], __ATOMIC_RELAXED) == number &&
-                __atomic_load_n(&words[2], __ATOMIC_RELAXED) == digest &&
-                __atomic_load_n(&words[3], __ATOMIC_RELAXED) == (number ^ digest);
-    const unsigned char *bytes = (const unsigned char *)PyBytes_AS_STRING(payload);
-    PyObject *found = NULL;
-    if (whole && checksum((uint32_t)(sequence << 8), bytes, length) == (uint32_t)digest)
-        found = Py_XNewRef(PyDict_SetDefault(known, payload, payload));
-    Py_DECREF(payload);
-    return found;
-}
-
-PyDoc_STRVAR(posts_doc, "posts(lesson)\n--\n\n"
-                        "What all ranks have posted in a lesson; None if LessonBoard.posts is to find out.");
-
-static PyObject *replay_posts(Replay *self, PyObject *lesson)
-{
-    Board *board = &self->board;
-    uint64_t number = PyLong_AsUnsignedLongLong(lesson);
-    if (PyErr_Occurred() || board->keep == NULL)
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "posts: nobody learns");
-    PyObject *found = PyTuple_New(board->ranks);
-    for (Py_ssize_t rank = 0; found != NULL && rank < board->ranks; rank++) {
-        uint64_t *words = board->heard[rank * board->record_count + (Py_ssize_t)(number % (uint64_t)board->record_count)];
-        PyObject *payload = read_record(words, number, board->room, board->known);
-        if (payload == NULL) {
-            Py_DECREF(found);
-            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-        }
-        PyTuple_SET_ITEM(found, rank, payload);
-    }
-    return found;
+        open = all_pass(entry->tracked.guards);
+    return open == 1 && entry->turn != Py_None ? passes(entry->turn) : open;
 }
 
 static int set_words(Entry *entry, uint64_t number)
@@ -999,9 +906,8 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
         return PyErr_Occurred() ? -1 : 1;
     uint64_t value = PyLong_AsUnsignedLongLong(number);
     int failed = PyErr_Occurred() != NULL || post_number(self, entry, number, value);
-    if (!failed && entry->lesson.guards != NULL) {
-        self->board.lesson[1] = 0;
-        self->lessons++, self->hits += (unsigned)entry->lesson.is_ahead;
+    if (!failed && entry->tracked.guards != NULL) {
+        self->tracked++, self->hits += (unsigned)entry->tracked.is_ahead;
     }
     failed = failed || set_words(entry, value);
     for (int i = 0; i < entry->shape.followers; i++) {
@@ -1048,12 +954,12 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *tens
     if (stands(entry)) {
         if (entry->allocations) /* to ask for them lets other threads run */
             open = is_open(self);
-        if (open == 1 && entry->lesson.guards != NULL)
-            open = entry->dropped ? 0 : has_room(&self->board);
+        if (open == 1 && entry->tracked.guards != NULL)
+            open = !entry->dropped;
         if (open == 1) /* some calls early, since calls that are refused take numbers that are not begun */
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
-        if (open == 1 && entry->lesson.guards != NULL && !PyErr_Occurred())
-            open = begin_lesson(self, entry);
+        if (open == 1 && entry->tracked.guards != NULL && !PyErr_Occurred())
+            open = begin_tracked(self, entry);
         int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, request, written) : open < 0 ? -1 : 1;
         outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
     }
@@ -1196,61 +1102,9 @@ static int replay_init(Replay *self, PyObject *all, PyObject *keywords)
     return 0;
 }
 
-PyDoc_STRVAR(teach_doc, "teach(lesson, shown, read, records, words, heard, known, begun, window, enter, owner)\n--\n\n"
-                        "Let calls be lessons: addresses of the last one here and of where peers see it, and of what each "
-                        "rank has read; records of posts, their words, and those of all ranks; a dict of posts that were "
-                        "read; what lessons were of; lessons of a window, and "
-                        "what begins the first one.");
-
-static PyObject *replay_teach(Replay *self, PyObject *all)
-{
-    PyObject *read, *words, *heard, *owner; /* of the memory, kept like everything */
-    unsigned long long lesson, shown;
-    Board board = {NULL};
-    if (self->board.keep != NULL)
-        return PyErr_Format(PyExc_TypeError, "teach: once");
-    if (!PyArg_ParseTuple(all, "KKO!O!O!O!O!O!LOO", &lesson, &shown, &PyTuple_Type, &read, &PyTuple_Type,
-                          &board.records, &PyTuple_Type, &words, &PyTuple_Type, &heard, &PyDict_Type, &board.known, &PyList_Type, &board.begun, &board.window, &board.enter, &owner))
-        return NULL;
-    board.lesson = (uint64_t *)(uintptr_t)lesson, board.shown = (uint64_t *)(uintptr_t)shown;
-    board.ranks = PyTuple_GET_SIZE(read), board.record_count = PyTuple_GET_SIZE(board.records);
-    if (board.window < 1 || board.record_count < 1 || PyTuple_GET_SIZE(words) != board.record_count ||
-        PyTuple_GET_SIZE(heard) != board.record_count * board.ranks || PyList_GET_SIZE(board.begun) < 1)
-        return PyErr_Format(PyExc_ValueError, "teach: windows, records with words each, and room for what has begun");
-    PyObject *room = PyObject_GetAttrString(PyTuple_GET_ITEM(board.records, 0), "room");
-    board.room = room == NULL ? -1 : PyLong_AsSsize_t(room);
-    Py_XDECREF(room);
-    if (PyErr_Occurred())
-        return NULL;
-    board.record_words = PyMem_Calloc(board.record_count, sizeof(uint64_t *));
-    board.read = PyMem_Calloc(board.ranks ? board.ranks : 1, sizeof(uint64_t *));
-    board.heard = PyMem_Calloc(PyTuple_GET_SIZE(heard) ? PyTuple_GET_SIZE(heard) : 1, sizeof(uint64_t *));
-    if (board.record_words == NULL || board.read == NULL || board.heard == NULL) {
-        PyErr_NoMemory();
-        goto fail;
-    }
-    for (Py_ssize_t i = 0; i < board.record_count; i++)
-        board.record_words[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(words, i));
-    for (Py_ssize_t i = 0; i < board.ranks; i++)
-        board.read[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(read, i));
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(heard); i++)
-        board.heard[i] = PyLong_AsVoidPtr(PyTuple_GET_ITEM(heard, i));
-    if (PyErr_Occurred())
-        goto fail;
-    board.keep = Py_NewRef(all);
-    self->board = board;
-    Py_RETURN_NONE;
-fail:
-    PyMem_Free(board.record_words);
-    PyMem_Free(board.read);
-    PyMem_Free(board.heard);
-    return NULL;
-}
-
 static int replay_traverse(Replay *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->keep);
-    Py_VISIT(self->board.keep);
     for (int i = 0; i < TABLE; i++)
         if (self->table[i] != NULL)
             Py_VISIT(self->table[i]->keep);
@@ -1279,11 +1133,7 @@ static void replay_dealloc(Replay *self)
     PyObject_GC_UnTrack(self);
     replay_clear(self);
     Py_CLEAR(self->keep);
-    Py_CLEAR(self->board.keep);
     PyMem_Free(self->record_words);
-    PyMem_Free(self->board.record_words);
-    PyMem_Free(self->board.read);
-    PyMem_Free(self->board.heard);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -1297,15 +1147,13 @@ static PyObject *replay_count(Replay *self, void *unused)
 
 static PyObject *replay_hits(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->hits); }
 
-static PyObject *replay_lessons(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->lessons); }
+static PyObject *replay_tracked(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->tracked); }
 
 static PyObject *replay_again(Replay *self, void *unused) { return PyBool_FromLong(self->again); }
 
 static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUnsignedLongLong(self->moved); }
 
 static PyMethodDef replay_methods[] = {
-    {"posts", (PyCFunction)replay_posts, METH_O, posts_doc},
-    {"teach", (PyCFunction)replay_teach, METH_VARARGS, teach_doc},
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
     {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
     {"forget", (PyCFunction)replay_clear_table, METH_NOARGS, "Forget every call."},
@@ -1315,7 +1163,7 @@ static PyMethodDef replay_methods[] = {
 static PyGetSetDef replay_properties[] = {
     {"remembered", (getter)replay_count, NULL, "How many calls are remembered.", NULL},
     {"hits", (getter)replay_hits, NULL, "How many calls went ahead.", NULL},
-    {"lessons", (getter)replay_lessons, NULL, "How many calls peers learn from.", NULL},
+    {"tracked", (getter)replay_tracked, NULL, "How many calls peers learn from.", NULL},
     {"again", (getter)replay_again, NULL, "Whether the last call is left to Python since it comes again.", NULL},
     {"moved", (getter)replay_moved, NULL, "How many calls were made by their shape.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

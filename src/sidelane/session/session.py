@@ -20,13 +20,13 @@ from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import LaneMemory, SymmetricHeap
+from sidelane.collectives.learning.board import LearningBoard
 from sidelane.collectives.plan import Planner
 from sidelane.collectives.prepare import Preparer
 from sidelane.config import DEFAULT_TIMEOUT_S, LEARN, Config
 from sidelane.errors import CommunicatorClosedError, Page, SidelaneError, see
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
-from sidelane.memory.lessons import LessonBoard
 from sidelane.memory.release import give_back
 from sidelane.modes import leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS
@@ -313,7 +313,7 @@ class Lane:
         self.peers = Peers(session.heap, self.arguments).of
         maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
         learns = session.world_size > 1 and maps
-        board = LessonBoard(exchange) if learns else None
+        board = LearningBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
 
     @entry

@@ -8,10 +8,9 @@ from types import MappingProxyType
 
 from sidelane.choice import Choice
 from sidelane.choice.key import CPU
-from sidelane.collectives.confirming import choice_of
+from sidelane.collectives.learning.protocol import choice_of
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped, copies_suit, way_of
-from sidelane.program.builders.confirmed import NOBODY
 
 SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
 """Values of ``Config.map_memory`` as ``SIDELANE_MAP_MEMORY`` has them."""
@@ -27,7 +26,7 @@ def ways_of(
         way = way_of(agreement, setting, lambda call: copies_suit(call, chooses), hosts_meet=hosts_meet)
         choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
         if way.goes_ahead:
-            ahead = choice_of(NOBODY, NOBODY, 0)
+            ahead = choice_of(misses=False)
             choice = dataclasses.replace(ahead, table=choice.table)
         found.append((way, choice))
     return tuple(found)

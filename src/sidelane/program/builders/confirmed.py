@@ -1,6 +1,6 @@
 """Pulls from where a peer's bytes were expected, which count once their owner has confirmed the place.
 
-A rank reads its peers' bytes at addresses that it did not hear of in this call (``collectives/ahead.py``). An owner
+A rank reads its peers' bytes at addresses that it did not hear of in this call (``collectives/learning``). An owner
 whose bytes lie there says so at once, together with its entry::
 
     owner    entry, confirmed |                                  wait exit
@@ -12,7 +12,9 @@ bytes over what they have read, where each of them offers its output for this ca
     owner    entry |                                  wait exit | copy -> reader | confirmed
     reader         wait entry | copy <- elsewhere | exit |                          wait confirmed
 
-A reader that waits for its peers' posts anyway knows whose bytes lie elsewhere: it takes them from their staging.
+Such an owner *misses*. It waits for its peers' posts, to know where they offer their outputs. So does a rank whose
+output is new to its peers. Ranks that miss know of each other, and take each other's bytes from staging. A reader that
+knows of an owner that it has freed the memory where its bytes were expected leaves out the read.
 
 Of a batch, a rank hits with all of its tensors or misses with all of them: one entry, one exit and one confirmation.
 
@@ -55,42 +57,48 @@ def can_be_confirmed(definition: Collective | Batch) -> bool:
 
 
 def confirmed(
-    collective: Collective | Batch, changed: Set[int] = NOBODY, waiting: Set[int] = NOBODY, *, elsewhere: bool = False
+    collective: Collective | Batch,
+    missing: Set[int] = NOBODY,
+    *,
+    elsewhere: bool = False,
+    unread: Set[int] = NOBODY,
 ) -> Program:
     """Build the program of a call.
 
     Args:
         collective: what to do; see :func:`can_be_confirmed`.
-        changed: ranks whose bytes are not where they are expected; they are among ``waiting``.
-        waiting: ranks that know of all others what they have posted.
+        missing: ranks whose bytes may not be where they are expected. They know of each other.
         elsewhere: for a proof: have readers take what does not lie where they look from other memory in truth. (To
             run, they have the address of that memory for the owner's input.)
+        unread: of those that miss, ranks of which readers that do not miss read nothing.
     """
-    if not changed <= waiting or not can_be_confirmed(collective):
-        raise ValueError(f"confirmed: {collective}, changed={sorted(changed)}, waiting={sorted(waiting)}")
+    if not unread <= missing or not can_be_confirmed(collective):
+        raise ValueError(f"confirmed: {collective}, missing={sorted(missing)}, unread={sorted(unread)}")
     n = collective.world_size
     flags = FlagPlan(n, phases=1)
     moves, room = _moves(collective)
 
-    def pulled(move: _Move) -> Copy:
+    def pulled(move: _Move) -> list[Copy]:
         owner, reader = move.source.rank, move.to.rank
-        if owner not in changed or (reader not in waiting and not elsewhere):
-            return Copy(move.to, move.source)
-        old = 0 if reader in waiting else room[owner]
-        return Copy(move.to, Span(owner, Buffer.STAGING, old + move.staged_at, move.to.nbytes))
+        is_late = owner in missing and reader not in missing
+        if is_late and owner in unread:
+            return []
+        if owner not in missing or (is_late and not elsewhere):
+            return [Copy(move.to, move.source)]
+        old = room[owner] if is_late else 0
+        return [Copy(move.to, Span(owner, Buffer.STAGING, old + move.staged_at, move.to.nbytes))]
 
     def commands_of(rank: int) -> list[Command]:
         readers = [peer for peer in rotation(rank, n) if (rank, peer) in moves]
         owners = [peer for peer in rotation(rank, n) if (peer, rank) in moves]
-        late = [peer for peer in readers if rank in changed and peer not in waiting]
-        heard = [peer for peer in readers if rank in changed and peer in waiting]
-        staged = [_staged(move) for peer in heard for move in moves[rank, peer]]
+        late = [peer for peer in readers if rank in missing and peer not in missing]
+        staged = [_staged(move) for peer in readers if {rank, peer} <= missing for move in moves[rank, peer]]
         return [
             *dict.fromkeys(staged),
             *(flags.signal_entry(partner=rank, mover=peer) for peer in readers),
             *(_confirms(rank, peer) for peer in readers if peer not in late),
             *(flags.wait_entry(partner=peer, mover=rank) for peer in owners),
-            *(pulled(move) for peer in owners for move in moves[peer, rank]),
+            *(copy for peer in owners for move in moves[peer, rank] for copy in pulled(move)),
             *(flags.signal_exit(partner=peer, mover=rank) for peer in owners),
             *(flags.wait_exit(partner=rank, mover=peer) for peer in readers),
             *(Copy(move.to, move.source) for peer in late for move in moves[rank, peer]),

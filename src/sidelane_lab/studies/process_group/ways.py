@@ -108,7 +108,7 @@ class StudyGroups:
         self._made: dict[str, dist.ProcessGroup] = {}
         self._room, self._pooled = (0, 0), list[GroupTensors]()
         self._settings = {
-            ORDINARY: settings.current(),
+            ORDINARY: dataclasses.replace(settings.current(), map_memory=False),
             LEARNED: dataclasses.replace(settings.current(), map_memory="learn"),
         }
 

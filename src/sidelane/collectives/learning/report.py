@@ -1,0 +1,198 @@
+"""The posts of tracked calls: where a rank's tensors lie, as text for its peers and as they read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Mapping as MappingOf
+from typing import Any, NamedTuple
+
+import torch
+
+from sidelane.collectives.call_forms import AnyRequest
+from sidelane.collectives.heap import Region
+from sidelane.collectives.learning.board import room
+from sidelane.collectives.learning.knowledge import (
+    Inputs,
+    Names,
+    Places,
+    Sources,
+    TrackedPost,
+    TrackedSignature,
+    outputs_of,
+)
+from sidelane.collectives.learning.mappings import Mappings
+from sidelane.collectives.list_calls import ListRequest
+from sidelane.collectives.offers import BUFFERS, TensorPlace
+from sidelane.memory.ordinary import Allocation, OrdinaryMemory
+from sidelane.memory.posts import MOST_TEXT_BYTES
+from sidelane.program.collective import Buffer
+
+MOST_SAID = 4
+"""Names that are said to be freed, or not to be mappable, in one post; others wait for the next."""
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Round:
+    """The posts of all ranks of one tracked call: in a lane, one object for posts that are the same.
+
+    Attributes:
+        posts: by rank; empty if the ranks made different calls, or one posted nothing.
+        names: owners and names of the allocations that are offered.
+        is_plain: nothing is said but where tensors lie.
+        may_wait: the call was not asynchronous on any rank.
+        sources: where the inputs lie, once that was asked.
+        known_at: ``Knowledge.drops`` at which everything offered here was known.
+    """
+
+    posts: tuple[TrackedPost, ...]
+    names: Names
+    is_plain: bool
+    may_wait: bool
+    sources: Sources | None = None
+    known_at: int = -1
+
+
+def read_post(payload: bytes) -> TrackedPost:
+    """Read a post."""
+    call, places, handles, freed, failed, pending, is_async = json.loads(payload)
+    failed = [(owner, name, why) for owner, name, why in failed]
+    placed = _places(places, [name for name, _ in handles])
+    return TrackedPost(call, placed, dict(handles), freed, failed, bool(pending), bool(is_async))
+
+
+def read_round(payloads: Sequence[bytes]) -> Round:
+    """Read the posts of all ranks."""
+    posts = tuple(map(read_post, payloads))
+    if any(each.call != posts[0].call for each in posts):
+        posts = ()
+    names = frozenset((rank, name) for rank, each in enumerate(posts) for name in each.handles)
+    is_plain = not any(each.freed or each.failed or each.pending for each in posts)
+    return Round(posts, names, is_plain, not any(each.is_async for each in posts))
+
+
+class CallReport(NamedTuple):
+    """The report of a call, which holds as long as the memory of its tensors is what it was.
+
+    Attributes:
+        allocations: in which they lie.
+        post: as text.
+        inputs: where the inputs lie, as ``TrackedSignature.inputs``.
+        outputs: names of the outputs' allocations, once each; None if one is not offered.
+    """
+
+    allocations: tuple[Allocation, ...]
+    post: bytes
+    inputs: Inputs
+    outputs: tuple[str, ...] | None
+
+
+class Reporter:
+    """Reports calls of one rank; ``is_pooled`` tells of a tensor if it lies in a pool, which is no ordinary memory."""
+
+    def __init__(
+        self, rank: int, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]
+    ) -> None:
+        self._rank, self._memory, self._mappings, self._is_pooled = rank, memory, mappings, is_pooled
+        self._reports: dict[Hashable, CallReport] = {}
+
+    @property
+    def has_news(self) -> bool:
+        """There is something to say besides where tensors lie."""
+        return bool(self._mappings.freed or self._mappings.failed or self._mappings.is_pending)
+
+    def known(self, key: Hashable) -> CallReport | None:
+        """Return the report of a call that is not asynchronous, if it will be the same again."""
+        return self._reports.get((key, False))
+
+    def report(
+        self,
+        signature: TrackedSignature,
+        key: Hashable,
+        asked: Callable[[], AnyRequest],
+        tensors: Sequence[torch.Tensor | None],
+        is_async: bool,
+    ) -> CallReport:
+        """Report a call; see ``Learning.attend``."""
+        report = self._reports.get((key, is_async))
+        if report is not None and not self.has_news and all(map(self._mappings.stands, report.allocations)):
+            return report
+        mappings = self._mappings
+        pending = mappings.is_pending  # before what has failed is looked at
+        freed, failed = mappings.freed[:MOST_SAID], mappings.failed[:MOST_SAID]
+        pending = pending or len(mappings.failed) > len(failed)
+        found = self._found(asked(), tensors)
+        post, places = _text_of(signature.call, found, (freed, failed, int(pending), int(is_async)))
+        # Places that were said, not those that were found: that may have been too much to say.
+        rows = found if places else ()
+        allocations = {each[0].name: each[0] for row in rows for each in row.values() if isinstance(each, TensorPlace)}
+        inputs = signature.inputs(places, self._rank)
+        report = CallReport(tuple(allocations.values()), post, inputs, outputs_of(places))
+        is_plain = report.allocations and not (freed or failed or pending)
+        if is_plain and all(each.kept is None for each in report.allocations):
+            room(self._reports)[key, is_async] = report
+        return report
+
+    def heard(self, post: TrackedPost) -> None:
+        """Say no more what all have read in a post of this rank."""
+        _strike(self._mappings.freed, post.freed)
+        _strike(self._mappings.failed, post.failed)
+
+    def forget(self) -> None:
+        """Forget all reports."""
+        self._reports.clear()
+
+    def _found(
+        self, request: AnyRequest, tensors: Sequence[torch.Tensor | None]
+    ) -> list[dict[Buffer, TensorPlace | int | None]]:
+        given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
+        by_address = {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
+        parts = request.parts if isinstance(request, ListRequest) else (request,)
+        return [{buffer: self._place(part.region(buffer), by_address) for buffer in BUFFERS} for part in parts]
+
+    def _place(self, region: Region, by_address: dict[int, torch.Tensor]) -> TensorPlace | int | None:
+        if not region.nbytes:
+            return 0
+        tensor = by_address.get(region.address)
+        if tensor is None or region.symmetric or self._is_pooled(tensor):
+            return None
+        found = self._memory.allocation_of(tensor)
+        if isinstance(found, str) or not self._mappings.offers(found):
+            return None
+        return TensorPlace(found, region.address - found.start)
+
+
+def _strike(waiting: list[Any], said: Sequence[Any]) -> None:
+    """Take what was said out of a list, to which another thread may append."""
+    for each in said:
+        if each in waiting:
+            waiting.remove(each)
+
+
+def _text_of(
+    call: str, found: Sequence[MappingOf[Buffer, TensorPlace | int | None]], news: tuple[object, ...]
+) -> tuple[bytes, tuple[Places, ...]]:
+    """Write a post, and return what it says of places. One for which there is no room offers nothing."""
+    handles: dict[str, str] = {}
+    numbers: dict[str, int] = {}
+    shown: list[tuple[int, int] | str | None] = []
+    for place in (row.get(buffer) for row in found for buffer in BUFFERS):
+        if isinstance(place, TensorPlace):
+            name = place.allocation.name
+            handles[name] = place.allocation.handle
+            shown.append((numbers.setdefault(name, len(numbers)), place.offset))
+        else:
+            shown.append("" if place == 0 else None)
+    text = _ENCODER.encode((call, shown, [*handles.items()], *news)).encode()
+    if len(text) > MOST_TEXT_BYTES and found:
+        return _text_of(call, (), news)
+    return text, _places(shown, list(handles))
+
+
+def _places(shown: Sequence[Sequence[int] | str | None], names: Sequence[str]) -> tuple[Places, ...]:
+    """Turn (number of the allocation, offset) into names, one pair behind the other."""
+    found = [place if place is None or isinstance(place, str) else (names[place[0]], place[1]) for place in shown]
+    return tuple(dict(zip(BUFFERS, row, strict=True)) for row in zip(*[iter(found)] * len(BUFFERS), strict=True))
