@@ -249,9 +249,9 @@ def asynchronous(group: dist.ProcessGroup) -> None:
         comm.all_reduce(last)  # a synchronous call takes its place behind them
         for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
             assert work is not None
-            work.wait()
-            assert work.is_completed()
+            work.wait()  # on a GPU it orders the stream; to read a value waits for that
             assert tensor[0] == n * (n - 1) / 2 + n * i
+            assert work.is_completed()
         comm.barrier()
         comm.synchronize()
 

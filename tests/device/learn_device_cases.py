@@ -80,9 +80,9 @@ def in_graphs(context: Context) -> bool:
 
 
 def in_a_group(context: Context, calls: int) -> tuple[list[str], float]:
-    """A group as torch makes it, with no setting: all-gathers of 4 MiB, asynchronous as FSDP2's, whose bytes are right.
+    """A group as torch makes it, with no setting: all-gathers of 64 MiB, asynchronous as FSDP2's, whose bytes are right.
     What its report says of them; and seconds until the device has its memory back, once the tensors are freed."""
-    device, n, rank, numel = context.device, context.world_size, context.rank, 1 << 20
+    device, n, rank, numel = context.device, context.world_size, context.rank, 1 << 24
     register()
     group = dist.new_group(backend="sidelane")
     ledger.reset()
