@@ -18,7 +18,7 @@ from sidelane_lab.baselines.baselines_cuda import Nccl, NcclCopyEngines, NcclCta
 from sidelane_lab.baselines.candidate import (
     Entrant,
     Implementation,
-    PreparedCall,
+    ReadyCall,
     Tensors,
     candidates_of,
     nothing_to_wait_for,
@@ -155,7 +155,7 @@ def test_a_communicator_for_each_number_of_ctas(library: Library, monkeypatch: p
     assert [(one.config.min_ctas, one.config.max_ctas) for one in asked] == [(n, n) for n in (4, 8, 16, 32)]
     nccl.reserve(1024, 1024)
     case = Case(Kind.ALL_REDUCE, 1024, torch.bfloat16, 0, 1, CPU)
-    runs = [PreparedCall(entrant, case, nccl) for entrant in candidates_of(nccl, case.kind)]
+    runs = [ReadyCall(entrant, case, nccl) for entrant in candidates_of(nccl, case.kind)]
     assert [(run.variant, run.workgroups, run.in_place) for run in runs] == [
         (f"ctas{n}", n, True) for n in (4, 8, 16, 32)
     ]
@@ -216,9 +216,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-def prepared_graph(recorder: Recorder, calls: int) -> PreparedCall:
+def prepared_graph(recorder: Recorder, calls: int) -> ReadyCall:
     case = Case(Kind.ALL_GATHER, 64, torch.uint8, 0, 2, CPU)
-    return PreparedCall(Entrant("dma", "b2b", False, "graph"), case, recorder, calls)  # type: ignore[arg-type]
+    return ReadyCall(Entrant("dma", "b2b", False, "graph"), case, recorder, calls)  # type: ignore[arg-type]
 
 
 def test_a_graph_to_time_holds_all_calls_and_a_graph_to_check_one(recorder: Recorder) -> None:
@@ -252,7 +252,7 @@ def test_a_capture_that_fails_is_ended(recorder: Recorder) -> None:
 
 def test_outputs_are_poisoned_before_inputs_are_filled(recorder: Recorder) -> None:
     case = Case(Kind.ALL_GATHER, 64, torch.uint8, 1, 2, CPU)
-    PreparedCall(Entrant("dma", "b2b", True), case, recorder).fill(5)  # type: ignore[arg-type]
+    ReadyCall(Entrant("dma", "b2b", True), case, recorder).fill(5)  # type: ignore[arg-type]
     assert recorder.output[:32].eq(POISON).all()
     assert not recorder.output[32:].eq(POISON).all()  # in place, the input is part of the output
 

@@ -26,7 +26,7 @@ from sidelane_lab.baselines.baselines_symm_mem import SymmetricMemoryOperators
 from sidelane_lab.baselines.candidate import (
     COALESCED,
     Entrant,
-    PreparedCall,
+    ReadyCall,
     TensorLists,
     Tensors,
     candidates_of,
@@ -129,7 +129,7 @@ def every_way(group: dist.ProcessGroup, kinds: tuple[Kind, ...]) -> tuple[list[s
             implementation.reserve(max(c.output_room for c in cases), max(c.input_room for c in cases))
             for case in cases:
                 for candidate in candidates_of(implementation, case.kind, listed=True):
-                    prepared = PreparedCall(candidate, case, implementation)
+                    prepared = ReadyCall(candidate, case, implementation)
                     prepared.fill(1)
                     if prepared.error(1) is None and not (case.kind is Kind.BROADCAST and case.rank == 0):
                         errors.append(f"{case.kind} {candidate}: accepted without a run")
@@ -362,7 +362,7 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     offsets = [512 * number // case.dtype.itemsize for number in (0, 1)]
     calls = [f"{kind} {offset} group" for offset in offsets]
 
-    together = PreparedCall(Entrant("nccl", variant, in_place=True), case, nccl)
+    together = ReadyCall(Entrant("nccl", variant, in_place=True), case, nccl)
     together.run()
     # Those that torch hands over as one operation need no device to stand between.
     device = None if kind in COALESCED else CPU
@@ -371,7 +371,7 @@ def test_nccl_gets_a_list_as_one_group(monkeypatch: pytest.MonkeyPatch, kind: Ki
     assert {pair.input.untyped_storage().data_ptr() for pair in together.pairs} == {where[0].data_ptr()}
 
     recorder.log.clear()
-    apart = PreparedCall(Entrant("nccl", f"{variant}+separate".lstrip("+"), in_place=True), case, nccl)
+    apart = ReadyCall(Entrant("nccl", f"{variant}+separate".lstrip("+"), in_place=True), case, nccl)
     apart.run()
     assert recorder.log == calls
     assert {pair.output.untyped_storage().data_ptr() for pair in apart.pairs} == {where[0].data_ptr()}
@@ -430,7 +430,7 @@ def test_a_graph_holds_every_call_of_a_list(monkeypatch: pytest.MonkeyPatch) -> 
     case = case_of(Kind.ALL_GATHER, 0, 2, (64, 128))
     one = ["all_gather 0 group", "all_gather 512 group"]
     for variant, call in (("separate", one), ("", ["begin group None False", *one, "end"])):
-        prepared: PreparedCall = PreparedCall(Entrant("nccl", variant, launch="graph"), case, nccl, calls=3)
+        prepared: ReadyCall = ReadyCall(Entrant("nccl", variant, launch="graph"), case, nccl, calls=3)
         recorder.log.clear()
         prepared.capture()
         assert recorder.log == ["capture", *3 * call, "captured", "capture", *call, "captured"]

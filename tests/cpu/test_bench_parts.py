@@ -16,7 +16,7 @@ from ranks import RankPool
 
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Entrant, Implementation, PreparedCall, Tensors, candidates_of, views
+from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, Tensors, candidates_of, views
 from sidelane_lab.baselines.reference import KINDS, Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.harness.measure import Job, Meter, Rounds
 from sidelane_lab.studies.collectives import HOST_ROUNDS, CollectiveOptions, hides_launches, time_candidates
@@ -151,7 +151,7 @@ def test_candidates_are_every_variant_place_and_launch() -> None:
 def test_what_overwrites_its_input_is_run_once_between_checks(kind: Kind, in_place: bool, repeatable: bool) -> None:
     gloo = Gloo()
     gloo.reserve(480, 480)
-    assert PreparedCall(Entrant("gloo", in_place=in_place), case_of(kind), gloo).repeatable is repeatable
+    assert ReadyCall(Entrant("gloo", in_place=in_place), case_of(kind), gloo).repeatable is repeatable
 
 
 def test_rounds_have_a_median_and_a_spread() -> None:
@@ -167,7 +167,7 @@ def gloo_is_right(group: dist.ProcessGroup) -> list[str]:
     for kind in KINDS:
         case = Case(kind, rounded_bytes(960, world_size), torch.float32, rank, world_size, CPU)
         for candidate in candidates_of(gloo, kind):
-            prepared = PreparedCall(candidate, case, gloo)
+            prepared = ReadyCall(candidate, case, gloo)
             for seed in (1, 2):
                 prepared.fill(seed)
                 prepared.run()
@@ -243,7 +243,7 @@ def test_what_is_timed_on_a_device_is_the_call_alone(device: str) -> None:
     case: Any = SimpleNamespace(device=torch.device(device), sizes=())
     case.parts = (case,)
     library: Any = Library()
-    job = PreparedCall(Entrant("library", "window"), case, library, calls=3).job()
+    job = ReadyCall(Entrant("library", "window"), case, library, calls=3).job()
     assert (job.repeats, job.calls) == (3, 3)
     job.run()
     assert made == [{"cuda": "bound window", "cpu": "waited for window"}[device]]

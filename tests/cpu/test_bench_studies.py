@@ -25,7 +25,7 @@ from sidelane.errors import UnavailableError
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Entrant, PreparedCall, Tensors, candidates_of
+from sidelane_lab.baselines.candidate import Entrant, ReadyCall, Tensors, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
@@ -135,7 +135,7 @@ def outcome_of_a_pair(group: dist.ProcessGroup) -> dict[str, Any]:
         workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), dist.get_world_size(group), CPU
     )
     runs = [
-        PreparedCall(candidate, case, implementation)
+        ReadyCall(candidate, case, implementation)
         for implementation in roster.implementations.values()
         for candidate in candidates_of(implementation, case.kind)
         if not candidate.in_place or implementation.name == "gloo"
@@ -178,7 +178,7 @@ def test_every_strategy_of_a_pair_is_checked(pool: RankPool) -> None:
 class WrongGemm:
     """Counts on the order of fill, run, error; the product is spoilt behind the GEMM's back."""
 
-    def __init__(self, run: PreparedCall, spoil: Callable[[], None]) -> None:
+    def __init__(self, run: ReadyCall, spoil: Callable[[], None]) -> None:
         self.implementation, self.in_place, self.label = run.implementation, run.in_place, run.label
         self.fill, self.error = run.fill, run.error
         self._run, self._spoil = run, spoil
@@ -208,7 +208,7 @@ def outcome_with_a_spoilt_gemm(group: dist.ProcessGroup) -> list[Any]:
         workload = parse_workload("32x32x32_1K", Kind.ALL_GATHER, "float32")
         roster = roster_of(group, Gloo(group))
         case = Case(workload.collective, workload.nbytes, torch.float32, dist.get_rank(group), 2, CPU)
-        run = PreparedCall(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
+        run = ReadyCall(candidates_of(Gloo(group), case.kind)[0], case, roster.implementations["gloo"])
         spoilt = WrongGemm(run, lambda: gemms[0].c[3].fill_(0.5))
         instruments = Instruments(roster.meter, warmup=0, repeats=1)
         outcome = run_workload(workload, [spoilt], instruments, device=CPU)

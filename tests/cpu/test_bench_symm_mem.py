@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_symm_mem import OPERATORS, SymmetricMemoryOperators
-from sidelane_lab.baselines.candidate import Entrant, PreparedCall, candidates_of
+from sidelane_lab.baselines.candidate import Entrant, ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, fill_input
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Meter
@@ -159,7 +159,7 @@ def test_the_output_that_is_checked_is_what_the_operator_made(
     operators = Torch(case_of(kind, rank))
     play(monkeypatch, operators)
     candidate = Entrant("symm_mem", variant, in_place)
-    prepared = PreparedCall(candidate, operators.case, made(monkeypatch))
+    prepared = ReadyCall(candidate, operators.case, made(monkeypatch))
     prepared.fill(1)
     assert prepared.error(1) is not None
     prepared.run()
@@ -177,7 +177,7 @@ def test_operators_get_arguments_of_their_schema_and_symmetric_inputs(
     operators = Torch(case_of(kind))
     play(monkeypatch, operators)
     implementation = made(monkeypatch)
-    PreparedCall(Entrant("symm_mem", variant, in_place), operators.case, implementation).run()
+    ReadyCall(Entrant("symm_mem", variant, in_place), operators.case, implementation).run()
     [(_, arguments)] = operators.calls
     kinds = {"Tensor": torch.Tensor, "str": str, "bool": bool}
     assert [kinds[str(argument.type)] for argument in schema.arguments] == [type(a) for a in arguments]
@@ -195,11 +195,11 @@ def test_what_overwrites_its_input_is_run_once_between_checks(
     monkeypatch: pytest.MonkeyPatch, variant: str, in_place: bool
 ) -> None:
     candidate = Entrant("symm_mem", variant, in_place)
-    assert not PreparedCall(candidate, case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
+    assert not ReadyCall(candidate, case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
 
 
 def test_what_keeps_its_input_is_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PreparedCall(Entrant("symm_mem", "one_shot"), case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
+    assert ReadyCall(Entrant("symm_mem", "one_shot"), case_of(Kind.ALL_REDUCE), made(monkeypatch)).repeatable
 
 
 @pytest.fixture
@@ -253,7 +253,7 @@ def test_kernels_are_not_given_memory_that_they_would_look_for_elsewhere(monkeyp
     implementation = made(monkeypatch, offset=512)
     play(monkeypatch, Torch(case_of(Kind.REDUCE_SCATTER)))
     with pytest.raises(UnavailableError, match="512 bytes behind"):
-        PreparedCall(Entrant("symm_mem", "direct"), case_of(Kind.REDUCE_SCATTER), implementation).run()
+        ReadyCall(Entrant("symm_mem", "direct"), case_of(Kind.REDUCE_SCATTER), implementation).run()
 
 
 def test_without_symmetric_memory_it_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,8 @@ def in_graphs(context: Context) -> bool:
 
 
 def in_a_group(context: Context, calls: int) -> tuple[list[str], float]:
-    """A group as torch makes it, with no setting: all-gathers of 64 MiB, asynchronous as FSDP2's, with right bytes. What
-    its report says of them; and seconds until the device has its memory back, once the tensors are freed."""
+    """A group as torch makes it, with no setting: all-gathers of 64 MiB, asynchronous as FSDP2's, with right bytes.
+    What its report says of them; and seconds until the device has its memory back, once the tensors are freed."""
     device, n, rank, numel = context.device, context.world_size, context.rank, 1 << 24
     register()
     group = dist.new_group(backend="sidelane")

@@ -186,7 +186,7 @@ def library_call(kind: Kind, output: torch.Tensor, input: torch.Tensor, **option
     return partial(dist.broadcast, output, group_src=ROOT, **options)
 
 
-class PreparedCall:
+class ReadyCall:
     """A candidate bound to a case.
 
     Args:

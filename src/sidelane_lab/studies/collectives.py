@@ -29,7 +29,7 @@ from sidelane_lab.baselines.candidate import (
     HIDDEN_LAUNCH_US,
     Entrant,
     Implementation,
-    PreparedCall,
+    ReadyCall,
     candidates_of,
 )
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
@@ -367,10 +367,10 @@ def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, 
         case = max((c for c in sizes if c.nbytes <= PROFILED_BYTES), key=lambda c: c.nbytes, default=sizes[0])
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                prepared = PreparedCall(candidate, case, implementation)
+                prepared = ReadyCall(candidate, case, implementation)
                 found: list[str] = []
 
-                def step(prepared: PreparedCall = prepared, found: list[str] = found) -> None:
+                def step(prepared: ReadyCall = prepared, found: list[str] = found) -> None:
                     prepared.fill(seed)
                     meter.finish(prepared.label)
                     found += find(prepared.run)
@@ -393,14 +393,12 @@ def measure_case(
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
     meter = roster.meter
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
-    prepared: dict[Entrant, PreparedCall] = {}
+    prepared: dict[Entrant, ReadyCall] = {}
     problems: dict[Entrant, Problem] = {}
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = ready(
-                    meter, functools.partial(PreparedCall, candidate, case, implementation, calls), next(seeds)
-                )
+                bound = ready(meter, functools.partial(ReadyCall, candidate, case, implementation, calls), next(seeds))
                 if isinstance(bound, Problem):
                     problems[candidate] = bound
                 else:
@@ -431,9 +429,9 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 
-def ready(meter: Meter, make: Callable[[], PreparedCall], seed: int) -> PreparedCall | Problem:
+def ready(meter: Meter, make: Callable[[], ReadyCall], seed: int) -> ReadyCall | Problem:
     """Make a candidate, run it once, capture it if it is to be a graph, and check its output. Collective."""
-    made: list[PreparedCall] = []
+    made: list[ReadyCall] = []
     refused = meter.attempt(lambda: made.append(make()))  # buffers that a library does not take, for one
     if refused is not None:
         for prepared in made:
@@ -456,20 +454,20 @@ def ready(meter: Meter, make: Callable[[], PreparedCall], seed: int) -> Prepared
     return prepared
 
 
-def checked(meter: Meter, prepared: PreparedCall, seed: int, *, runs: int = 1) -> Problem | None:
+def checked(meter: Meter, prepared: ReadyCall, seed: int, *, runs: int = 1) -> Problem | None:
     """Run on fresh input and poisoned output, and compare. Collective."""
     run = functools.partial(_run, prepared, seed, runs)
     return meter.check(prepared.label, run, lambda: prepared.error(seed))
 
 
-def _run(prepared: PreparedCall, seed: int, runs: int) -> None:
+def _run(prepared: ReadyCall, seed: int, runs: int) -> None:
     prepared.fill(seed)
     for _ in range(runs):
         prepared.run()
 
 
 def time_candidates(
-    meter: Meter, prepared: Mapping[Entrant, PreparedCall], case: Case, options: CollectiveOptions
+    meter: Meter, prepared: Mapping[Entrant, ReadyCall], case: Case, options: CollectiveOptions
 ) -> dict[Entrant, Rounds]:
     """Time them, interleaved; what the host limits apart from what the device does, and more often. Collective."""
     by_device: dict[Entrant, Job] = {}

@@ -120,7 +120,7 @@ def confirmed(
 
 
 def _moves(definition: Collective | Batch) -> tuple[dict[tuple[int, int], list[_Move]], list[int]]:
-    """What goes from rank to rank, and how much staging holds the inputs of each rank."""
+    """Bytes that go from rank to rank, and the staging that holds the inputs of each rank."""
     parts = [*parts_of(definition)]
     laid = [lay_out([part.input_bytes(rank) for part, _ in parts]) for rank in range(definition.world_size)]
     moves: dict[tuple[int, int], list[_Move]] = {}

@@ -24,7 +24,7 @@ from sidelane.cli.launch import Rank, choose_target
 from sidelane.errors import UnavailableError
 from sidelane.kernels.gemm_shape import SHAPES, GemmShape
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
+from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Job
 from sidelane_lab.harness.running import Sender, StudyOptions, run_study
@@ -255,7 +255,7 @@ def _measure(rank: Rank, options: OccupancyOptions, sender: Sender) -> Iterator[
         for implementation in roster.implementations.values():
             entrants = candidates_of(implementation, case.kind, only=("auto",), launches=("eager",))[:1]
             for entrant in entrants:
-                run = PreparedCall(entrant, case, implementation)
+                run = ReadyCall(entrant, case, implementation)
                 pair = Pair(roster, workload, run, lanes, second, options)
                 yield from pair.rows(rank.device, seeds)
     roster.close()
@@ -268,7 +268,7 @@ class Pair:
         self,
         roster: Roster,
         workload: Workload,
-        run: PreparedCall,
+        run: ReadyCall,
         lanes: Lanes | None,
         second: torch.cuda.Stream | None,
         options: OccupancyOptions,

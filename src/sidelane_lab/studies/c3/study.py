@@ -26,7 +26,7 @@ from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.machine.inventory import machine_name
 from sidelane.program.collective import ELEMENT_BYTES, Kind
-from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
+from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
 from sidelane_lab.harness.running import Sender, StudyOptions, rows_there, run_study
@@ -189,7 +189,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
 
 
 def _orders(
-    outcome: PairOutcome, runs: Sequence[PreparedCall], instruments: Instruments, device: torch.device, seed: int
+    outcome: PairOutcome, runs: Sequence[ReadyCall], instruments: Instruments, device: torch.device, seed: int
 ) -> str:
     """Times of the pair and a third kernel, by the library's call that is fastest alone; empty where none is right."""
     timed = {one.label: one.time_us for one in outcome.isolated if one.time_us and one.implementation in LIBRARY}
@@ -232,7 +232,7 @@ def case_of(rank: Rank, workload: Workload) -> Case:
     return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
 
 
-def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[PreparedCall]:
+def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[ReadyCall]:
     """Every configuration that takes part: in and out of place where both exist, launched eagerly.
 
     At the sizes of this study a graph changes nothing: what the host takes is hidden for every one of them.
@@ -241,7 +241,7 @@ def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[PreparedCa
         only = () if implementation.name == SM and AUTO in options.variants else options.variants
         for candidate in candidates_of(implementation, case.kind, only=only, launches=("eager",)):
             try:
-                prepared = PreparedCall(candidate, case, implementation)
+                prepared = ReadyCall(candidate, case, implementation)
             except UnavailableError:  # on all ranks: windows for which there is no room next to everything else
                 continue
             yield prepared

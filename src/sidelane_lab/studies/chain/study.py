@@ -30,7 +30,7 @@ from sidelane_lab.baselines.candidate import (
     HIDDEN_LAUNCH_US,
     Entrant,
     Implementation,
-    PreparedCall,
+    ReadyCall,
     candidates_of,
     captured,
 )
@@ -138,7 +138,7 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         gemms = Gemms(case, meter)
         for implementation in roster.implementations.values():
             for candidate in _candidates(implementation, options):
-                chain = _chain(gemms, PreparedCall(candidate, case, implementation), implementation)
+                chain = _chain(gemms, ReadyCall(candidate, case, implementation), implementation)
                 if chain.collective.tensors.output is None:
                     continue
                 problem = _prepare(meter, gemms, chain, candidate.launch == "graph", seeds)
@@ -178,7 +178,7 @@ def _candidates(implementation: Implementation, options: ChainOptions) -> list[E
     return found
 
 
-def _chain(gemms: Gemms, collective: PreparedCall, implementation: Implementation) -> Chain:
+def _chain(gemms: Gemms, collective: ReadyCall, implementation: Implementation) -> Chain:
     if isinstance(implementation, OwnDma) and collective.candidate.launch == PRELAUNCHED:
         return PrelaunchedChain(gemms, collective, implementation.communicator)
     return Chain(gemms, collective)

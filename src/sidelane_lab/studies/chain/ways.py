@@ -14,7 +14,7 @@ from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.baselines.candidate import (
     CALLS_AHEAD,
     HIDDEN_LAUNCH_US,
-    PreparedCall,
+    ReadyCall,
     captured,
 )
 from sidelane_lab.baselines.reference import Case
@@ -43,7 +43,7 @@ def chain_gemms(nbytes: int, ranks: int, dtype: str) -> tuple[Gemm, Gemm]:
 class Chain:
     """One way to run the chain. Its GEMMs share weights and the consumer's output with those of the others."""
 
-    def __init__(self, gemms: Gemms, collective: PreparedCall) -> None:
+    def __init__(self, gemms: Gemms, collective: ReadyCall) -> None:
         self.collective = collective
         self._gemms = gemms
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -87,7 +87,7 @@ class Chain:
 class PrelaunchedChain(Chain):
     """The chain with its all-gather armed ahead of the producer, and fired behind it."""
 
-    def __init__(self, gemms: Gemms, collective: PreparedCall, communicator: Communicator) -> None:
+    def __init__(self, gemms: Gemms, collective: ReadyCall, communicator: Communicator) -> None:
         super().__init__(gemms, collective)
         self._communicator = communicator
         self._handle: Prelaunched | None = None

@@ -15,7 +15,7 @@ from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import ideal_speedup, speedup
 from sidelane.c3.workload import Workload
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, PreparedCall
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
@@ -88,7 +88,7 @@ class Parts:
         """Measure every way in and out of place. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
         candidates = candidates_for(self.ways, case, PLACES[case.kind])
-        runs = {candidate: PreparedCall(candidate, case, way, calls) for candidate, way in candidates.items()}
+        runs = {candidate: ReadyCall(candidate, case, way, calls) for candidate, way in candidates.items()}
         said: dict[Entrant, Said] = {}
         with self.meter.on_stream():
             found = {candidate: self._ready(way, runs[candidate]) for candidate, way in candidates.items()}
@@ -121,7 +121,7 @@ class Parts:
         candidates = candidates_for(beside, case, (False,))
         problems: dict[Entrant, Problem] = {}
         said: dict[Entrant, Said] = {}
-        runs = {candidate: PreparedCall(candidate, case, way) for candidate, way in candidates.items()}
+        runs = {candidate: ReadyCall(candidate, case, way) for candidate, way in candidates.items()}
         with self.meter.on_stream(), Workers() as workers:
             gemm = GemmRun(workload.gemm, case.device)
             gemm.fill(next(self.seeds))
@@ -222,7 +222,7 @@ class Parts:
     def _rounds(self, jobs: Mapping[Any, Job]) -> dict[Any, Rounds]:
         return self.meter.rounds(jobs, warmup=self.warmup, repeats=self.repeats) if jobs else {}
 
-    def _ready(self, way: Way, prepared: PreparedCall) -> Problem | None:
+    def _ready(self, way: Way, prepared: ReadyCall) -> Problem | None:
         """Check a call, and repeat it until its ranks know what comes. Collective.
 
         Returns:

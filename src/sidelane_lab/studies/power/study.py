@@ -18,7 +18,7 @@ from sidelane.errors import UnavailableError
 from sidelane.machine import local
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import Entrant, Implementation, PreparedCall, candidates_of
+from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.harness.measure import Job, Problem
@@ -129,7 +129,7 @@ class PowerBench:
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
-        good: dict[Entrant, PreparedCall] = {}
+        good: dict[Entrant, ReadyCall] = {}
         problems: dict[Entrant, Problem] = {}
         with meter.on_stream():
             inputs: list[ReducedInput] = []
@@ -138,7 +138,7 @@ class PowerBench:
                 refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
                 found = Problem(refused) if refused else self._prepare(candidate, case, implementation)
-                if isinstance(found, PreparedCall):
+                if isinstance(found, ReadyCall):
                     good[candidate] = found
                 else:
                     problems[candidate] = found
@@ -174,16 +174,16 @@ class PowerBench:
         others = {candidate.in_place for candidate in found if candidate.implementation not in OWN}
         return ((c, implementation) for c, implementation in found.items() if c.in_place in others or not others)
 
-    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> PreparedCall | Problem:
+    def _prepare(self, candidate: Entrant, case: Case, implementation: Implementation) -> ReadyCall | Problem:
         """Run once, capture, check. If that fails: what is wrong. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
-        make = functools.partial(PreparedCall, candidate, case, implementation, calls)
+        make = functools.partial(ReadyCall, candidate, case, implementation, calls)
         found = ready(self._meter, make, next(self._seeds))
-        if isinstance(found, PreparedCall):
+        if isinstance(found, ReadyCall):
             found.settle()
         return found
 
-    def _replays(self, good: Mapping[Entrant, PreparedCall]) -> dict[Entrant, int]:
+    def _replays(self, good: Mapping[Entrant, ReadyCall]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""
         if not good:
             return {}
@@ -193,7 +193,7 @@ class PowerBench:
             for candidate, measured in rounds.items()
         }
 
-    def _run(self, prepared: PreparedCall, replays: int, given: ReducedInput | None = None) -> PowerRound:
+    def _run(self, prepared: ReadyCall, replays: int, given: ReducedInput | None = None) -> PowerRound:
         """Run one candidate back to back and read the counters. Collective. ``given``: what a reduction adds up."""
         job, again = prepared.job(), lambda: None
         every = replays
@@ -295,11 +295,11 @@ class ReducedInput:
         self._values.uniform_(-1.0, 1.0, generator=generator).mul_(2.0**SMALLEST)
         self._calls = calls_between(case.world_size)
 
-    def put(self, prepared: PreparedCall) -> None:
+    def put(self, prepared: ReadyCall) -> None:
         """Give a candidate these values, on the current stream."""
         prepared.tensors.input.copy_(self._values)
 
-    def replays_between(self, prepared: PreparedCall, calls: int) -> int | None:
+    def replays_between(self, prepared: ReadyCall, calls: int) -> int | None:
         """Samples of ``calls`` after which a candidate needs them again; None if it leaves its input as it is."""
         return None if prepared.repeatable else max(1, self._calls // calls)
 

@@ -24,7 +24,7 @@ from sidelane.cli.launch import Rank
 from sidelane.kernels.gemm_shape import TUNED
 from sidelane.machine import local
 from sidelane.program.collective import Kind
-from sidelane_lab.baselines.candidate import PreparedCall, candidates_of
+from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import Roster
 from sidelane_lab.harness.measure import Job
@@ -210,12 +210,12 @@ class Bench:
             note = f"collectives are given no units: {self._no_partitions}"
             yield self._row(batch, means=Means.SPLIT, units=SMALLEST_SHARE, note=note)
 
-    def _right(self, batch: IsolatedBatch) -> tuple[dict[str, PreparedCall], list[IsolatedRow]]:
+    def _right(self, batch: IsolatedBatch) -> tuple[dict[str, ReadyCall], list[IsolatedRow]]:
         """Return calls that are right, by label, and rows of the others."""
         case, right, others = self._case(batch), {}, []
         for implementation in self.roster.implementations.values():
             for entrant in candidates_of(implementation, case.kind, launches=("eager",)):
-                run = PreparedCall(entrant, case, implementation)
+                run = ReadyCall(entrant, case, implementation)
                 wrong = check_launch(self._meter, run.label, run.run, run, (), next(self._seeds))
                 if wrong is None:
                     right[run.label] = run
@@ -223,7 +223,7 @@ class Bench:
                     others.append(self._row(batch, run, note=wrong.text))
         return right, others
 
-    def _given(self, batch: IsolatedBatch, run: PreparedCall) -> Iterator[IsolatedRow]:
+    def _given(self, batch: IsolatedBatch, run: ReadyCall) -> Iterator[IsolatedRow]:
         """Measure a collective on its own units."""
         partition, launches = Partition(means=Means.SPLIT), {}
         reason = self._no_partitions
@@ -243,7 +243,7 @@ class Bench:
         for units, time_us in self.times(launches).items():
             yield self._sent(batch, run, units, time_us)
 
-    def _sent(self, batch: IsolatedBatch, run: PreparedCall, units: int, time_us: float) -> IsolatedRow:
+    def _sent(self, batch: IsolatedBatch, run: ReadyCall, units: int, time_us: float) -> IsolatedRow:
         ranks = self._rank.world_size
         sent = batch.nbytes * (ranks - 1) / ranks * (2 if batch.collective is Kind.ALL_REDUCE else 1)
         means = Means.SPLIT if units else ""
@@ -255,14 +255,14 @@ class Bench:
         """Measure every strategy with the call of its mover that is fastest alone, as ``pairs.run`` does for sweeps."""
         right, _ = self._right(batch)  # whoever is wrong has a row as a collective
         alone = self.times({label: run.run for label, run in right.items()})
-        by_mover: dict[str, PreparedCall] = {}
+        by_mover: dict[str, ReadyCall] = {}
         for run in sorted(right.values(), key=lambda run: alone[run.label]):
             by_mover.setdefault(run.implementation, run)
         gemm = self._filled(batch)
         launches: dict[str, Callable[[], object]] = {
             f"alone {run.label}": functools.partial(run_alone, run) for run in by_mover.values()
         }
-        places: dict[str, tuple[Strategy, PreparedCall, int]] = {}
+        places: dict[str, tuple[Strategy, ReadyCall, int]] = {}
         with Workers() as workers:
             pairs = Pairs(gemm, self._lanes, workers, self._partitions)
             for strategy, run in _of_movers(by_mover):
@@ -320,7 +320,7 @@ class Bench:
         if batch.means == DMA:
             case, implementation = self._case(batch), self.roster.implementations[DMA]
             found = candidates_of(implementation, case.kind, only=("b2b",), launches=("eager",))
-            return PreparedCall(found[-1], case, implementation).run  # the last one is in place
+            return ReadyCall(found[-1], case, implementation).run  # the last one is in place
         source = torch.zeros(batch.nbytes, dtype=torch.uint8, device=self._rank.device)
         target = torch.empty(batch.nbytes, dtype=torch.uint8, device="cpu", pin_memory=not self._on_cpu)
         return functools.partial(target.copy_, source, non_blocking=True)
@@ -339,7 +339,7 @@ class Bench:
         measured = self._meter.rounds(jobs, warmup=self._options.warmup, repeats=self._options.repeats)
         return {name: rounds.median_us for name, rounds in measured.items()}
 
-    def _row(self, batch: IsolatedBatch, run: PreparedCall | None = None, **figures: Any) -> IsolatedRow:
+    def _row(self, batch: IsolatedBatch, run: ReadyCall | None = None, **figures: Any) -> IsolatedRow:
         m, n, k = batch.sizes
         columns: dict[str, Any] = {
             "implementation": run.implementation if run else batch.means if batch.what == BESIDE else "",
@@ -421,7 +421,7 @@ def _timed(operation: Callable[[], object]) -> float:
     return 1e6 * (time.perf_counter() - begin)
 
 
-def _of_movers(by_mover: Mapping[str, PreparedCall]) -> Iterator[tuple[Strategy, PreparedCall]]:
+def _of_movers(by_mover: Mapping[str, ReadyCall]) -> Iterator[tuple[Strategy, ReadyCall]]:
     """Yield every strategy with its call; one after the other with each of them, which the others are held against."""
     for strategy in strategies():
         if not strategy.concurrent:
