@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from fused_ops import DTYPES, Calls, Draws, check_close, communicator
+from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
@@ -91,9 +91,7 @@ def forward_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
                 per_sample_weights=None if weights is None else weights.to(device),
             )
             check_close(unfused, expected, "unfused")
-        comm.synchronize()
-        for number, (result, expected) in enumerate(kept):
-            check_close(result, expected, number)
+        check_all(comm, kept)
     return len(kept)
 
 

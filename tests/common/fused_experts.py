@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fused_modules import there_and_back
-from fused_ops import Draws, check_close, communicator
+from fused_ops import Draws, check_close, communicator, noting
 
 from sidelane import Communicator, ops
 from sidelane.choice.fused import UNFUSED, FusedTime, MethodChoice, keep
@@ -197,20 +197,14 @@ def chosen(group: dist.ProcessGroup) -> list[list[str]]:
                     weight = torch.randn(*([] if experts is None else [each]), 8, 16).bfloat16()
                     counts = torch.ones(shape, dtype=torch.int64)
                     with pytest.MonkeyPatch.context() as inner:
-                        inner.setattr(expert_products.ExpertGroups, "product", counting(went))
+                        inner.setattr(
+                            expert_products.ExpertGroups,
+                            "product",
+                            noting(expert_products.ExpertGroups.product, "grouped", went),
+                        )
                         op(comm, torch.randn(n * each, 16).bfloat16(), weight, counts, most_rows=32)
                     went.append(ops.explain(comm, op.__name__, *sizes, experts=each, dtype=torch.bfloat16))
                 told.append(went)
-    return told
-
-
-def counting(went: list[str]) -> Callable[..., torch.Tensor]:
-    product = expert_products.ExpertGroups.product
-
-    def told(self: expert_products.ExpertGroups, *given: torch.Tensor) -> torch.Tensor:
-        went.append("grouped")
-        return product(self, *given)
-
     return told
 
 
@@ -245,16 +239,8 @@ def layers(group: dist.ProcessGroup, backend: str) -> int:
         patch.setattr(auto, "choose_method", lambda *_, **__: MethodChoice(UNFUSED, "a test"))
         went: list[str] = []
         for module in (gemm, dispatch_gemm):
-            patch.setattr(module, "one_by_one", telling(module.one_by_one, went))
+            patch.setattr(module, "one_by_one", noting(module.one_by_one, "one by one", went))
         torch.manual_seed(8)
         n = comm.world_size
         there_and_back(comm, 2, backend, torch.randint(2 * n, (n, 5, 2), device="cpu"))
         return len(went)
-
-
-def telling(call: Callable[..., Any], went: list[str]) -> Callable[..., Any]:
-    def told(*given: Any, **options: Any) -> Any:
-        went.append("one by one")
-        return call(*given, **options)
-
-    return told

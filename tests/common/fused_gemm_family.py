@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fused_ops import DTYPES, Calls, Draws, check_close, communicator
+from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
 
@@ -43,10 +43,7 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             if number < 2:
                 found.append(plain(comm, x, weight, method="unfused"))
             kept += [(result / scale, expected / scale) for result in found]
-        comm.synchronize()
-        for number, (result, wanted) in enumerate(kept):
-            assert result.shape == wanted.shape
-            check_close(result, wanted, number, scale=1.0)
+        check_all(comm, kept, scale=1.0)
     return calls
 
 
@@ -71,10 +68,7 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             if number < 2:
                 found.append(ops.all_gather_gemm(comm, x, weight, method="unfused"))
             kept += [(result, expected) for result in found]
-        comm.synchronize()
-        for number, (result, wanted) in enumerate(kept):
-            assert result.shape == wanted.shape
-            check_close(result, wanted, number)
+        check_all(comm, kept)
     return calls
 
 

@@ -1,15 +1,16 @@
-"""What ranks do with gemm_all_to_all in tests; see ``fused_ops``."""
+"""What ranks do with gemm_all_to_all and all_to_all_gemm in tests; see ``fused_ops``."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fused_ops import DTYPES, Calls, Draws, check_close, communicator
+from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator, noting
 
 from sidelane import Communicator, ops
 from sidelane.choice.fused import SPLIT, MethodChoice
@@ -65,19 +66,111 @@ def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
                     kept.append((result[: len(expected)].clone(), expected))
             if number == 0:
                 check_close(reference.gemm_all_to_all(comm, x, weight, counts), expected, "unfused")
-        comm.synchronize()
-        for number, (result, expected) in enumerate(kept):
-            check_close(result, expected, number)
+        check_all(comm, kept)
     return len(kept)
 
 
+def dispatches_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Even and skewed routing, nothing at all for some, rows that stay; one expert and several; every way."""
+    with communicator(group) as comm:
+        n, rank, device = comm.world_size, comm.rank, comm.device
+        draws = Draws(seed, rank)
+        kept: list[tuple[object, torch.Tensor, torch.Tensor]] = []
+        for number in range(calls):
+            dtype = draws.sizes.choice(DTYPES)
+            columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
+            counts = [[draws.sizes.choice((0, 1, 7, 18, 40)) for _ in range(n)] for _ in range(n)]
+            if number == 2:
+                counts = [[17] * n] * n
+            xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
+            weight = [draws.normal(columns, depth).to(dtype) for _ in range(n)][rank]
+            parts = [x[sum(row[:rank]) : sum(row[: rank + 1])] for x, row in zip(xs, counts, strict=True)]
+            expected = torch.cat(parts).double() @ weight.double().T
+            x, weight = xs[rank].to(device), weight.to(device)
+            table = torch.tensor(counts, dtype=draws.sizes.choice((torch.int32, torch.int64)), device=device)
+            if number % 3 == 0:  # rows that lie apart
+                x, weight = (torch.cat([part, part], dim=1)[:, :depth] for part in (x, weight))
+            draws.late()
+
+            def keep(name: str, result: torch.Tensor, wanted: torch.Tensor = expected, number: int = number) -> None:
+                kept.append(((number, name), result[: len(wanted)].clone(), wanted))
+
+            options: dict[str, Any] = {"most_rows": 40 * n, "tiles": TILES}
+            keep("fused", ops.all_to_all_gemm(comm, x, weight, table, **options))
+            pieces = 1 + number % 3
+            keep("split", ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=40 * n, pieces=pieces))
+            if number < 2:
+                for method in ("auto", "fused", "split", "unfused"):
+                    keep(method, ops.all_to_all_gemm(comm, x, weight, counts, method=method, **options))
+                keep("unfused", ops.all_to_all_gemm(comm, x, weight, table, method="unfused", **options))
+                keep("reference", reference.all_to_all_gemm(comm, x, weight, counts))
+            keep("experts", *experts(comm, draws, dtype, columns, depth))
+            keep("left out", *left_out(comm, x, weight, counts, expected))
+        comm.synchronize()
+        for where, result, wanted in kept:
+            assert len(result) == len(wanted), where
+            check_close(result, wanted, where)
+    return len(kept)
+
+
+def experts(
+    comm: Communicator, draws: Draws, dtype: torch.dtype, columns: int, depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tiles that a tile of an expert needs may be one or two, of rows of other experts as well."""
+    n, rank, device, each = comm.world_size, comm.rank, comm.device, draws.sizes.choice((1, 2, 3))
+    sizes = (0, 1, 5, 13, 16, 21)
+    counts = [[[draws.sizes.choice(sizes) for _ in range(each)] for _ in range(n)] for _ in range(n)]
+    xs = [draws.normal(sum(map(sum, row)), depth).to(dtype) for row in counts]
+    weights = draws.normal(n, each, columns, depth).to(dtype)
+    wanted = [torch.empty(0, columns, dtype=torch.float64, device="cpu")]
+    for x, row in zip(xs, counts, strict=True):
+        ends = itertools.accumulate(row[rank], initial=sum(map(sum, row[:rank])))
+        for expert, (first, stop) in enumerate(itertools.pairwise(ends)):
+            wanted.append(x[first:stop].double() @ weights[rank, expert].double().T)
+    given = xs[rank].to(device), weights[rank].to(device), torch.tensor(counts, device=device)
+    draws.late()
+    return ops.all_to_all_gemm(comm, *given, most_rows=21 * n * each, tiles=TILES), torch.cat(wanted)
+
+
+def left_out(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, counts: list[list[int]], expected: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What there is no room for stays away, and what there is room for is right."""
+    table = torch.tensor(counts, device=comm.device)
+    most = 1 + max(sum(row) for row in zip(*counts, strict=True)) // 2
+    return ops.all_to_all_gemm(comm, x, weight, table, most_rows=most, tiles=TILES), expected[:most]
+
+
 def wrong_calls(comm: Communicator) -> Calls:
+    """Give wrong calls of gemm_all_to_all, and of what moves rows as they are."""
+    n = comm.world_size
+    wrong, right = refused_by(comm, ops.gemm_all_to_all)
+    rows = functools.partial(ops.all_to_all_rows, comm, counts=torch.full((n, n), 2), most_rows=2 * n)
+    others = torch.ones(2 * n, 0), torch.ones(2 * n, 8).int(), torch.ones(8, 2 * n).T
+    wrong += [functools.partial(rows, x=x) for x in others]
+    wrong.append(functools.partial(right, order="last"))
+    return wrong, right
+
+
+def wrong_dispatches(comm: Communicator) -> Calls:
+    return refused_by(comm, ops.all_to_all_gemm)
+
+
+def wrong_splits(comm: Communicator) -> Calls:
+    return refused_in_parts(comm, ops.split_gemm_all_to_all)
+
+
+def wrong_split_dispatches(comm: Communicator) -> Calls:
+    return refused_in_parts(comm, ops.split_all_to_all_gemm)
+
+
+def refused_by(comm: Communicator, op: Callable[..., torch.Tensor]) -> Calls:
+    """Give calls that both operators which exchange rows refuse."""
     n = comm.world_size
     x, weight, counts = torch.ones(2 * n, 8), torch.ones(4, 8), torch.full((n, n), 2)
 
     def call(x: Any = x, weight: Any = weight, counts: Any = counts, **options: Any) -> Callable[[], Any]:
-        chosen = {"most_rows": 2 * n, "tiles": TILES, **options}
-        return lambda: ops.gemm_all_to_all(comm, x, weight, counts, **chosen)
+        return functools.partial(op, comm, x, weight, counts, **{"most_rows": 2 * n, "tiles": TILES, **options})
 
     wrong = [
         call(x=torch.ones(2 * n, 7)),
@@ -87,33 +180,28 @@ def wrong_calls(comm: Communicator) -> Calls:
         call(weight=torch.ones(4, 8, dtype=torch.int32)),
         call(counts=[[2] * n] * (n - 1) + [[2]]),
         *(call(counts=[[rows] * n] * n) for rows in (3, -1)),
+        call(counts=[2] * n),
         call(counts=None),
-        call(method="split"),
+        call(counts=torch.full((n, n + 1), 2)),
+        call(counts=torch.full((n, n), 2.0)),
+        *(call(counts=torch.full((n, n), rows)) for rows in (3, -1)),
+        *(call(method=method) for method in ("split", "best")),
         call(weight=torch.ones(2, 4, 8)),
         call(weight=torch.ones(2, 4, 8), counts=torch.ones(n, n, 3).long()),
         call(weight=torch.ones(2, 4, 8), counts=[[[1, 1]] * n] * n, method="split"),
         call(weight=torch.ones(65, 4, 8), counts=torch.zeros(n, n, 65).long()),
-        *(
-            functools.partial(ops.all_to_all_rows, comm, other, counts, most_rows=2 * n)
-            for other in (torch.ones(2 * n, 0), torch.ones(2 * n, 8).int(), torch.ones(8, 2 * n).T)
-        ),
-        call(counts=torch.full((n, n + 1), 2)),
-        call(counts=torch.full((n, n), 2.0)),
-        call(counts=torch.full((n, n), 3)),
-        call(counts=torch.full((n, n), -1)),
         call(most_rows=0),
-        call(order="last"),
     ]
     return wrong, call()
 
 
-def wrong_splits(comm: Communicator) -> Calls:
+def refused_in_parts(comm: Communicator, op: Callable[..., torch.Tensor]) -> Calls:
+    """Give calls that both refuse where copy engines move the rows in parts."""
     n = comm.world_size
     x, weight, counts = torch.ones(2 * n, 8), torch.ones(4, 8), [[2] * n] * n
 
     def call(x: Any = x, weight: Any = weight, counts: Any = counts, **options: Any) -> Callable[[], Any]:
-        chosen = {"most_rows": 2 * n, **options}
-        return lambda: ops.split_gemm_all_to_all(comm, x, weight, counts, **chosen)
+        return functools.partial(op, comm, x, weight, counts, **{"most_rows": 2 * n, **options})
 
     wrong = [
         call(x=torch.ones(2 * n, 7)),
@@ -121,11 +209,9 @@ def wrong_splits(comm: Communicator) -> Calls:
         call(weight=torch.ones(4, 8, dtype=torch.int32)),
         call(counts=[[2] * n] * (n + 1)),
         call(counts=[[2] * n] * (n - 1) + [[2] * (n - 1)]),
-        call(counts=[[3] * n] * n),
-        call(counts=[[-1] * n] * n),
+        *(call(counts=[[rows] * n] * n) for rows in (3, -1)),
         call(most_rows=0),
-        call(pieces=0),
-        call(pieces=65),
+        *(call(pieces=pieces) for pieces in (0, 65)),
     ]
     return wrong, call()
 
@@ -140,9 +226,9 @@ def counts_in_captures(group: dist.ProcessGroup) -> list[str]:
         patch.setattr(auto, "choose_method", lambda *_, **__: MethodChoice(SPLIT, "a test", 2))
         patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
         for where in (gemm.GemmAllToAll, dispatch_gemm.AllToAllGemm):
-            patch.setattr(where, "__call__", told(where.__call__, "fused", ways))
+            patch.setattr(where, "__call__", noting(where.__call__, "fused", ways))
         for where in (split_gemm.SplitGemmAllToAll, split_gemm.SplitAllToAllGemm):
-            patch.setattr(where, "__call__", told(where.__call__, "split", ways))
+            patch.setattr(where, "__call__", noting(where.__call__, "split", ways))
         for number, op in enumerate((ops.gemm_all_to_all, ops.all_to_all_gemm)):
             first, second, third = ([[rows + number, 1] + [2] * (n - 2)] * n for rows in (3, 4, 5))
             x, weight = torch.randn(8 * n, 8), torch.randn(5, 8)
@@ -190,14 +276,6 @@ def operands_in_a_capture(comm: Communicator, counts: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operands, "is_captured", lambda _: True)
         operands._from_host("a test", comm, counts)
-
-
-def told(call: Callable[..., Any], word: str, ways: list[str]) -> Callable[..., Any]:
-    def telling(*arguments: Any, **options: Any) -> Any:
-        ways.append(word)
-        return call(*arguments, **options)
-
-    return telling
 
 
 def routings_that_are_kept(group: dist.ProcessGroup) -> tuple[bool, bool, int, bool, bool]:

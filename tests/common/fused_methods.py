@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fused_ops import check_close, communicator
+from fused_ops import check_close, communicator, noting
 from fused_timelines import calls_of
 
 from sidelane import Communicator, ops
@@ -89,8 +89,8 @@ def known_again(comm: Communicator) -> None:
     )
     for where, name, call in calls:
         with pytest.MonkeyPatch.context() as patch:
-            checked: list[object] = []
-            patch.setattr(where, name, counted(getattr(where, name), checked))
+            checked: list[str] = []
+            patch.setattr(where, name, noting(getattr(where, name), name, checked))
             for method in ("auto", "unfused", "split" if where is gemm_reduce else "fused"):
                 checked.clear()
                 call(method=method)
@@ -109,14 +109,6 @@ def known_again(comm: Communicator) -> None:
             ops.gemm_all_reduce(comm, x, weight, method=["split"])  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="dtype of x"):
             ops.gemv_all_reduce(comm, weight, x.bfloat16())
-
-
-def counted(call: Callable[..., object], seen: list[object]) -> Callable[..., object]:
-    def counting(*arguments: object, **options: object) -> object:
-        seen.append(call)
-        return call(*arguments, **options)
-
-    return counting
 
 
 def of_parameters(group: dist.ProcessGroup) -> int:

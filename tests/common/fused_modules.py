@@ -476,61 +476,6 @@ def pass_only(comm: Communicator, group: dist.ProcessGroup, call: Any, values: A
     assert not fusion.replaced
 
 
-def combine(group: dist.ProcessGroup, backend: str) -> int:
-    """Routing of two experts a token, some tokens with one, and of all tokens to one expert; one expert a rank and two.
-    Forward and gradients against float64.
-    """
-    with communicator(group) as comm:
-        routed(comm, None, None, torch.randint(comm.world_size, (comm.world_size, 5, 2), device="cpu"))
-        torch.manual_seed(4)
-        routed(comm, 2, backend, torch.randint(2 * comm.world_size, (comm.world_size, 5, 2), device="cpu"))
-        routed(comm, 3, None, torch.full((comm.world_size, 5, 2), 1, device="cpu"))
-        left_out(comm)
-    return 2
-
-
-def routed(comm: Communicator, experts: int | None, backend: str | None, chosen: torch.Tensor) -> None:
-    n, rank, (_, tokens, width), each = comm.world_size, comm.rank, chosen.shape, experts or 1
-    torch.manual_seed(5)
-    places = [(to, t, k) for to in range(n) for t in range(tokens) for k in range(width)]
-    # Of a rank: its rows, by the rank of their tokens and then by expert.
-    sent = [
-        [(to, e, t, k) for to in range(n) for e in range(each) for at, t, k in places
-         if at == to and int(chosen[at, t, k]) == own * each + e]
-        for own in range(n)
-    ]  # fmt: skip
-    counts = torch.tensor(
-        [[[sum((to, e) == row[:2] for row in sent[own]) for e in range(each)] for to in range(n)] for own in range(n)]
-    )
-    xs, gates = [torch.randn(len(rows), 8) for rows in sent], torch.rand(n, tokens, width)
-    gates[:, 0, 1] = 0
-    slots = torch.zeros(tokens, width, dtype=torch.int64)
-    for slot, (t, k) in enumerate((t, k) for own in range(n) for to, _, t, k in sent[own] if to == rank):
-        slots[t, k] = slot
-    layer = ExpertCombine(comm, 8, 6, most_rows=n * tokens * width, experts=experts)
-    weights = torch.empty(n, *layer.weight.shape)
-    comm.all_gather(weights, layer.weight.detach())
-    comm.synchronize()
-    *wide_xs, wide_weights, wide_gates = [part.double().requires_grad_() for part in (*xs, weights, gates)]
-    expected = torch.zeros(n, tokens, 6, dtype=torch.float64)
-    for own in range(n):
-        for row, (to, e, t, k) in zip(wide_xs[own], sent[own], strict=True):
-            added = torch.zeros_like(expected)
-            added[to, t] = 1
-            expected = expected + added * (wide_weights.view(n, each, 6, 8)[own, e] @ row) * wide_gates[to, t, k]
-    expected.square().sum().backward()
-    for model in (layer, *([] if backend is None else [compiled(layer, backend)])):
-        layer.zero_grad()
-        x, gate = xs[rank].clone().requires_grad_(), gates[rank].clone().requires_grad_()
-        result = model(x, counts if experts else counts[:, :, 0].contiguous(), slots, gate)
-        check_close(result.detach(), expected.detach()[rank], "result")
-        result.square().sum().backward()
-        for part, other in ((x, wide_xs[rank]), (gate, wide_gates), (layer.weight, wide_weights)):
-            assert part.grad is not None
-            wanted = torch.zeros_like(other) if other.grad is None else other.grad
-            check_close(part.grad, wanted if other is wide_xs[rank] else wanted[rank], "gradient")
-
-
 def left_out(comm: Communicator) -> None:
     """Rows that nobody has room for have no gradient, whatever the workspace holds."""
     n, rank = comm.world_size, comm.rank
@@ -551,7 +496,8 @@ def dispatch(group: dist.ProcessGroup, backend: str) -> int:
         n = comm.world_size
         there_and_back(comm, None, None, torch.randint(n, (n, 5, 2), device="cpu"))
         there_and_back(comm, 2, backend, torch.randint(2 * n, (n, 5, 2), device="cpu"))
-        there_and_back(comm, 2, None, torch.full((n, 5, 2), 1, device="cpu"))
+        there_and_back(comm, 3, None, torch.full((n, 5, 2), 1, device="cpu"))
+        left_out(comm)
         too_many(comm)
     return 2
 
@@ -560,6 +506,7 @@ def there_and_back(comm: Communicator, experts: int | None, backend: str | None,
     n, rank, (_, tokens, k), each = comm.world_size, comm.rank, chosen.shape, experts or 1
     torch.manual_seed(9)
     xs, gates = torch.randn(n, tokens, 8), torch.rand(n, tokens, k)
+    gates[:, 0, 1] = 0  # a token with one expert
     sizes = {"most_rows": n * tokens * k, "experts": experts}
     first = ExpertDispatch(comm, 8, 6, most_sent=tokens * k, **sizes)
     second = ExpertCombine(comm, 6, 8, **sizes)

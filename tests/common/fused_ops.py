@@ -55,6 +55,26 @@ def check_close(found: torch.Tensor, expected: torch.Tensor, where: object, *, s
     assert error <= TOLERANCE[found.dtype], (where, error)
 
 
+def check_all(
+    comm: Communicator, kept: Sequence[tuple[torch.Tensor, torch.Tensor]], *, scale: float | None = None
+) -> None:
+    """Compare all that was kept with float64, once the calls have ended."""
+    comm.synchronize()
+    for number, (result, expected) in enumerate(kept):
+        assert result.shape == expected.shape, number
+        check_close(result, expected, number, scale=scale)
+
+
+def noting(call: Callable[..., Any], word: str, seen: list[str]) -> Callable[..., Any]:
+    """Make a call that also writes down a word."""
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        seen.append(word)
+        return call(*arguments, **options)
+
+    return noted
+
+
 @contextlib.contextmanager
 def communicator(group: dist.ProcessGroup, *, debug: bool = False) -> Iterator[Communicator]:
     """One that is patient: CPU ranks interpret kernels."""
@@ -95,9 +115,7 @@ def gemv_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
             if where == 1:
                 result = result.clone()  # the next call writes there
             kept.append((result, expected))
-        comm.synchronize()
-        for number, (result, expected) in enumerate(kept):
-            check_close(result, expected, number)
+        check_all(comm, kept)
         weight, x = torch.ones(20, 8), torch.ones(3, 8)
         check_close(reference.gemv_all_reduce(comm, weight, x), torch.full((3, 20), 8.0 * n).double(), "unfused")
     return len(kept)
@@ -132,9 +150,7 @@ def gemv_of_8_bits(group: dist.ProcessGroup, seed: int) -> int:
             kept.append((ops.gemv_all_reduce(comm, weight, x, tiling=tiling, **options), expected))
             unfused = reference.gemv_all_reduce(comm, weight, x, **options)
             assert (unfused.double().cpu() - expected).abs().max() < 3e-2 * expected.abs().max()
-        comm.synchronize()
-        for number, (result, wanted) in enumerate(kept):
-            check_close(result, wanted, number)
+        check_all(comm, kept)
     return len(kept)
 
 
@@ -158,9 +174,7 @@ def default_tilings(group: dist.ProcessGroup, whole: tuple[int, int], odd: tuple
             for _ in range(2):
                 draws.late()
                 kept.append((ops.gemv_all_reduce(comm, weight, x, method="fused"), expected))
-        comm.synchronize()
-        for number, (result, wanted) in enumerate(kept):
-            check_close(result, wanted, number)
+        check_all(comm, kept)
     return len(kept)
 
 
@@ -232,9 +246,7 @@ def rms_norm_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> in
                 (expected, total),
                 strict=True,
             )
-        comm.synchronize()
-        for number, (result, expected) in enumerate(kept):
-            check_close(result, expected, number)
+        check_all(comm, kept)
         x, weight = torch.full((2, 4), 1.0), torch.full((4,), 2.0)
         y, total = reference.all_reduce_rms_norm(comm, x, x, weight)
         check_close(total, torch.full((2, 4), n + 1.0).double(), "unfused")

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from checked_calls import CheckedCall
 from fake_driver import FakeDriver
 from made_up_gpus import made_up_gpus
 from native_driver import NativeDriver
@@ -75,54 +76,20 @@ class Memory:
 
 def one_call(memory: Memory, kind: str, variant: str, size: int, step: int, symmetric: bool, in_place: bool) -> None:
     """A call on new tensors, checked."""
-    comm, n, rank = memory.comm, memory.comm.world_size, memory.comm.rank
+    made: list[torch.Tensor] = []
 
-    def part_of(src: int, dst: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.int32) + 10_000 * step + 100 * src + 10 * dst
+    def make(what: str, numel: int) -> torch.Tensor:
+        is_symmetric = symmetric and kind not in ("gather", "reduce_scatter")
+        is_symmetric &= what == "output" or kind == "all_reduce"
+        found = memory.new(numel, symmetric=is_symmetric)
+        while is_symmetric and any(abs(found.data_ptr() - each.data_ptr()) < found.nbytes for each in made):
+            found = memory.new(numel, symmetric=True)
+        made.append(found)
+        return found
 
-    whole, own, root = slice(None), slice(rank * size, (rank + 1) * size), step % n
-    if kind == "all_gather":
-        output = memory.new(n * size, symmetric=symmetric)
-        input = output[own] if in_place else memory.new(size)
-        input.copy_(part_of(rank, 0))
-        comm.all_gather(output, input, variant=variant)
-        expected = [part_of(src, 0) for src in range(n)]
-    elif kind == "all_to_all":
-        output, input = memory.new(n * size, symmetric=symmetric), memory.new(n * size)
-        input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
-        comm.all_to_all(output, input, variant=variant)
-        expected = [part_of(src, rank) for src in range(n)]
-    elif kind == "broadcast":
-        output = memory.new(size, symmetric=symmetric)
-        output.copy_(part_of(rank, 0))
-        comm.broadcast(output, root=root, variant=variant)
-        expected = [part_of(root, 0)]
-    elif kind == "gather":
-        output, input = memory.new(n * size), memory.new(size)
-        input.copy_(part_of(rank, 0))
-        comm.gather(output if rank == root else None, input, root=root, variant=variant)
-        expected = [part_of(src, 0) for src in range(n)] if rank == root else [torch.zeros(n * size)]
-    elif kind == "scatter":
-        output, input = memory.new(size, symmetric=symmetric), memory.new(n * size)
-        input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
-        comm.scatter(output, input if rank == root else None, root=root, variant=variant)
-        expected = [part_of(root, rank)]
-    elif kind == "reduce_scatter":
-        input = memory.new(n * size)
-        input.copy_(torch.cat([part_of(rank, dst) for dst in range(n)]))
-        output = input[own] if in_place else memory.new(size)
-        comm.reduce_scatter(output, input, variant=variant)
-        expected = [sum(part_of(src, rank) for src in range(n))]
-    else:
-        input = memory.new(size, symmetric=symmetric)
-        output = input if in_place else memory.new(size, symmetric=symmetric)
-        while output is not input and symmetric and abs(output.data_ptr() - input.data_ptr()) < input.nbytes:
-            output = memory.new(size, symmetric=symmetric)
-        input.copy_(part_of(rank, 0))
-        comm.all_reduce(input, output=None if in_place else output, variant=variant)
-        expected = [sum(part_of(src, 0) for src in range(n))]
-    found = output[whole]
-    assert torch.equal(found, torch.cat(expected).to(torch.int32)), (kind, variant, size, step, symmetric, in_place)
+    root = step % memory.comm.world_size
+    call = CheckedCall(memory.comm, kind, size, torch.int32, make, seed=step, root=root, in_place=in_place)
+    call.run(variant=variant)
 
 
 def driver_of(native: bool) -> FakeDriver:

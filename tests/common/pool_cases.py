@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from expected import any_bytes, close, numbers, reduced, same_bytes
+from checked_calls import CheckedCall
 
 import sidelane
 from sidelane import Communicator, Config, MismatchError, PeerError
@@ -121,64 +121,32 @@ def storm(group: dist.ProcessGroup, seed: int, calls: int, drift: int, kinds: tu
     moved: list[torch.Tensor] = []
     symmetric = mapped = 0
     with _communicator(group) as comm:
-        n, rank = comm.world_size, comm.rank
         pool = sidelane.pool(comm, room())
         for number in range(calls):
             kind, size = draw.choice(kinds), draw.choice((1, 33, 5000, 70_000))
-            reduces = kind in ("reduce_scatter", "all_reduce")
-            dtype = torch.float32 if reduces else draw.choice((torch.uint8, torch.bfloat16, torch.float32))
-            whole = kind in ("all_to_all", "reduce_scatter")
-            fill = numbers if reduces else any_bytes
-            given = [fill(seed + number, peer, size * n if whole else size, dtype) for peer in range(n)]
+            dtype = draw.choice((torch.uint8, torch.bfloat16, torch.float32)) if kind in MOVING else torch.float32
             if drift and own.randrange(drift) == 0:
                 with pool:
                     moved.append(torch.empty(own.randrange(1, 3000)))
             if len(moved) > 5:
                 del moved[own.randrange(5)]
-            with pool:
-                input = given[rank].clone()
-                output = torch.empty(size * n if kind == "all_gather" else size if kind != "all_to_all" else size * n)
-                output = output.to(dtype).contiguous().clone()
+
+            def make(what: str, numel: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+                with pool:
+                    return torch.empty(numel, dtype=dtype)
+
+            is_in_place = kind == "all_reduce"
+            call = CheckedCall(comm, kind, size, dtype, make, seed=seed + number, root=1, in_place=is_in_place)
             for _ in range(draw.choice((1, 1, 2))):
-                _check(comm, kind, output, input, given)
-            says = comm.reach(output if kind not in ("all_reduce", "broadcast") else input).how
+                call.run()
+            says = comm.reach(call.output).how
             symmetric += says == "symmetric"
             mapped += says == "mapped"
-            kept.append(output)
+            kept.append(call.output)
             if len(kept) > 6:
                 del kept[draw.randrange(6)]
-            del input, output
+            del call
         return symmetric, mapped, staging(comm)
-
-
-def _check(
-    comm: Communicator,
-    kind: str,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    given: list[torch.Tensor],
-) -> None:
-    n, rank = comm.world_size, comm.rank
-    match kind:
-        case "all_gather":
-            output.zero_()
-            comm.all_gather(output, input)
-            assert same_bytes(output, torch.cat(given)), kind
-        case "all_to_all":
-            output.zero_()
-            comm.all_to_all(output, input)
-            assert same_bytes(output, torch.cat([each.chunk(n)[rank] for each in given])), kind
-        case "reduce_scatter":
-            comm.reduce_scatter(output, input)
-            assert close(output, reduced([each.chunk(n)[rank] for each in given], "sum")), kind
-        case "all_reduce":
-            input.copy_(given[rank])
-            comm.all_reduce(input)
-            assert close(input, reduced(given, "sum")), kind
-        case "broadcast":
-            input.copy_(given[rank])
-            comm.broadcast(input, root=1)
-            assert same_bytes(input, given[1]), kind
 
 
 def lists(group: dist.ProcessGroup, seed: int, rounds: int) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from expected import any_bytes, close, numbers, reduced, same_bytes
+from checked_calls import REDUCING, CheckedCall
 from pieces import MadeUpPieces, memory_of
 
 from sidelane import Communicator, Config
@@ -75,15 +75,7 @@ def every_kind(group: dist.ProcessGroup, seed: int, sizes: tuple[int, ...]) -> d
         draw = random.Random(seed)
         for reachable in ("all", "some", "none"):
             for size in sizes:
-                for kind in (
-                    "all_gather",
-                    "all_to_all",
-                    "reduce_scatter",
-                    "all_reduce",
-                    "broadcast",
-                    "scatter",
-                    "gather",
-                ):
+                for kind in KINDS:
                     _one(comm, kind, size, reachable, draw)
             staging[reachable] = comm.lane.preparer._staging.nbytes
         assert comm._path.reach is not None
@@ -91,58 +83,15 @@ def every_kind(group: dist.ProcessGroup, seed: int, sizes: tuple[int, ...]) -> d
 
 
 def _one(comm: Communicator, kind: str, size: int, reachable: str, draw: random.Random) -> None:
-    n, rank, seed, root = comm.world_size, comm.rank, draw.randrange(10**9), draw.randrange(comm.world_size)
-    reduces = kind in ("reduce_scatter", "all_reduce")
-    dtype = draw.choice((torch.float32, torch.int32) if reduces else DTYPES)
+    n, seed, root = comm.world_size, draw.randrange(10**9), draw.randrange(comm.world_size)
+    dtype = draw.choice((torch.float32, torch.int32) if kind in REDUCING else DTYPES)
     in_place, offset, unshared = draw.random() < 0.4, draw.choice((0, 3)), draw.randrange(n)
-    is_shared = reachable == "all" or (reachable == "some" and rank != unshared)
+    is_shared = reachable == "all" or (reachable == "some" and comm.rank != unshared)
 
-    def make(numel: int) -> torch.Tensor:
+    def make(what: str, numel: int) -> torch.Tensor:
         return shared(numel, dtype, offset) if is_shared else private(numel, dtype)
 
-    fill = numbers if reduces else any_bytes
-    whole = kind in ("all_to_all", "reduce_scatter") or kind == "scatter"
-    given = [fill(seed, peer, size * n if whole else size, dtype) for peer in range(n)]
-    parts = [each.chunk(n) for each in given] if whole else []
-    input, output = (
-        make(given[rank].numel()),
-        make(size * n if kind in ("all_gather", "all_to_all", "gather") else size),
-    )
-    match kind:
-        case "all_gather":
-            if in_place:
-                input = output[rank * size : (rank + 1) * size]
-            input.copy_(given[rank])
-            comm.all_gather(output, input)
-            assert same_bytes(output, torch.cat(given)), kind
-        case "all_to_all":
-            input.copy_(given[rank])
-            comm.all_to_all(output, input)
-            assert same_bytes(output, torch.cat([each[rank] for each in parts])), kind
-        case "reduce_scatter":
-            if in_place:
-                output = input[rank * size : (rank + 1) * size]
-            input.copy_(given[rank])
-            comm.reduce_scatter(output, input)
-            assert close(output, reduced([each[rank] for each in parts], "sum")), kind
-        case "all_reduce":
-            input.copy_(given[rank])
-            target = input if in_place else output
-            comm.all_reduce(input, output=None if in_place else output)
-            assert close(target, reduced(given, "sum")), kind
-        case "broadcast":
-            input.copy_(given[rank])
-            comm.broadcast(input, root=root)
-            assert same_bytes(input, given[root]), kind
-        case "scatter":
-            input.copy_(given[rank])
-            comm.scatter(output, input if rank == root else None, root=root)
-            assert same_bytes(output, parts[root][rank]), kind
-        case "gather":
-            input.copy_(given[rank])
-            comm.gather(output if rank == root else None, input, root=root)
-            if rank == root:
-                assert same_bytes(output, torch.cat(given)), kind
+    CheckedCall(comm, kind, size, dtype, make, seed=seed, root=root, in_place=in_place).run()
 
 
 def storm(

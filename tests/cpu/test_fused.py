@@ -12,7 +12,6 @@ from ranks import Crew
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-import fused_dispatch
 import fused_embeddings
 import fused_experts
 import fused_gemm_family
@@ -105,7 +104,7 @@ def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
-    assert four.run(fused_dispatch.back_to_back, world_size, world_size, 3, timeout_s=110) == [24] * world_size
+    assert four.run(fused_gemms.dispatches_back_to_back, world_size, world_size, 3, timeout_s=110) == [24] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -180,7 +179,7 @@ def test_slices_as_they_come(four: Crew) -> None:
         *(fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls),
         *(fused_gemms.wrong_calls, fused_gemms.wrong_splits),
         *(fused_gemm_family.wrong_reductions, fused_gemm_family.wrong_gathers),
-        *(fused_dispatch.wrong_calls, fused_dispatch.wrong_splits),
+        *(fused_gemms.wrong_dispatches, fused_gemms.wrong_split_dispatches),
     ],
 )
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
@@ -239,7 +238,7 @@ def test_timelines(four: Crew) -> None:
         assert found == [[kind, kind] for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine", "dispatch"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "dispatch"])
 def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     """Without breaks of the graph; what a backend makes of the operators is a call."""
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))

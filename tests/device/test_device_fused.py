@@ -23,7 +23,7 @@ CASES = "fused_cases."
         ("fused_gemms", "back_to_back", 60),
         ("fused_gemm_family", "reductions_back_to_back", 60),
         ("fused_gemm_family", "gathers_back_to_back", 60),
-        ("fused_dispatch", "back_to_back", 40),
+        ("fused_gemms", "dispatches_back_to_back", 40),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
@@ -58,8 +58,8 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
         ("fused_gemms", "wrong_splits"),
         ("fused_gemm_family", "wrong_reductions"),
         ("fused_gemm_family", "wrong_gathers"),
-        ("fused_dispatch", "wrong_calls"),
-        ("fused_dispatch", "wrong_splits"),
+        ("fused_gemms", "wrong_dispatches"),
+        ("fused_gemms", "wrong_split_dispatches"),
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
@@ -85,7 +85,7 @@ def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "combine", "dispatch"])
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "dispatch"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
 
