@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
+
 from sidelane_lab.harness.report import draw
 from sidelane_lab.harness.study import read
 
 MEASURED = Path(__file__).parent.parent / "results" / "h200x2" / "isolated.json"
 
 
+@pytest.mark.long
 def test_figures_5_to_7_of_a_file(tmp_path: Path) -> None:
     results = read(MEASURED)
     with warnings.catch_warnings():

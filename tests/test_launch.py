@@ -240,6 +240,7 @@ def parent_of(function: str, folder: Path) -> tuple[subprocess.Popen[str], list[
     return parent, [int(file.read_text()) for file in files]
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(tmp_path: Path):
     parent, ranks = parent_of("wait_for_nothing", tmp_path)
     for _ in range(2):

@@ -484,6 +484,7 @@ def test_autos_table_is_made_of_what_was_measured(
     assert made["curves"] == builtin["curves"] and made["key"] == builtin["key"]
 
 
+@pytest.mark.long
 def test_a_part_runs_between_cpu_ranks(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--out", str(tmp_path), "--dry-run", "host", "power"]
     assert tool.main(line) == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from marks import long
 
 from sidelane import cli
 from sidelane.choice.fused import FusedTable
@@ -33,7 +34,7 @@ def makers_of(op: str) -> tuple[object, ...]:
 @needs_triton
 @pytest.mark.parametrize(
     "ops",
-    [SOME, *(pytest.param(ops, marks=pytest.mark.long) for ops in (FUSED_OPS[:4], FUSED_OPS[4:]))],
+    [SOME, long(FUSED_OPS[:4]), long(FUSED_OPS[4:])],
     ids=["some", "first", "others"],
 )
 def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -> None:

@@ -350,6 +350,7 @@ def test_c3_from_end_to_end(tmp_path: Path) -> None:
         assert mine[-1]["chosen"] in run
 
 
+@pytest.mark.long
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path) -> None:
     pairs = ("64x64x64_30K", "32x32x32_1K")
     options = C3Options(

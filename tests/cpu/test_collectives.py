@@ -12,6 +12,7 @@ import sweeps
 import torch
 import torch.distributed as dist
 from expected import MOVING_DTYPES, REDUCING_DTYPES
+from marks import long
 from ranks import RankPool
 
 from sidelane.choice import Choice
@@ -20,7 +21,7 @@ from sidelane.collectives.plan import Agreement
 from sidelane.program.collective import Kind
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("n", [2, 3, long(4), long(6), 8])
 def test_moving_collectives(pool: RankPool, n: int) -> None:
     sizes = (1, 1023) if n in (2, 4) else (257,)
     assert pool.run(sweeps.moving_sweep, n, (torch.bfloat16,), sizes) == [2 * len(sizes)] * n
@@ -32,7 +33,7 @@ def test_every_dtype_moves(pool: RankPool, n: int) -> None:
     assert pool.run(sweeps.moving_sweep, n, MOVING_DTYPES, (37,), some, timeout_s=120) == [2 * len(MOVING_DTYPES)] * n
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 7, 8])
+@pytest.mark.parametrize("n", [2, 3, long(5), long(7), long(8)])
 def test_reducing_collectives(pool: RankPool, n: int) -> None:
     dtypes = REDUCING_DTYPES if n in (2, 3) else (torch.float32,)
     assert pool.run(sweeps.reducing_sweep, n, dtypes, (333,)) == [8 * len(dtypes)] * n

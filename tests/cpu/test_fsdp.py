@@ -7,12 +7,13 @@ import nodes_fsdp_cases
 import pytest
 import straight_cases
 import torch
+from marks import long
 from ranks import RankPool, crew
 
 from sidelane.integrations.ring import Ring
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [long(2), 3])
 def test_loss_and_gradients_are_those_of_the_group(pool: RankPool, n: int) -> None:
     for told in pool.run(fsdp_cases.as_without, n, 2):
         for name, (calls, reserved, elsewhere) in told.items():
@@ -20,7 +21,7 @@ def test_loss_and_gradients_are_those_of_the_group(pool: RankPool, n: int) -> No
             assert elsewhere == {}, name
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_a_hundred_steps_are_those_of_the_group(pool: RankPool, n: int) -> None:
     for calls, first, last in pool.run(fsdp_cases.curves, n, 100):
         assert calls >= 5 * 100 and last < 0.7 * first, "it learns"
@@ -37,7 +38,7 @@ def test_prefetching(pool: RankPool) -> None:
     assert len(set(pool.run(fsdp_cases.prefetched, 2, 1))) == 1
 
 
-@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2)])
+@pytest.mark.parametrize(("n", "seed"), [long(2, 1), (3, 2)])
 def test_gathers_ahead_scatters_and_exchanges_of_the_users_together(pool: RankPool, n: int, seed: int) -> None:
     """Ranks make the calls of each lane in one order, and those of several lanes in an order of their own."""
     told = pool.run(fsdp_cases.beside_exchanges, n, seed, 4)
@@ -76,7 +77,7 @@ def test_a_rank_that_dies_is_named() -> None:
         assert text.startswith("PeerError (2,)") and "died" in text, text
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [long(2), 3])
 def test_parameters_are_gathered_into_their_own_memory(pool: RankPool, n: int) -> None:
     for told in pool.run(straight_cases.straight_into_parameters, n):
         assert told["mixture"] == told["offloaded"] == told["torch 2.11"] == (0, {straight_cases.STRAIGHT})

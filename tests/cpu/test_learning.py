@@ -7,6 +7,7 @@ import sys
 
 import learn_cases
 import pytest
+from marks import long
 from ranks import RankPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
@@ -25,13 +26,13 @@ def test_lists_go_ahead_and_miss_if_one_of_their_tensors_lies_elsewhere(pool: Ra
         assert ahead == [True, rank == 0, True]
 
 
-@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("n", [long(4), 8])
 def test_many_ranks_go_ahead_alike(pool: RankPool, n: int) -> None:
     found = pool.run(learn_cases.what_comes_again, n, 1, 50)
     assert found == found[:1] * n and found[0]["hits"] > 0 and "misses" not in found[0]
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80), (3, 40)])
+@pytest.mark.parametrize(("n", "steps"), [long(2, 120), long(3, 80), (3, 40)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(learn_cases.storm, n, n, steps)
     total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())

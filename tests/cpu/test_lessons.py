@@ -8,6 +8,7 @@ import sys
 import lesson_cases
 import pytest
 from learn_cases import LEARNING
+from marks import long
 from ranks import RankPool
 from reach_cases import MAPPING
 
@@ -35,7 +36,7 @@ def test_lists_that_come_again_are_made_by_compiled_code(pool: RankPool) -> None
         assert said["by C"] > 100 and said["hits"] > 50 and ahead[0]
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 120), (3, 80), (3, 40)])
+@pytest.mark.parametrize(("n", "steps"), [long(2, 120), long(3, 80), (3, 40)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(lesson_cases.of, n, "storm", n, steps)
     total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())
@@ -87,7 +88,7 @@ def test_memory_that_is_freed_is_let_go_of(pool: RankPool) -> None:
         assert by_c > (0 if rank == 0 else calls / 2), "who has news says them in Python"
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_what_hosts_that_run_ahead_have_read_is_right(pool: RankPool, n: int) -> None:
     found = pool.run(lesson_cases.hosts_run_ahead, n, n, 600)
     total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())

@@ -9,11 +9,12 @@ import loads
 import pytest
 import torch.distributed as dist
 from counting import skip
+from marks import long
 from ranks import RankPool, crew
 from test_call_errors import communicator
 
 
-@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (8, 5)])
+@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), long(8, 5)])
 def test_programs_of_all_builders_under_contracts(pool: RankPool, n: int, seed: int) -> None:
     assert pool.run(loads.builders, n, seed, 60 if n < 5 else 25, timeout_s=150) == [9] * n
 

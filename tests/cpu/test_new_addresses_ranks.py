@@ -6,12 +6,13 @@ import collections
 
 import new_address_cases
 import pytest
+from marks import long
 from new_address_cases import KINDS, LOADED, WORKED_OUT
 from ranks import RankPool
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["Python", "C"])
-@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2), long(4, 3)])
 def test_a_storm_of_new_tensors(pool: RankPool, n: int, seed: int, native: bool) -> None:
     found: collections.Counter[str] = collections.Counter()
     for said in pool.run(new_address_cases.storm, n, seed, 400, native):

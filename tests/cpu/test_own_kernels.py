@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 import pytest
+from marks import long
 from ranks import Crew, RankPool
 
 if importlib.util.find_spec("triton") is None:
@@ -30,7 +31,7 @@ def three() -> Iterator[Crew]:
     found.close()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [long(1), long(2), 3])
 def test_kernels_and_collectives_in_turn(three: Crew, world_size: int) -> None:
     launches = three.run(own_kernels.everything, world_size, world_size, 40, timeout_s=120)
     assert len(set(launches)) == 1 and launches[0] > 20

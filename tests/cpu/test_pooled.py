@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pooled
 import pytest
+from marks import long
 from ranks import RankPool
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(1, 1), (2, 2), (3, 4), (4, 5)])
+@pytest.mark.parametrize(("world_size", "seed"), [(1, 1), long(2, 2), (3, 4), long(4, 5)])
 def test_places_are_the_same_on_all_ranks_and_used_again(pool: RankPool, world_size: int, seed: int) -> None:
     found = pool.run(pooled.comes_and_goes, world_size, seed, 100)
     places, total, reserved = found[0]

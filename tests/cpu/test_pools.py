@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pool_cases
 import pytest
+from marks import long
 from ranks import RankPool
 
 NEW = "mapped: its place in the pool has not been compared with the peers' yet"
@@ -23,7 +24,7 @@ def test_what_lies_in_a_pool(pool: RankPool) -> None:
         assert {name for name, inside in found.items() if not inside} == {"given", "in place", "after"}
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_ranks_that_allocate_alike(pool: RankPool, n: int) -> None:
     for symmetric, mapped, staging in pool.run(pool_cases.storm, n, n, 80, 0, pool_cases.MOVING):
         assert (symmetric, mapped, staging) == (80, 0, 0)
@@ -31,7 +32,7 @@ def test_ranks_that_allocate_alike(pool: RankPool, n: int) -> None:
         assert (symmetric, mapped) == (40, 0)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, long(4)])
 def test_ranks_that_do_not(pool: RankPool, n: int) -> None:
     for symmetric, mapped, staging in pool.run(pool_cases.storm, n, n, 80, 9, pool_cases.MOVING):
         assert symmetric + mapped == 80 and mapped > 20 and staging == 0

@@ -11,6 +11,7 @@ import pytest
 import sweeps
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import RankPool, crew
 from test_call_errors import communicator, error_of
 
@@ -192,7 +193,7 @@ def _fire(handle: Prelaunched, host: bool) -> None:
         handle.trigger()
 
 
-@pytest.mark.parametrize(("arms", "host"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("arms", "host"), [(False, False), long(True, False), (True, True)])
 def test_a_rank_that_never_arms_or_fires_is_named(pool: RankPool, arms: bool, host: bool) -> None:
     results = pool.run(late, 3, arms, host)
     for rank in (0, 2):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import reach_cases
 import torch
+from marks import long
 from ranks import RankPool
 
 from sidelane.errors import UnavailableError
@@ -17,31 +18,32 @@ from sidelane.memory.shared_tensors import SharedTensors
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, long(4)])
 def test_every_kind_at_odd_sizes_and_offsets(pool: RankPool, n: int) -> None:
     for staging in pool.run(reach_cases.every_kind, n, 5 * n, (1, 67, 4096)):
         assert staging["some"] > 0, "what one rank cannot offer is staged"
 
 
+@pytest.mark.long
 def test_eight_ranks(pool: RankPool) -> None:
     pool.run(reach_cases.every_kind, 8, 1, (100,))
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 120), (4, 120), (3, 40)])
+@pytest.mark.parametrize(("n", "steps"), [long(2, 120), long(4, 120), (3, 40)])
 def test_a_storm_of_tensors_that_come_and_go(pool: RankPool, n: int, steps: int) -> None:
     for left, mapped in pool.run(reach_cases.storm, n, n, steps):
         assert mapped > steps // 6
         assert left <= 2 * n * 2, "peers let go of what its owner has freed"
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 50), (4, 60), (8, 20)])
+@pytest.mark.parametrize(("n", "steps"), [(2, 50), long(4, 60), long(8, 20)])
 def test_a_storm_in_memory_of_several_pieces(pool: RankPool, n: int, steps: int) -> None:
     for left, mapped in pool.run(reach_cases.storm_of_pieces, n, 10 + n, steps):
         assert mapped > steps // 6
         assert left <= 2 * n * 2, "peers let go of what its owner has freed"
 
 
-@pytest.mark.parametrize(("n", "steps"), [(2, 40), (3, 20)])
+@pytest.mark.parametrize(("n", "steps"), [long(2, 40), (3, 20)])
 def test_lists_batches_and_uneven_exchanges(pool: RankPool, n: int, steps: int) -> None:
     assert min(pool.run(reach_cases.lists, n, n, steps)) > steps
 

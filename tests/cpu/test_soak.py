@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import crew
 
 from sidelane import Communicator
@@ -23,7 +24,7 @@ from sidelane.program import collective as define
 from sidelane.program.collective import Kind, ReduceOp, Reduction
 from soak import calls, campaign, endings, judge, world
 from soak.calls import Call, Form, Part, Spot
-from soak.endings import ENDINGS, Seen, objections
+from soak.endings import CLOSES, ENDINGS, Seen, objections
 from soak.episode import Episode, Setting
 from soak.judge import Judge, Tally, WrongBytesError
 from soak.memory import Values
@@ -280,7 +281,7 @@ def test_what_is_planted_is_found():
 # --- episodes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", [long(name) if name == CLOSES else name for name in ENDINGS])
 def test_every_end(ending: str):
     ranks = 2 if ENDINGS[ending].times_out else 3
     verdict = run_episode(episode(ranks, ending, calls=30, within_s=0.004 if ENDINGS[ending].within else None))
@@ -288,7 +289,7 @@ def test_every_end(ending: str):
     assert verdict.tally.calls.total() >= 30 and not verdict.leftovers
 
 
-@pytest.mark.parametrize("world_size", [1, 5])
+@pytest.mark.parametrize("world_size", [1, long(5)])
 def test_several_communicators(world_size: int):
     groups = (tuple(range(world_size)), (0,), tuple(range(0, world_size, 2)))
     verdict = run_episode(episode(world_size, calls=150, groups=groups, verify=False))

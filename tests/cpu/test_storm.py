@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import storm_cases
+from marks import long
 from ranks import RankError, RankPool
 
 from soak import campaign
@@ -20,7 +21,7 @@ from soak.world import Verdict
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
 
-@pytest.mark.parametrize(("mode", "n", "steps"), [("learn", 2, 400), ("learn", 3, 80), ("always", 4, 80)])
+@pytest.mark.parametrize(("mode", "n", "steps"), [long("learn", 2, 400), ("learn", 3, 80), ("always", 4, 80)])
 def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: int, steps: int) -> None:
     found = pool.run(storm_cases.storm, n, mode, steps, n)
     assert [said for _, said in found] == [""] * n
@@ -47,6 +48,7 @@ def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str) -> None:
         assert counts["replays"] > 2 * counts["graphs"] and counts["graphs let go of"] == counts["graphs"]
 
 
+@pytest.mark.long
 def test_ranks_that_give_up_some_calls_go_on_with_others_alike(pool: RankPool) -> None:
     for counts, said in pool.run(storm_cases.gives_up, 2, 1500, 1):
         assert said == "" and counts["wrong"] == counts["errors"] == counts["stale"] == 0
@@ -75,6 +77,7 @@ def test_parts() -> None:
     assert parts_of(8, ("off",), on_cpu=True) == [Storm(8, "off")]
 
 
+@pytest.mark.long
 def test_a_storm_is_run_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "storm.txt"
     line = f"--device cpu --storm 100 --map-memory always --text {path}"

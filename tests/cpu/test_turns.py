@@ -11,6 +11,7 @@ import pytest
 import sweeps
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import RankPool
 from worlds import POISON, LocalWorld, check, fill, random_delays, wrong_bytes
 
@@ -35,7 +36,7 @@ from sidelane.program.transform import freeze
 # --- through the communicator -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2), (8, 4)])
+@pytest.mark.parametrize(("n", "seed"), [long(2, 1), (3, 2), long(8, 4)])
 def test_calls_of_every_kind_in_turn(pool: RankPool, n: int, seed: int) -> None:
     pool.run(sweeps.alternating, n, seed, {2: 1000, 3: 1000, 4: 600, 8: 80}[n], timeout_s=150)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from isolated_files import SIZE, collective, file_of, gemm, pair
+from marks import long
 
 from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.measured_curves import parse_isolated
@@ -154,7 +155,7 @@ def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
     assert wrong.exit_code and "allowed=a file of sidelane c3" in wrong.output
 
 
-@pytest.mark.parametrize("machine", ["mi300x8", "h200x4"])
+@pytest.mark.parametrize("machine", ["mi300x8", long("h200x4")])
 def test_a_described_machine(machine: str) -> None:
     results = heuristics.main(HeuristicsOptions(machine=machine, quiet=True, command="test"))
     assert results is not None and "simulated" in results.device

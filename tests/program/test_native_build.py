@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from homeless import leave_home
+from marks import long
 
 from sidelane import config
 from sidelane.native import build
@@ -86,9 +87,9 @@ def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "error"),
     [
-        ("compile_to", PermissionError(13, "read-only")),
+        long("compile_to", PermissionError(13, "read-only")),
         ("compile_to", OSError(28, "full")),
-        ("load", ImportError("noexec")),
+        long("load", ImportError("noexec")),
     ],
     ids=str,
 )
@@ -122,7 +123,7 @@ def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load().module is not None
 
 
-@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("what", [long("folder"), "file"])
 def test_what_others_can_write_is_not_loaded(cache: Path, what: str) -> None:
     assert load().module is not None
     (file,) = cache.iterdir()

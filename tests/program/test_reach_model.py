@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from marks import long
 from reach_model import MISTAKES, WrongError, explore
 
 
-@pytest.mark.parametrize(("ranks", "calls", "may_fail"), [(2, 3, True), (3, 2, True), (3, 3, False)])
+@pytest.mark.parametrize(("ranks", "calls", "may_fail"), [(2, 3, True), (3, 2, True), long(3, 3, False)])
 def test_no_order_of_steps_goes_wrong(ranks: int, calls: int, may_fail: bool) -> None:
     assert explore(ranks, calls, may_fail=may_fail) > 1000
 
