@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ranks import RankPool
+from ranks import Crew, RankPool
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +12,13 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crew]:
+    """Processes that interpret kernels; this one does not, nor does anybody whom it starts later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = Crew(4)
+    yield found
+    found.close()
