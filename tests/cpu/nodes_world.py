@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import in_a_forked_copy
 from group_world import copies, world
-from test_call_threads import in_a_forked_copy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor

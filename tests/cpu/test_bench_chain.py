@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import communicator, error_of
 from forgetful import Forgetful
 from ranks import crew
-from test_call_errors import communicator, error_of
 
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import Prelaunched

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import communicator
 from ranks import RankPool
-from test_call_errors import communicator
 
 from sidelane.choice.candidate import takes_one_tensor
 from sidelane.program.collective import REDUCING, Kind

@@ -12,23 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import communicator, error_of
 from ranks import RankPool, crew
 
 import sidelane
-from sidelane import Communicator, CommunicatorClosedError, Config, MismatchError, PeerError, PeerTimeoutError
+from sidelane import Communicator, CommunicatorClosedError, MismatchError, PeerError, PeerTimeoutError
 from sidelane.errors import SidelaneError
-
-
-def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
-    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
-
-
-def error_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:
-    try:
-        function(*args, **kwargs)
-    except Exception as error:
-        return error
-    raise AssertionError("no error was raised")
 
 
 def wrong_arguments(group: dist.ProcessGroup) -> list[str]:

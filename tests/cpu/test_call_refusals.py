@@ -16,21 +16,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import communicator
 from ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
+from sidelane import Communicator, CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.collectives.agreement import compare
 from sidelane.memory import host_shared
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.posts import RING_CALLS
-
-
-def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
-    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
 
 
 def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], str]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from counting import skip
+from cpu_calls import communicator
 from ranks import RankPool
 
-from sidelane import Communicator, Config, PeerError
+from sidelane import Communicator, PeerError
 from sidelane.program.ir import RENEWAL_CALLS
-
-
-def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
-    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
 
 
 def call_all(comm: Communicator, seed: int, *, late: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import threading
 import time
@@ -14,18 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cpu_calls import communicator, in_a_forked_copy
 from ranks import RankPool
 from turns import Turns
 
 import sidelane
-from sidelane import Communicator, CommunicatorClosedError, Config, PeerError
+from sidelane import CommunicatorClosedError, PeerError
 from sidelane.collectives.call_thread import CallThread
 from sidelane.integrations.ledger import Ledger
 from sidelane.memory import ordering
-
-
-def communicator(group: dist.ProcessGroup, **settings: Any) -> Communicator:
-    return Communicator(group, device="cpu", config=Config(**{"timeout_s": 20, **settings}))
 
 
 def a_communicator_for_each_thread(group: dist.ProcessGroup, seed: int) -> int:
@@ -272,29 +268,6 @@ def threads_that_take_turns(group: dist.ProcessGroup) -> None:
 
 def test_threads_may_take_turns(pool: RankPool) -> None:
     pool.run(threads_that_take_turns, 3)
-
-
-def in_a_forked_copy(function: Any, patience_s: float = 10) -> str:
-    """What a function says in a copy of this process, and how long that took: a copy that hangs is killed."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            text = str(function())
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writing, text.encode()[:4000])
-        os._exit(0)
-    os.close(writing)
-    began = time.monotonic()
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() - began > patience_s:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            return "hangs"
-        time.sleep(0.01)
-    with os.fdopen(reading, "rb") as answer:
-        return answer.read().decode()
 
 
 def forked_copies(group: dist.ProcessGroup) -> list[str]:

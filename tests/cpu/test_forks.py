@@ -12,9 +12,9 @@ from pathlib import Path
 import group_world
 import nodes_world
 import pytest
+from cpu_calls import in_a_forked_copy
 from group_world import leave
 from ranks import crew
-from test_call_threads import in_a_forked_copy
 
 import sidelane
 from sidelane import forks

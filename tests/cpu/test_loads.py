@@ -9,9 +9,9 @@ import loads
 import pytest
 import torch.distributed as dist
 from counting import skip
+from cpu_calls import communicator
 from marks import long
 from ranks import RankPool, crew
-from test_call_errors import communicator
 
 
 @pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), long(8, 5)])

@@ -11,9 +11,9 @@ import pytest
 import sweeps
 import torch
 import torch.distributed as dist
+from cpu_calls import communicator, error_of
 from marks import long
 from ranks import RankPool, crew
-from test_call_errors import communicator, error_of
 
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.session.prelaunch import Prelaunched
