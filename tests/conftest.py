@@ -11,6 +11,8 @@ import pytest
 
 from sidelane.cli import processes
 
+pytest_plugins = ("rank_fixtures", "replay_fixtures")
+
 # Whoever starts tests in the background of a shell script starts them, and all processes of theirs, deaf to Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,7 +9,7 @@ there, on all ranks.
 
 A rank whose input lies elsewhere than its peers expect waits for what they post of this call, on the host. So does one
 whose output is new to them. That is the only wait. docs/internals/reach.md says why this is safe;
-tests/program/learn_model.py looks at all interleavings.
+tests/common/learn_model.py looks at all interleavings.
 """
 
 from __future__ import annotations

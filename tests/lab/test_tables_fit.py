@@ -42,7 +42,7 @@ from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
 
 WIDTHS = (40, 80, 200)
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host")
 # Of each study one file.
 RECORDED = [

@@ -85,7 +85,7 @@ def test_a_user_that_the_machine_does_not_know_sees_what_it_offers() -> None:
 
 @pytest.mark.parametrize("machine", ["h200x2", "h200x4"])
 def test_a_table_from_results(tmp_path: Path, machine: str):
-    results = Path(__file__).parent.parent / "results" / machine / "collectives.json"
+    results = Path(__file__).parents[2] / "results" / machine / "collectives.json"
     assert "needs --output" in run("tune", "--from-results", str(results)).output
     made = run("tune", "--from-results", str(results), "--output", str(tmp_path / "t.json"))
     assert made.exit_code == 0, made.output
@@ -300,7 +300,7 @@ def test_explain_says_what_is_stored_with_its_owner():
 
 
 def test_the_example_in_the_docs_is_what_is_printed():
-    page = (Path(__file__).parent.parent / "docs" / "internals" / "choice.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "internals" / "choice.md").read_text(encoding="utf-8")
     block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
     command, *lines = block.splitlines()
     shown = run(*command.split()[2:])

@@ -39,7 +39,7 @@ from sidelane_lab.studies.c3 import study as c3_study
 from sidelane_lab.studies.chain import study as chain_study
 from sidelane_lab.studies.tune import command as tune_command
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str) -> Result:

@@ -10,7 +10,7 @@ import pytest
 from sidelane_lab.harness.report import draw
 from sidelane_lab.harness.study import read
 
-MEASURED = Path(__file__).parent.parent / "results" / "h200x2" / "isolated.json"
+MEASURED = Path(__file__).parents[2] / "results" / "h200x2" / "isolated.json"
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from sidelane_lab.studies.demo import figures
 from sidelane_lab.studies.demo.figures import measured
 from sidelane_lab.studies.demo.show import NEXT, CollectiveCheck, prove
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ROOT / "src" / "sidelane_lab" / "papers" / "data" / "measured.json"
 STRATEGIES = ("c3_base", "nccl_ce", "conccl", "auto")
 IMPLEMENTATIONS = ("nccl", "symm_mem", "auto")
@@ -62,7 +62,7 @@ def test_wrong_bytes_are_counted() -> None:
 
 
 def test_measured_figures_are_those_of_the_result_files() -> None:
-    """After new results: python tests/test_demo.py."""
+    """After new results: python tests/lab/test_demo.py."""
     assert json.loads(PACKAGED.read_text()) == json.loads(json.dumps(pick(ROOT / "results")))
 
 

@@ -14,7 +14,7 @@ from marks import long
 
 from sidelane.native.build import find_compiler
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parents[1] / "common"
 needs_driver_api = pytest.mark.skipif(
     importlib.util.find_spec("cuda") is None or importlib.util.find_spec("triton") is None,
     reason="cuda-bindings or Triton is not installed",

@@ -20,7 +20,7 @@ import pytest
 
 from sidelane.cli.launch import LaunchTarget
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOFTWARE = {"torch": "2"}
 
 

@@ -41,7 +41,7 @@ COLLECTIVE_KEYS = [
     *("time_us", "p10_us", "p90_us", "bus_gbps", "energy_mj", "correct"),
 ]
 STRATEGIES = ["serial", "c3_base", "c3_sp", "conccl", "nccl_ce", "auto"]
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 C3_KEYS = [
     *("gemm", "m", "n", "k", "dtype", "collective", "bytes", "class", "strategy", "chosen"),
     *("gemm_us", "comm_us", "best_comm_us", "time_us", "speedup", "ideal"),
@@ -177,7 +177,7 @@ def git_that_answers(monkeypatch: pytest.MonkeyPatch, *, toplevel: Path, changed
 
 
 def test_commit_of_this_checkout(monkeypatch: pytest.MonkeyPatch):
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     git_that_answers(monkeypatch, toplevel=checkout)
     assert provenance.commit() == "0123abc"
     git_that_answers(monkeypatch, toplevel=checkout, changed=" M README.md")

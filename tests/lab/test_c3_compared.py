@@ -16,7 +16,7 @@ from sidelane_lab.studies.c3 import pictures, prediction
 from sidelane_lab.studies.c3.prediction import draw_groups
 from sidelane_lab.studies.c3.rows import C3Row
 
-MEASURED = Path(__file__).parent.parent / "results" / "h200x4" / "c3.json"
+MEASURED = Path(__file__).parents[2] / "results" / "h200x4" / "c3.json"
 
 
 def test_predictions_are_held_against_a_file(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from sidelane.execute.cuda import reduce
 from sidelane.kernels import shaped_gemm
 from sidelane.program.kernel import Protocol
 
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 @pytest.fixture(scope="module")
