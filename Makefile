@@ -76,13 +76,13 @@ test-newest: ## run the process group's tests with the newest torch of the packa
 	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
 	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH)
 	@build/newest/bin/python -m pip install --quiet numpy rich click pytest pytest-timeout # an index of torch lacks some
-	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/cpu/test_process_group*.py
+	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/integrations/test_process_group*.py
 
 test-oldest: ## run collectives, the process group's tests and fused operators with the oldest torch, in build/oldest
 	@test -x build/oldest/bin/python || $(PYTHON) -m venv build/oldest
 	@build/oldest/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy rich click expecttest pytest pytest-timeout
 	@PYTHONPATH=src build/oldest/bin/python -W ignore -m pytest -q -o addopts= \
-	  tests/cpu/test_collectives.py tests/cpu/test_process_group*.py tests/cpu/test_fused.py
+	  tests/collectives/test_collectives.py tests/integrations/test_process_group*.py tests/ops/test_fused.py
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
 	@$(BIN)/python -m pytest tests/restart

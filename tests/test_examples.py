@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from as_torchrun import run_program
+from marks import long
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -26,7 +27,11 @@ def test_an_example_runs_under_torchrun() -> None:
     assert all(f"rank {rank} of 2 on cpu" in done.stdout for rank in range(2))
 
 
-@pytest.mark.parametrize("example", EXAMPLES[1:], ids=lambda example: example.stem)
+@pytest.mark.parametrize(
+    "example",
+    [long(one) if one.stem == "process_group" else one for one in EXAMPLES[1:]],
+    ids=lambda example: example.stem,
+)
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node" in example.read_text().split('"""')[1]
     said = run_program(example, tmp_path)

@@ -118,6 +118,7 @@ def test_verify_has_none_of_the_holes_that_it_had(name: str) -> None:
 # --- the campaign -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_sample_of_the_campaign() -> None:
     total = Tally()
     for number in range(45):

@@ -1,4 +1,4 @@
-"""Fused operators on GPUs: what CPU ranks do in tests/cpu/test_fused.py, and graphs."""
+"""Fused operators on GPUs: what CPU ranks do in tests/ops/test_fused.py, and graphs."""
 
 from __future__ import annotations
 

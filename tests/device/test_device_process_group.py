@@ -1,4 +1,4 @@
-"""The process group on GPUs: what CPU ranks do in tests/cpu/test_process_group.py, streams and graphs."""
+"""The process group on GPUs: what CPU ranks do in tests/integrations/test_process_group.py, streams and graphs."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from marks import long
 from shadowed_kernels import kernels, name_of
 
 from sidelane.program.kernel import KernelProgram
@@ -19,7 +20,7 @@ RELAXED = ("cells", "push", "send", "broadcast cells", "broadcast push", "broadc
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [long(1), long(2), 3, long(4)])
 def test_every_block_does_what_its_shadow_says(tmp_path: Path, world_size: int) -> None:
     """And what a shadow says with a mistake it does not do."""
     said = forked.run(RANKS, (str(world_size),), tmp_path, {"TRITON_INTERPRET": "1"})

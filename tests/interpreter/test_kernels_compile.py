@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from marks import long
 
 if importlib.util.find_spec("triton") is None:  # it has no packages for macOS, where there is nothing to compile for
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -148,7 +149,7 @@ def table(odd: int, tile_bytes: int, groups: int = 0) -> tuple[LaunchSite, ListT
     return SITE, ListTable.of([piece] * 2, tile_bytes), 64
 
 
-@pytest.mark.parametrize(("what", "odd"), [(moving, 1), (reducing, 2)])
+@pytest.mark.parametrize(("what", "odd"), [long(moving, 1), (reducing, 2)])
 def test_every_kernel_compiles_and_fits_into_registers(what, odd: int, tmp_path: Path) -> None:
     binary = tmp_path / "kernel.cubin"
     for launch in what(odd):

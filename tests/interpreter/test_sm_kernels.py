@@ -8,6 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from marks import long
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 RANKS = Path(__file__).with_name("kernel_ranks.py")
@@ -21,27 +22,27 @@ def run(tmp_path: Path) -> Run:
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [long(1), 3])
 def test_moving(run: Run, world_size: int) -> None:
     run("moving", world_size)
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("dtypes", "world_size"), [("float32", 3), ("bfloat16:float16", 2), ("int32:int64", 2), ("float32", 1)]
+    ("dtypes", "world_size"), [("float32", 3), long("bfloat16:float16", 2), long("int32:int64", 2), long("float32", 1)]
 )
 def test_reducing(run: Run, dtypes: str, world_size: int) -> None:
     run(f"reducing:{dtypes}", world_size)
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [long(1), 3])
 def test_lists(run: Run, world_size: int) -> None:
     run("lists", world_size)
 
 
 @needs_triton
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [long(2), 4])
 def test_broadcasting(run: Run, world_size: int) -> None:
     run("broadcasting", world_size)
 

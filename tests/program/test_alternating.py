@@ -11,6 +11,7 @@ import itertools
 import random
 
 import pytest
+from marks import long
 from test_verify_builders import make
 from test_verify_pairs import with_flags_behind
 
@@ -238,7 +239,7 @@ def test_every_alternation_is_accepted(n: int):
             made.verify()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, long(3), 4])
 def test_every_two_calls_take_turns(n: int):
     """Whatever the first and the second are: (A in turn 0, B in turn 1), over and over."""
     pairs = list(itertools.product(collectives(n), repeat=2))

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from large_programs import example_ring, hierarchical, ring
+from marks import long
 from refusals import refused
 
 from sidelane.program.builders import Transport, build
@@ -33,9 +34,9 @@ def test_an_algorithm_of_ones_own_is_right_for_all_shards(in_place: bool) -> Non
         assert {(there - here) % len(shards) for here, there in sent} <= {0, 1}
 
 
-@pytest.mark.parametrize("variant", ["b2b", "pcpy"])
+@pytest.mark.parametrize("variant", ["b2b", long("pcpy")])
 def test_sixty_four_ranks(variant: str) -> None:
-    """A tenth of a second to four, where it took a minute; ``python tests/program/large_programs.py`` says how long."""
+    """A tenth of a second to four, where it took a minute; ``python tests/common/large_programs.py`` says how long."""
     for program in (
         build(all_gather([64] * 64), variant),
         build(all_to_all([[64] * 64] * 64), variant, Transport.STAGED),

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from marks import long
 from test_verify_builders import make
 
 from sidelane.collectives.prepare import FLAGS
@@ -72,7 +73,7 @@ def with_flags_behind(program: Program, offset: int) -> Program:
     return dataclasses.replace(program, queues=queues, flag_count=program.flag_count + offset)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [long(2), 3])
 def test_every_pair(n: int) -> None:
     programs = pool(n)
     assert len(programs) > 30
@@ -116,7 +117,7 @@ def test_pairs_with_programs_in_pieces(n: int) -> None:
     check_pairs([form for program in others.values() for form in (program, prelaunch(program))], in_pieces)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [long(2), 3])
 def test_pairs_of_captured_programs(n: int) -> None:
     """Frozen programs share flags among themselves, and staging with those of eager calls."""
     programs = pool(n)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+from marks import long
 
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.layer import MODELS, Step, Transformer
@@ -35,7 +36,7 @@ MEASURED = {
 was fitted to: kernels' times of other steps on two of them were (results/h200x2/fsdp-profile.json)."""
 
 
-@pytest.mark.parametrize(("gpus", "most"), [(4, 0.06), (2, 0.06)])
+@pytest.mark.parametrize(("gpus", "most"), [(4, 0.06), long(2, 0.06)])
 def test_steps_as_measured(gpus, most):
     """Of 32 numbers 29 are within 5%; the others are 70b's, 6% too short at worst."""
     machine = named(f"h200x{gpus}")
@@ -152,10 +153,11 @@ def test_advice_says_what_to_change_and_when_to_measure_first():
     unsure = dataclasses.replace(better, high_us=260.0)
     assert any("measure before" in line for line in advice(H200, step, [library, unsure]))
     assert advice(H200, step, [library, dataclasses.replace(better, times=library.times)])[0].startswith("Leave")
-    long = planned("dma both", 800.0, 500.0, 900.0, 400.0, 600.0)
-    assert any("about 12288 tokens" in line for line in advice(H200, step, [library, long]))
+    longer = planned("dma both", 800.0, 500.0, 900.0, 400.0, 600.0)
+    assert any("about 12288 tokens" in line for line in advice(H200, step, [library, longer]))
 
 
+@pytest.mark.long
 def test_the_command_prints_ranges_and_writes(tmp_path, capsys):
     path = tmp_path / "plan.json"
     sim_plan.main(PlanOptions("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path))

@@ -151,6 +151,7 @@ def test_an_axis_that_does_not_begin_at_0_is_marked(least, strokes):
     assert len(axes.lines) == strokes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "there"), [("mi300x8", True), ("h200x4", False)])
 def test_published_values_are_on_the_pictures_of_their_machine_alone(name, there, tmp_path, monkeypatch):
     drawn = {}

@@ -45,6 +45,7 @@ def test_one_after_the_other_is_what_hiding_and_slowing_come_to():
             assert -one.slower < one.sequence < 100 * one.communication
 
 
+@pytest.mark.long
 def test_the_published_mean_is_bracketed_on_all_four_and_a_bracket_can_fail():
     context = SlowdownContext()
     assert all_bracketed(18.9, context.slower)
@@ -56,6 +57,7 @@ def test_the_published_mean_is_bracketed_on_all_four_and_a_bracket_can_fail():
     assert {check.claim_id for check in CHECKS if check.incomparable} == {"CO-02", "CO-04"}
 
 
+@pytest.mark.long
 def test_the_picture_names_its_axes_and_the_published_figures(tmp_path):
     text = PAPER.figures[0].draw(MACHINES["A100"], tmp_path).with_suffix(".svg").read_text()
     assert all(f"<!-- {word} -->" in text for word in (*MACHINES, "tokens a rank", "kernels take longer, %"))

@@ -5,7 +5,7 @@ offers its allocations with the call, and waits for the posts of its peers befor
 offered, the call runs as if the memory were symmetric; else it is staged. An offer names the allocation and not its
 address: memory that was freed and allocated again at the same address has another name, and is never mistaken for the
 old one. A rank announces allocations that it has freed with its next offer, and its peers unmap them.
-``docs/internals/reach.md`` has the reasons; ``tests/program/test_reach_model.py`` checks all interleavings.
+``docs/internals/reach.md`` has the reasons; ``tests/collectives/test_reach_model.py`` checks all interleavings.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ A rank whose input lies elsewhere than its peers expect *misses*: it waits, on t
 call, and writes to the outputs that they offer in it. A rank whose output is new to its peers misses, too. No host
 waits otherwise. Memory that was freed goes back to its owner at once (``mappings``).
 
-docs/internals/reach.md says why this is safe; tests/program/learn_model.py visits all interleavings.
+docs/internals/reach.md says why this is safe; tests/common/learn_model.py visits all interleavings.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pictures of the demo: how much communication disappears behind a GEMM, an all-gather by size, two timelines.
 
 The few measured figures beside predictions travel with the package in ``papers/data/measured.json``.
-``python tests/test_demo.py`` makes that file from ``results/``, and a test compares it with them.
+``python tests/lab/test_demo.py`` makes that file from ``results/``, and a test compares it with them.
 """
 
 from __future__ import annotations

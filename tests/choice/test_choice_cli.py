@@ -1,0 +1,385 @@
+"""``sidelane tune`` and ``sidelane explain``: what they accept, what they print, how they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from homeless import leave_home
+
+from sidelane import cli
+from sidelane import config as settings
+from sidelane.choice import Candidate
+from sidelane.choice.key import key_here
+from sidelane.choice.profile import parse
+from sidelane.choice.store import builtin, user_file, write
+from sidelane.cli import info
+from sidelane.cli.launch import LaunchTarget
+from sidelane.program.collective import Kind
+from sidelane.program.kernel import Protocol
+from sidelane_lab.explain import call as explaining
+from sidelane_lab.explain.call import ExplainOptions, explain
+from sidelane_lab.studies.tune import command as tune
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments)
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+@pytest.mark.parametrize("command", ["tune", "explain"])
+def test_help(command: str):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
+
+
+def test_tune_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    seen = SimpleNamespace()
+    monkeypatch.setattr(tune, "main", lambda options: setattr(seen, "options", options))
+    assert run("tune", "--device", "cpu").exit_code == 0
+    assert set(seen.options.collectives) == set(Kind) - {Kind.SCATTER, Kind.GATHER}
+    assert (seen.options.quick, seen.options.budget_s, seen.options.output) == (False, None, None)
+    where = tmp_path / "x.json"
+    assert run("tune", "--collective", "all_gather", "--quick", "--seconds", "5", "--output", str(where)).exit_code == 0
+    assert seen.options.collectives == (Kind.ALL_GATHER,)
+    assert (seen.options.quick, seen.options.budget_s, seen.options.output) == (True, 5.0, where)
+
+
+def test_without_a_home_what_would_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leave_home(monkeypatch)
+    assert run("explain", "all_gather", "64K").exit_code == 0
+    assert ("note", "no profile of this user is looked for: this user has no home") in info.look(probe=False).uses
+    for command in (("tune",), ("tune", "--study", "c3"), ("fused", "--keep")):
+        refused = run(*command, "--device", "cpu")
+        assert refused.exit_code != 0 and "this user has no home" in refused.output, refused.output
+        assert "XDG_CONFIG_HOME as an absolute path" in refused.output
+        assert ("--output" in refused.output) == (command[0] == "tune")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_user_that_the_machine_does_not_know_sees_what_it_offers() -> None:
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    command = [sys.executable, "-m", "sidelane", "info", "--no-probe"]
+    nobody = {"user": 54321, "group": 54321, "extra_groups": ()}
+    try:
+        seen = subprocess.run(command, env=env, **nobody, capture_output=True, text=True, timeout=120)
+    except PermissionError:
+        pytest.skip("others cannot run this Python")
+    if "Permission denied" in seen.stderr:
+        pytest.skip("others cannot read what runs here")
+    assert seen.returncode == 0 and "this user has no home" in seen.stdout, seen.stderr
+
+
+@pytest.mark.parametrize("machine", ["h200x2", "h200x4"])
+def test_a_table_from_results(tmp_path: Path, machine: str):
+    results = Path(__file__).parents[2] / "results" / machine / "collectives.json"
+    assert "needs --output" in run("tune", "--from-results", str(results)).output
+    made = run("tune", "--from-results", str(results), "--output", str(tmp_path / "t.json"))
+    assert made.exit_code == 0, made.output
+    assert parse((tmp_path / "t.json").read_text()) == builtin(machine)
+    (tmp_path / "no.json").write_text("{}")
+    refused = run("tune", "--from-results", str(tmp_path / "no.json"), "--output", str(tmp_path / "t.json"))
+    assert refused.exit_code == 2
+    assert "not a result file" in refused.output
+
+
+def test_explain_on_a_machine_without_gpus_what_four_h200s_would_do():
+    shown = run("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--beside", "compute")
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    for text in (
+        "all_gather of 64K among 4 ranks, bfloat16, in place, eager, beside compute on 4 x NVIDIA H200 by the built-in",
+        "auto takes dma ",
+        "us expected",
+        "built-in table h200x4",
+        "takes compute units from what runs beside it",
+        f"{3 * _halves(words)} peer copies",
+        "stream 0",
+    ):
+        assert text in words
+
+
+def test_a_computation_of_known_time_is_weighed() -> None:
+    given = ("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place")
+    short, long = (run(*given, "--beside-us", us).output.replace("\n", " ") for us in ("2", "5000"))
+    assert "beside compute of 2 us on 4 x NVIDIA H200" in short
+    assert "auto takes sm one_shot" in short and "us expected with compute of 2 us" in short
+    assert "auto takes dma" in long and "expected with compute of 5000 us" in long
+    assert "exclude each other" in run(*given, "--beside-us", "5", "--beside", "compute").output
+
+
+def _halves(words: str) -> int:
+    """Copies to each peer. Whole ones and halves are about as fast here: the table may say either."""
+    return 2 if "auto takes dma striped" in words else 1
+
+
+@pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])
+def test_explain_knows_what_ordinary_memory_costs(kind: Kind):
+    symmetric, ordinary = (
+        explain(ExplainOptions(kind=kind, nbytes=64 << 20, captured=True, machine="h200x4", ordinary=ordinary)).choice
+        for ordinary in (False, True)
+    )
+    assert "symmetric memory" not in symmetric.reason and "symmetric memory" in ordinary.reason
+    kernel = Candidate("sm", "one_shot" if kind is Kind.REDUCE_SCATTER else "two_shot")
+    assert (dict(symmetric.table)[kernel] or 0) + 40 < (dict(ordinary.table)[kernel] or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting", "how", "takes", "why"),
+    [
+        ("all_gather 256M", "0", "staged", "dma b2b", "the setting lets peers map nothing"),
+        ("all_gather 256M", "1", "mapped", "dma b2b", "staged until then; no host waits"),
+        ("all_gather 64K", "1", "staged", "sm one_shot", "32K from rank to rank, less than 1M"),
+        ("all_gather 64M", "1", "mapped", "dma b2b", "staged until then; no host waits"),
+        ("all_to_all 64M", "1", "mapped", "dma b2b", "staged until then; no host waits"),
+        (
+            "all_gather 16M",
+            "1",
+            "staged",
+            "sm one_shot",
+            "a kernel takes ordinary tensors, staging included, as fast",
+        ),
+        ("all_gather 256M --graph", "1", "mapped", "", "the ranks agree once, in the capture"),
+        ("all_gather 256M --tensors 2", "1", "mapped", "dma b2b", "once its addresses have come again"),
+        ("all_gather 128M --tensors 2", "1", "mapped", "dma b2b", "once its addresses have come again"),
+        ("all_gather 24M --tensors 2", "1", "staged", "sm one_shot", "a kernel takes ordinary tensors"),
+        ("all_gather 256M --tensors 2", "1", "mapped", "", "staged where the list's description takes more than 1K"),
+        ("all_reduce 64M", "1", "staged", "dma pcpy", "reductions do not go ahead"),
+        ("all_to_all 1G --in-place", "1", "staged", "", "in place overwrites what peers still read"),
+        ("all_to_all 1G", "1", "mapped", "dma b2b", "once its addresses have come again"),
+        ("all_gather 256M --world-size 1", "1", "staged", "", "nothing goes from one rank to another"),
+        (
+            "all_gather 256M --machine cpu",
+            "1",
+            "mapped",
+            "",
+            "what is offered in each call, for which ranks meet anyway",
+        ),
+    ],
+)
+def test_explain_says_how_peers_reach_ordinary_tensors(arguments: str, setting: str, how: str, takes: str, why: str):
+    machine = () if "--machine" in arguments else ("--machine", "h200x2")
+    given = ("explain", *arguments.split(), *machine, "--ordinary", "--map-memory", setting)
+    shown = run(*given)
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(run(*given, "--json", "-").output)
+    ways = {way["map_memory"]: way for way in found["reach"]}
+    assert list(ways) == (["0", "1", "learn"] if "--machine cpu" in arguments else ["0", "1"])
+    way = ways[setting]
+    assert [each["explained"] for each in ways.values()] == [name == setting for name in ways]
+    assert way["how"] == how and why in way["why"]
+    assert f"  {setting}: {how}, {' '.join(way['takes'].values())}: {way['why']}\n" in shown.output
+    assert ("mapped (map_memory" in shown.output.splitlines()[0]) == (how == "mapped")
+    assert takes in ("", " ".join(way["takes"].values()))
+    assert found["takes"] == way["takes"]
+
+
+def test_explain_takes_the_setting_in_force_and_symmetric_tensors_have_none(monkeypatch: pytest.MonkeyPatch):
+    options = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=256 << 20, machine="h200x2", ordinary=True)
+    staged = explain(options)
+    with settings.override(dataclasses.replace(settings.current(), map_memory="learn")):
+        learnt = explain(options)
+    assert staged.way is not None and learnt.way is not None
+    assert (staged.way.how, learnt.way.how) == ("staged", "mapped")
+    assert "staging" in str(staged.submitted) and "staging" not in str(learnt.submitted)
+    assert "How peers reach" not in run("explain", "all_gather", "1M", "--machine", "h200x2").output
+    refused = run("explain", "all_gather", "1M", "--map-memory", "1")
+    assert refused.exit_code == 2 and "--map-memory is about ordinary tensors (--ordinary)" in refused.output
+
+
+@pytest.mark.parametrize("setting", [False, True, "learn"])
+@pytest.mark.parametrize("beside", ["nothing", "compute"])
+def test_explain_shows_an_own_part_as_it_would_be_copied(setting: Any, beside: str):
+    """In rows where nothing computes, however peers reach the tensors."""
+    call = ExplainOptions(kind=Kind.ALL_GATHER, nbytes=256 << 20, machine="h200x2", ordinary=True, beside=beside)
+    options = dataclasses.replace(call, map_memory=setting)
+    assert ("every other of" in str(explain(options).submitted)) == (beside == "nothing")
+
+
+def test_explain_a_list():
+    arguments = ("explain", "all_gather", "64K", "--machine", "h200x4", "--in-place", "--tensors", "10")
+    shown = run(*arguments)
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    assert "auto takes sm one_shot: a list of tensors: one kernel for all" in words
+    assert "160K from rank to rank" in words
+    shown = run(*arguments, "--beside", "compute")
+    words = " ".join(shown.output.split())
+    assert "all_gather of 640K among 4 ranks, bfloat16, 10 tensors, in place" in words
+    assert f"{10 * 3 * _halves(words)} peer copies" in words
+    assert "takes one tensor a call" in words
+    for machine in ("cpu", "mi300x8"):
+        assert explain(ExplainOptions(kind=Kind.ALL_REDUCE, nbytes=1000, machine=machine, tensors=3)).submitted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on", "by"),
+    [
+        ("", "2 CPU processes of this machine, which has fewer than two GPUs", "the built-in table cpu (2"),
+        ("--world-size 4", "4 CPU processes of this machine", "the built-in table cpu (2"),
+        ("--machine cpu", "2 CPU processes\n", "the built-in table cpu (2"),
+        ("--machine h200x4", "4 x NVIDIA H200\n", "the built-in table h200x4 (2"),
+        ("--machine h200x4 --world-size 8", "8 x NVIDIA H200\n", "the built-in table h200x4 (2"),
+        ("--machine mi300x8", "8 x AMD Instinct MI300X\n", "the simulator: predicted"),
+        ("--machine mi300x8 --world-size 4", "4 ranks of 8 x AMD Instinct MI300X\n", "the simulator: predicted"),
+    ],
+)
+def test_explain_says_on_what_first(monkeypatch: pytest.MonkeyPatch, arguments: str, on: str, by: str):
+    monkeypatch.setattr(explaining, "choose_target", lambda: LaunchTarget("cpu", 2))
+    shown = run("explain", "all_gather", "64K", *arguments.split())
+    assert shown.exit_code == 0, shown.output
+    first, second, third, _ = shown.output.split("\n", 3)
+    assert first.startswith("all_gather of 64K among")
+    assert f"{second}\n".startswith(f"on {on}") and third.startswith(f"by {by}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        (
+            "all_gather 63",
+            "63 bytes are not one whole number of bfloat16 elements for each of 4 ranks: explained for 64",
+        ),
+        ("all_to_all 1M --tensors 3", ""),
+        (
+            "all_gather 1001 --tensors 3",
+            "1001 bytes are not one whole number of bfloat16 elements for each of 4 ranks: explained for 1008",
+        ),
+        ("broadcast 62", ""),
+        ("all_reduce 62", ""),
+        ("all_reduce 63", "63 bytes are not a whole number of bfloat16 elements: explained for 64"),
+    ],
+)
+def test_explain_says_where_it_rounds(arguments: str, note: str):
+    shown = run("explain", *arguments.split(), "--machine", "h200x4")
+    assert shown.exit_code == 0, shown.output
+    assert f"note: {note}" in shown.output or not note
+    assert ("note: " in shown.output) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "protocol", "blocks", "more"),
+    [
+        ("all_gather 64K", Protocol.CELLS, 64, "16K from rank to rank"),
+        ("all_gather 1.75M", Protocol.PARCELS, 64, "448K from rank to rank"),
+        ("all_gather 16M", Protocol.PUSH, 64, "4M from rank to rank"),
+        ("all_gather 4M --ordinary", Protocol.PULL, 64, "1M from rank to rank, 1M of staging"),
+        ("all_reduce 64M", Protocol.DIRECT, 128, "the results into their outputs"),
+        ("all_reduce 4M --ordinary", Protocol.REDUCE, 64, "4M of staging"),
+        ("broadcast 4M", Protocol.PUSH, 64, "4M from rank to rank"),
+        ("broadcast 4M --ordinary", Protocol.STAGE, 64, "4M of staging"),
+    ],
+)
+def test_explain_says_what_a_kernel_does(arguments: str, protocol: Protocol, blocks: int, more: str):
+    shown = run("explain", *arguments.split(), "--machine", "h200x4")
+    assert shown.exit_code == 0, shown.output
+    submitted = shown.output[shown.output.index("Submitted by rank 0: 1 kernel") :]
+    assert f"on {blocks} thread blocks at most" in submitted
+    assert f"protocol {protocol}: " in submitted and more in submitted
+
+
+def test_explain_says_what_is_stored_with_its_owner():
+    shown = run("explain", "all_reduce", "64M", "--machine", "h200x2")
+    assert shown.exit_code == 0, shown.output
+    assert "auto takes sm two_shot_push" in shown.output
+    assert "protocol send: into the staging of who adds them up; the results into the outputs" in shown.output
+    assert "32M from rank to rank, 32M of staging" in shown.output
+
+
+def test_the_example_in_the_docs_is_what_is_printed():
+    page = (Path(__file__).parents[2] / "docs" / "internals" / "choice.md").read_text(encoding="utf-8")
+    block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
+    command, *lines = block.splitlines()
+    shown = run(*command.split()[2:])
+    assert shown.exit_code == 0, shown.output
+    expected = [line.removeprefix("    ").removesuffix("...").rstrip() for line in lines]
+    assert len(expected) > 5
+    assert [line for line in expected if line not in shown.output] == [], "choice.md: run its command again"
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("machine", ["h200x4", "cpu", "mi300x8"])
+def test_every_collective_can_be_explained(kind: Kind, captured: bool, machine: str):
+    for nbytes in (1000, 1 << 22):
+        for ordinary in (False, True):
+            options = ExplainOptions(
+                kind=kind, nbytes=nbytes, captured=captured, ordinary=ordinary, machine=machine, beside="compute"
+            )
+            found = explain(options)
+            assert found.submitted
+            assert found.choice.candidate in dict(found.choice.table)
+            assert not {candidate for candidate, _ in found.excluded} & set(dict(found.choice.table))
+            if machine == "mi300x8":
+                assert "simulator" in found.by.where
+                assert found.choice.table[0][1], "predicted"
+
+
+def test_explain_reads_a_profile_of_any_machine(tmp_path: Path):
+    table = builtin("h200x4")
+    assert table is not None
+    write(tmp_path / "p.json", table)
+    shown = run("explain", "all_to_all", "1M", "--profile", str(tmp_path / "p.json"), "--world-size", "8", "--graph")
+    assert shown.exit_code == 0, shown.output
+    assert "among 8 ranks" in shown.output
+    assert "measured with 4 ranks" in shown.output
+    assert "p.json" in shown.output
+
+
+def test_a_profile_of_other_software_is_not_used_and_explain_and_info_say_so():
+    here = key_here("cpu")
+    table = builtin("cpu")
+    assert table is not None
+    old = json.loads(table.to_text()) | {"key": here.to_dict() | {"software": {"torch": "0.1"}}}
+    write(user_file(here), parse(json.dumps(old)))
+    shown = run("explain", "all_gather", "64K")
+    assert shown.exit_code == 0, shown.output
+    assert "built-in table cpu" in shown.output
+    assert "is not used" in shown.output
+    assert "torch (0.1 there" in shown.output
+    uses = info.look(probe=False).uses
+    assert any(name == "choice" and "built-in table cpu" in text for name, text in uses)
+    assert any("torch (0.1 there" in text for _, text in uses)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("all_gather", "64K", "--machine", "h201"), "h200x4"),
+        (("all_gather", "64K", "--machine", "h200x4", "--profile", "x.json"), "exclude each other"),
+        (("all_gather", "64K", "--profile", "no-such.json"), "no such profile"),
+        (("all_gather", "0", "--machine", "h200x4"), "Error: explain: SIZE (value=0, allowed=1 byte and more)"),
+        (
+            ("all_gather", "1M", "--machine", "h200x4", "--world-size", "17"),
+            "world_size (value=17, allowed=1..16; more",
+        ),
+        (("gather", "64K", "--in-place"), "no in-place form"),
+        (("gather", "64K", "--tensors", "2"), "tensors of gather"),
+        (("all_gather", "64K", "--beside", "music"), "compute"),
+        (("all_gather", "64X"), "64X"),
+    ],
+)
+def test_refusals(arguments: tuple[str, ...], said: str):
+    result = run("explain", *arguments)
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+
+
+def test_explain_says_what_a_dash_means():
+    said = "-: not measured, and taken only where nothing was"
+    some = run("explain", "all_reduce", "16M", "--machine", "h200x4").output
+    assert said in some and " - " in some
+    assert said not in run("explain", "all_reduce", "1.2G", "--machine", "cpu").output

@@ -1,0 +1,559 @@
+"""The command line: what it accepts, what it makes of it, and how it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import sidelane
+from sidelane import cli
+from sidelane.c3.workload import parse_workload
+from sidelane.cli import info, launch
+from sidelane.cli.launch import RankFailedError
+from sidelane.cli.output import STDOUT, Written
+from sidelane.errors import UnavailableError
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines import reference
+from sidelane_lab.baselines.roster import check_asked
+from sidelane_lab.cli.demo import DEMO_WORKLOADS
+from sidelane_lab.harness import running as study
+from sidelane_lab.machines.load import machine_names
+from sidelane_lab.papers import command as claims
+from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import overlap as sim_overlap
+from sidelane_lab.papers import plan as sim_plan
+from sidelane_lab.papers import predictions as sim_study
+from sidelane_lab.studies import collectives as collective_study
+from sidelane_lab.studies import host as host_study
+from sidelane_lab.studies.c3 import study as c3_study
+from sidelane_lab.studies.chain import study as chain_study
+from sidelane_lab.studies.tune import command as tune_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, arguments, prog_name="sidelane")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for the studies; holds the options that they were called with."""
+    seen = SimpleNamespace(collective=None, c3=None, chain=None)
+    monkeypatch.setattr(collective_study, "main", lambda options: setattr(seen, "collective", options))
+    monkeypatch.setattr(c3_study, "main", lambda options: setattr(seen, "c3", options))
+    monkeypatch.setattr(chain_study, "main", lambda options: setattr(seen, "chain", options))
+    return seen
+
+
+def test_version():
+    assert run("--version").output == f"sidelane {sidelane.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["info", "collective", "host", "c3", "demo", "machines", "claims", "pipeline"])
+def test_help(command: str):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+    assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
+
+
+def test_collective_defaults(asked: SimpleNamespace):
+    assert run("collective", "--device", "cpu").exit_code == 0
+    options = asked.collective
+    assert options.collectives == (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    assert options.sizes == collective_study.default_sizes("cpu")
+    assert (options.launches, options.variants, options.implementations) == ((), (), ())
+    assert (options.warmup, options.repeats, options.ranks, options.json) == (3, 15, None, None)
+
+
+def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
+    result = run(
+        *("collective", "--collective", "all_reduce", "--collective", "broadcast", "--min-bytes", "1K"),
+        *("--max-bytes", "1M", "--factor", "32", "--dtype", "float32", "--implementations", "dma, gloo"),
+        *("--variants", "b2b,pcpy", "--launch", "eager", "--ranks", "3", "--device", "cpu", "--json"),
+        *(str(tmp_path / "x.json"), "--iterations", "7", "--warmup", "1", "--report", str(tmp_path), "--timeout", "90"),
+        *("--no-profile", "--place", "in"),
+    )
+    assert result.exit_code == 0, result.output
+    options = asked.collective
+    assert options.collectives == (Kind.ALL_REDUCE, Kind.BROADCAST)
+    assert options.sizes == (1 << 10, 32 << 10, 1 << 20)
+    assert options.implementations == ("dma", "gloo")
+    assert options.variants == ("b2b", "pcpy")
+    assert options.launches == ("eager",)
+    assert (options.dtype, options.ranks, options.repeats, options.warmup) == ("float32", 3, 7, 1)
+    assert (options.json, options.report, options.timeout_s) == (tmp_path / "x.json", tmp_path, 90.0)
+    assert options.places == ("in",)
+    assert not options.profile
+
+
+def test_lists(asked: SimpleNamespace):
+    assert run("collective", "--device", "cpu").exit_code == 0
+    assert asked.collective.tensors == 1
+    assert run("collective", "--device", "cpu", "--tensors", "8").exit_code == 0
+    assert asked.collective.tensors == 8
+    assert "--tensors" in run("collective", "--help").output
+
+
+def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
+    run("collective", "--collective", "all", "--device", "cpu")
+    assert set(asked.collective.collectives) == set(reference.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "launches"), [((), ()), (("--launch", "all"), ()), (("--launch", "prelaunched"), ("prelaunched",))]
+)
+def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches: tuple[str, ...]):
+    result = run("chain", "--device", "cpu", "--variants", "b2b", *words)
+    assert result.exit_code == 0, result.output
+    assert (asked.chain.launches, asked.chain.variants) == (launches, ("b2b",))
+    assert asked.chain.sizes == (1 << 20, 4 << 20)
+
+
+def test_host_options(monkeypatch: pytest.MonkeyPatch):
+    seen: list[host_study.HostOptions] = []
+    monkeypatch.setattr(host_study, "main", seen.append)
+    assert run("host").exit_code == 0
+    assert seen.pop() == host_study.HostOptions()
+    assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
+    assert seen.pop() == host_study.HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
+
+
+def test_c3_defaults(asked: SimpleNamespace):
+    assert run("c3").exit_code == 0
+    assert asked.c3.workloads == ("cb1_896M",)
+    assert (asked.c3.warmup, asked.c3.repeats) == (6, 9)
+    assert asked.c3.strategies == ()
+
+
+def test_c3_options(asked: SimpleNamespace):
+    result = run(
+        *("c3", "mb1_896M", "--gemm", "cb2", "--gemm", "512,256,128", "--bytes", "1.5M", "--bytes", "1000"),
+        *("--collective", "all_to_all", "--strategy", "serial", "--strategy", "conccl", "--dtype", "float16"),
+    )
+    assert result.exit_code == 0, result.output
+    pairs = ("mb1_896M", "cb2_1.50M", "cb2_1000", "512x256x128_1.50M", "512x256x128_1000")
+    assert tuple(text.replace("1.5M", "1.50M") for text in asked.c3.workloads) == pairs
+    assert asked.c3.collectives == (Kind.ALL_TO_ALL,)
+    assert asked.c3.strategies == ("serial", "conccl")
+    assert asked.c3.dtype == "float16"
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for the predictions; holds what they were called with. They return 3, which only claims pass on."""
+    seen: list[tuple[Any, ...]] = []
+
+    def stand_in(name: str) -> Any:
+        return lambda *arguments: seen.append((name, *arguments)) or 3
+
+    monkeypatch.setattr(sim_study, "c3_main", stand_in("c3"))
+    monkeypatch.setattr(sim_study, "collective_main", stand_in("collective"))
+    monkeypatch.setattr(sim_overlap, "main", stand_in("pipeline"))
+    monkeypatch.setattr(claims, "main", stand_in("claims"))
+    monkeypatch.setattr(sim_plan, "main", stand_in("plan"))
+    monkeypatch.setattr(sim_fused, "main", stand_in("fused"))
+    return seen
+
+
+ONE = parse_workload("cb1_896M", Kind.ALL_TO_ALL)
+BOTH = [parse_workload("cb2_1M", kind) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+OUT = Path("out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "call"),
+    [
+        ("c3 --machine mi300x8", ("c3", sim_study.PredictionOptions("mi300x8"), [])),
+        (
+            "c3 --machine mi300x8 --version 002 --report out",
+            ("c3", sim_study.PredictionOptions("mi300x8", OUT, "002"), []),
+        ),
+        ("c3 cb1_896M --machine m.toml --collective all_to_all", ("c3", sim_study.PredictionOptions("m.toml"), [ONE])),
+        (
+            "c3 cb1_896M --machine a40x4 --collective all_to_all --strategy priority --strategy c3_rp",
+            ("c3", sim_study.PredictionOptions("a40x4", strategies=("priority", "c3_rp")), [ONE]),
+        ),
+        (
+            "c3 --gemm cb2 --bytes 1M --machine a40x4 --report out",
+            ("c3", sim_study.PredictionOptions("a40x4", OUT), BOTH),
+        ),
+        ("collective --machine h200x4", ("collective", sim_study.PredictionOptions("h200x4"))),
+        ("collective --machine h200x4 --report out", ("collective", sim_study.PredictionOptions("h200x4", OUT))),
+        ("pipeline --machine a40x4", ("pipeline", "a40x4", None, None)),
+        ("pipeline --machine a40x4 --report out", ("pipeline", "a40x4", OUT, None)),
+        (
+            "plan --model llama-8b-like --machine a40x4 --fsdp",
+            ("plan", sim_plan.PlanOptions("a40x4", "llama-8b-like", fsdp=True)),
+        ),
+        (
+            "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
+            ("plan", sim_plan.PlanOptions("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
+        ),
+        ("fused --machine mi210x4", ("fused", sim_fused.FusedPredictionOptions("mi210x4"))),
+        (
+            "fused --machine m.toml --ops embedding_all_to_all --shape 1024,64,70 --shape 8,2,1 --occupancy 0.75"
+            " --late 20 --report out --json -",
+            (
+                "fused",
+                sim_fused.FusedPredictionOptions(
+                    *("m.toml", ("embedding_all_to_all",), ((1024, 64, 70), (8, 2, 1)), 0.75, 20.0, OUT, STDOUT)
+                ),
+            ),
+        ),
+        ("claims", ("claims", claims.ClaimsOptions())),
+        ("claims --json", ("claims", claims.ClaimsOptions(json=STDOUT, ranges=False))),
+        ("claims --json - --ranges", ("claims", claims.ClaimsOptions(json=STDOUT))),
+        ("claims --json --report out", ("claims", claims.ClaimsOptions(json=STDOUT, report=OUT))),
+        ("pipeline --machine a40x4 --json x.json", ("pipeline", "a40x4", None, Path("x.json"))),
+        ("c3 --machine a40x4 --json -", ("c3", sim_study.PredictionOptions("a40x4", json=STDOUT), [])),
+        ("collective --machine a40x4 --json -", ("collective", sim_study.PredictionOptions("a40x4", json=STDOUT))),
+        (
+            "claims --machine h200x4 --results out --version 002 --no-ranges",
+            ("claims", claims.ClaimsOptions("h200x4", results=OUT, version="002", ranges=False)),
+        ),
+    ],
+)
+def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], arguments: str, call: tuple[Any, ...]):
+    result = run(*arguments.split())
+    assert result.exit_code == (3 if arguments.startswith("claims") else 0), result.output
+    assert predicted == [call]
+    assert (asked.collective, asked.c3) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        ("c3 --machine mi300x8 --ranks 4", ["--ranks does not go with --machine", "--report"]),
+        ("c3 --machine mi300x8 --strategy conccl", ["--strategy does not go with --machine", "--report"]),
+        ("c3 --machine mi300x8 --repeats 3 cb1_1M", ["--repeats", "allowed=pairs", "--strategy"]),
+        ("c3 --machine mi300x8 --collective all_gather", ["--collective", "allowed=--version, --json, --report"]),
+        ("c3 --machine mi300x8 --version 002 cb1_1M", ["--version"]),
+        ("c3 --machine mi300x8 cb1_1M --collective broadcast", ["broadcast", "all_to_all, reduce_scatter, all_reduce"]),
+        ("c3 --version 002", ["--version", "needs --machine"]),
+        ("collective --machine mi300x8 --no-profile", ["--profile does not go with --machine"]),
+        ("collective --machine mi300x8 --tensors 8", ["--tensors does not go with --machine", "--report"]),
+        ("collective --machine mi300x8 --min-bytes 1K", ["--min-bytes"]),
+        ("pipeline", ["--machine"]),
+        ("fused --shape 1024,64,70", ["--shape", "needs --machine"]),
+        ("fused --machine mi210x4 --shape 1024,64,70", ["--shape", "with --ops and one of them"]),
+        ("fused --machine mi210x4 --ops gemv_all_reduce --shape 8,0,1", ["rows, columns of all ranks, tokens"]),
+        ("fused --machine mi210x4 --ops gemv_all_reduce --shape 8,x", ["8,x", "whole numbers with commas"]),
+        ("fused --machine mi210x4 --ops all_reduce_rms_norm --shape 8", ["allowed=tokens, hidden"]),
+        ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
+        ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
+        ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),
+        ("plan --model llama-8b-like --machine mi300x8", ["Missing option '--fsdp'"]),
+        ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "'llama-8b-like', 'llama-70b-like'"]),
+        ("claims --version 001", ["001"]),
+    ],
+)
+def test_what_does_not_go_with_a_prediction(asked: SimpleNamespace, arguments: str, reasons: list[str]):
+    result = run(*arguments.split())
+    assert result.exit_code == 2, result.output
+    message = result.output[result.output.index("Error:") :]
+    assert all(reason in message for reason in reasons), message
+    assert (asked.collective, asked.c3) == (None, None)
+
+
+@pytest.mark.parametrize("command", ["c3", "collective", "pipeline", "claims"])
+def test_machines_that_cannot_be_predicted(command: str, tmp_path: Path):
+    def refused(machine: str) -> str:
+        result = run(command, "--machine", machine)
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+        return result.output
+
+    assert all(name in refused("mi300") for name in machine_names())
+    assert "no such file" in refused(str(tmp_path / "mine.toml"))
+    mine = tmp_path / "mine.toml"
+    mine.write_text('base = "mi300x8"\nname = "mine"\n\n[links]\nusable_gpbs = 46\n', encoding="utf-8")
+    assert f"{mine}:5: links.usable_gpbs: unknown name (allowed=topology, peak_gbps" in refused(str(mine))
+    mine.write_text('base = "mi300x8"\nname = "mine"\n[gpu]\nmemory_gbps = 0\n', encoding="utf-8")
+    assert f"{mine}:4: gpu.memory_gbps: (value=0, allowed=10 to 100000" in refused(str(mine))
+    mine.write_bytes(b"\xff\xfe")
+    assert "cannot be read as text" in refused(str(mine))
+
+
+def test_a_users_machine_is_predicted(tmp_path: Path):
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"base": "mi300x8", "name": "mine", "title": "My GPUs"}', encoding="utf-8")
+    result = run("c3", "--machine", str(mine), "cb1_896M", "--collective", "all_gather")
+    assert result.exit_code == 0, result.output
+    assert "My GPUs" in result.output and "cb1_896M" in result.output
+
+
+def test_the_catalogue():
+    shown, listed = run("machines"), run("machines", "--json")
+    assert shown.exit_code == listed.exit_code == 0
+    assert tuple(row["name"] for row in json.loads(listed.output)) == machine_names()
+    assert all(name in shown.output for name in machine_names())
+
+
+def test_demo_measures_where_there_are_gpus(asked: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "choose_target", lambda ranks, device: SimpleNamespace(on_cpu=False))
+    result = run("demo", "--report", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "This machine" in result.output
+    assert asked.c3.report == tmp_path
+    assert asked.c3.workloads == DEMO_WORKLOADS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["collective", "--min-bytes", "12Q"], "12Q"),
+        (["collective", "--min-bytes", "2M", "--max-bytes", "1M"], "nothing from 2M to 1M"),
+        (["collective", "--collective", "all_gatter"], "all_gatter"),
+        (["collective", "--ranks", "0"], "--ranks"),
+        (["collective", "--device", "cpu", "--dtype", "float128"], "float128"),
+        (["collective", "--device", "cpu", "--tensors", "0"], "--tensors"),
+        (["collective", "--device", "cpu", "--tensors", "2000"], "tensors (value=2000, allowed=1..1024)"),
+        (["c3", "cb9_1M"], "cb9"),
+        (["c3", "cb1"], "cb1_896M"),
+        (["c3", "--gemm", "cb1"], "--bytes"),
+        (["c3", "--gemm", "1,2", "--bytes", "1M"], "MxNxK"),
+        (["c3", "--strategy", "hope"], "hope"),
+        (["demo", "--report", __file__], "is a file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: list[str], reason: str):
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    *_, error, see = result.output.strip().splitlines()
+    assert error.startswith("Error: ") and reason in error
+    assert see == f"See sidelane {arguments[0]} --help, docs/guide/commands.md"
+    assert (asked.collective, asked.c3) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("command", "reasons"),
+    [
+        ("collective --variants foo,b2b", ["no such variant", "value=foo,", "allowed=b2b, striped", "swap"]),
+        ("collective --collective all_gather --variants swap", ["for all_gather", "value=swap"]),
+        ("collective --variants b2b+graph", ["value=b2b+graph"]),
+        ("collective --variants alternating+prelaunch", ["allowed=b2b, striped", "also with +prelaunch"]),
+        (
+            "collective --tensors 8 --variants alternating",
+            ["dma for lists of", "value=alternating, allowed=b2b, striped"],
+        ),
+        ("collective --implementations foo", ["value=foo, allowed=gloo, dma, auto"]),
+        ("collective --launch graph", ["value=graph, allowed=eager"]),
+        ("chain --variants swap", ["for all_gather", "value=swap"]),
+        ("chain --implementations nccl,gloo", ["value=nccl, allowed=gloo, dma, auto"]),
+        ("chain --launch graph", ["value=graph, allowed=eager"]),
+        ("phases --launch graph", ["value=graph, allowed=eager"]),
+        ("c3 --variants one_shot", ["value=one_shot", "allowed=auto, b2b"]),
+        ("c3 --implementations sm", ["value=sm, allowed=gloo, dma"]),
+        ("collective --max-bytes 0", ["nothing from 1K to 0"]),
+        ("phases --max-bytes 0", ["nothing from 1K to 0"]),
+    ],
+)
+def test_names_are_checked_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch, command: str, reasons: list[str]):
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(study, "run_ranks", never)
+    result = run(*command.split(), "--device", "cpu")
+    assert result.exit_code == 2, result.output
+    message = result.output[result.output.index("Error:") :]
+    assert all(reason in message for reason in reasons), message
+
+
+def test_a_name_of_some_of_the_collectives_is_fine():
+    both = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    check_asked("cpu", both, variants=("swap", "bcst", "b2b+prelaunch"), implementations=("dma",))
+    check_asked("cuda", both, variants=("one_shot", "b2b", "swap"), launches=("graph",))
+    check_asked("cuda", (Kind.ALL_REDUCE,), variants=("b2b",), implementations=("nccl",))
+    for variants, implementations, chosen_from in (
+        ("one_shot", ("dma",), ("dma", "sm")),
+        ("one_shot", (), ("dma",)),
+        ("b2b", ("sm",), ("dma", "sm")),
+        ("one_shot+prelaunch", (), ("dma", "sm")),
+        ("two_shot", (), ("dma", "sm")),
+    ):
+        with pytest.raises(ValueError, match="no such variant"):
+            check_asked("cuda", both, variants=(variants,), implementations=implementations, chosen_from=chosen_from)
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(c3_study, "main", fail)
+
+
+def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch):
+    fail_with(monkeypatch, UnavailableError("no copy engines here"))
+    result = run("c3")
+    assert (result.exit_code, result.output) == (1, "Error: no copy engines here\nSee docs/guide/errors.md\n")
+
+
+def test_a_folder_that_cannot_be_made_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "file"
+    monkeypatch.setattr(sim_overlap, "main", lambda *_: (path.touch(), (path / "report").mkdir()))  # came meanwhile
+    result = run("pipeline", "--machine", "a40x4", "--report", str(path / "report"))
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    *_, error, see = result.output.strip().splitlines()
+    assert error.startswith("Error: ") and "Not a directory" in error and see == "See docs/guide/errors.md"
+
+
+def outputs(command: str) -> dict[str, Written]:
+    """Options of a command that name what it writes."""
+    options = {option.opts[0]: option for option in cli.main.find(command).params}
+    return {name: option.type for name, option in options.items() if isinstance(option.type, Written)}
+
+
+def test_what_is_written_is_known() -> None:
+    found = {command: set(outputs(command)) for command in cli.main.list_commands()}
+    assert all("--json" in names for names in found.values())
+    assert found["c3"] == {"--json", "--report", "--timeline"}
+    assert "--output" in found["tune"]
+
+
+@pytest.mark.parametrize("command", cli.main.list_commands())
+def test_what_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+
+    def refuse(*_: Any, dir: Path) -> Any:
+        if dir == tmp_path / "full":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return contextlib.nullcontext()
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr(cli.main.find(command), "callback", never)
+    below, nowhere, there = tmp_path / "file" / "new", tmp_path / "full" / "new" / "out", tmp_path / "full" / "there"
+    there.touch()
+    for option, kind in outputs(command).items():
+        cases = [(there, f"{there.parent}: Read-only")] if kind.exists else [(below, "file (allowed=a folder)")]
+        if not kind.exists:
+            cases.append((nowhere, f"{nowhere}: nothing can be written in {there.parent}: Read-only file system"))
+            cases += [] if kind.is_folder else [(tmp_path, "is a directory")]
+        for path, reason in cases:
+            result = run(command, option, str(path))
+            assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr, result.stderr
+            assert reason in result.stderr and isinstance(result.exception, SystemExit)
+    assert not nowhere.parent.exists()
+
+
+def test_what_can_be_written_is_not_made_before_it_is(asked: SimpleNamespace, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "out"
+    assert run("c3", "--json", str(target)).exit_code == 0 and asked.c3.json == target
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run("machines", "--json", str(pipe)).exit_code == 0
+        assert pipe.is_fifo() and os.read(reader, 1) == b"["
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("arguments", ["tune", "tune --study c3", "fused --keep"])
+def test_what_is_kept_for_the_user_is_refused_like_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
+    for module in (study, tune_command):
+        monkeypatch.setattr(module, "follow", lambda *_: pytest.fail("it was measured"))
+    result = run(*arguments.split(), "--device", "cpu")
+    assert result.exit_code == 2 and f"{tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr
+
+
+def test_a_file_of_results_must_be_there() -> None:
+    for command in ("c3 --study heuristics", "c3 --machine mi300x8", "fused --keep"):
+        result = run(*command.split(), "--results", "nowhere.json")
+        assert result.exit_code == 2 and "'nowhere.json' does not exist" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "tool", ["compare_trees --out", "device_tests --summary", "measure_node --out", "torch_suite --page"]
+)
+def test_tools_refuse_what_cannot_be_written_before_anything_runs(tmp_path: Path, tool: str) -> None:
+    (tmp_path / "file").touch()
+    name, option = tool.split()
+    line = [sys.executable, str(ROOT / "tools" / f"{name}.py"), option, str(tmp_path / "file" / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 2 and f"argument {option}: " in done.stderr, done.stderr
+    assert "is a file (allowed=a folder)" in done.stderr
+
+
+def test_what_a_rank_refused_is(monkeypatch: pytest.MonkeyPatch):
+    fail_with(monkeypatch, RankFailedError("rank 0 of 2 failed:\nTraceback ...", 0, "implementations: mpi"))
+    result = run("c3")
+    assert result.exit_code == 2
+    assert "implementations: mpi" in result.output
+    assert "Traceback ..." not in result.output
+
+
+def test_a_traceback_on_request(monkeypatch: pytest.MonkeyPatch):
+    error = UnavailableError("no copy engines here")
+    fail_with(monkeypatch, error)
+    assert run("--traceback", "c3").exception is error
+
+
+def test_info_as_json():
+    result = run("info", "--json", "--no-probe")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["machine"]["cores"] >= 1
+    assert found["software"]["sidelane"] == sidelane.__version__
+    assert set(found["uses"]) >= {"ranks", "moves", "signals"}
+
+
+@pytest.mark.parametrize(
+    ("native", "module", "said"),
+    [
+        (True, "a module", "in C (compiled by cc)"),
+        (True, None, "in Python, slower: compiled by cc"),
+        (False, "", "NATIVE=0"),
+    ],
+)
+def test_info_tells_how_calls_are_repeated(monkeypatch: pytest.MonkeyPatch, native: bool, module: Any, said: str):
+    from sidelane.config import Config, override
+    from sidelane.native import Replays
+
+    monkeypatch.setattr(info, "load_replays", lambda: Replays(module, "compiled by cc"))
+    with override(Config(native=native)):
+        assert said in info._repeats()
+
+
+def test_info_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch):
+    """What a machine with four GPUs would show, made up."""
+    from sidelane.cli.launch import LaunchTarget
+    from sidelane.machine.inventory import Accelerators, InstalledGpu, Inventory
+
+    gpus = tuple(InstalledGpu(i, "Example GPU", 141 << 30, 132, 3, 18, True, 700.0) for i in range(4))
+    access = tuple(tuple((i, j) != (3, 0) for j in range(4)) for i in range(4))
+    found = Accelerators("cuda", gpus, access, None, "580.1", "NCCL 2.28.9", True, False, ("a note",))
+    monkeypatch.setattr(info.local, "inspect", lambda: Inventory("CPU", 64, 1 << 39, 1 << 38, found))
+    monkeypatch.setattr(info, "choose_target", lambda: LaunchTarget("cpu", 4))
+    output = " ".join(run("info", "--no-probe").output.split())
+    assert "141 GiB, 132 compute units, 3 copy engines, 18 links to a switch, 700 W at most" in output
+    assert "missing for 3->0" in output
+    assert "NCCL 2.28.9, copy engines possible" in output
+    assert "a note" in output

@@ -1,0 +1,48 @@
+"""Process groups on several nodes: CPU ranks on virtual ones, Gloo between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nodes_cases as cases
+import nodes_world as scenarios
+import pytest
+import torch
+from group_world import leave
+from ranks import RankPool, crew
+
+FEW = (torch.float32, torch.uint8)
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 1, 0, 1), (0, 0, 1, 1, 2, 2), (0, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("case", [cases.moves, cases.reduces], ids=lambda case: case.__name__)
+def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
+    few = () if layout == (0, 0, 1, 1) else (FEW[: 1 if case is cases.reduces else 2],)
+    pool.run(case, len(layout), layout, *few)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        (cases.in_pieces, (0, 0, 1, 1)),
+        (cases.listed, (0, 1, 1, 0)),
+        (cases.listed, (0, 1, 1)),
+        (cases.small, (0, 1, 1)),
+        (cases.refused, (0, 1, 0, 1)),
+        (cases.lacking, (0, 0, 1)),
+        (cases.half_made, (0, 0, 1, 2)),
+        (cases.interrupted, (0, 0, 1, 1)),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_calls(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
+    pool.run(case, len(layout), layout)  # type: ignore[arg-type]
+
+
+def test_the_dead_are_named(tmp_path: Path) -> None:
+    """Of the last of a node nobody on its machine is left to tell; one of those who live is on no rail."""
+    with crew(5) as ranks:
+        ranks.run(leave)
+        ranks.run(scenarios.stays_away, None, str(tmp_path))
+        found = ranks.run(scenarios.dies, None, str(tmp_path), dying=(3, 4))
+        assert found == [None, None, None, 7, 7]

@@ -1,0 +1,185 @@
+"""Heuristics against the best of a sweep: made-up pairs, and a described machine from end to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from isolated_files import SIZE, collective, file_of, gemm, pair
+from marks import long
+
+from sidelane.c3.heuristic import KernelDemand
+from sidelane.c3.measured_curves import parse_isolated
+from sidelane.c3.workload import Gemm, Workload
+from sidelane.choice.hidden import hidden_shares
+from sidelane.cli import main
+from sidelane.program.collective import Kind
+from sidelane_lab.harness.study import read
+from sidelane_lab.pairs.heuristics import (
+    CHOICE,
+    HEURISTICS,
+    LAUNCH_ORDER,
+    LAUNCH_ORDERS,
+    PARTITION,
+    SPARED,
+    Sweep,
+    judge,
+)
+from sidelane_lab.studies.c3 import heuristics
+from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions, sweeps_of
+from sidelane_lab.studies.c3.rows import C3Row
+
+SHAPE = Gemm(8192, 8192, 8192)
+H200 = hidden_shares("h200")
+KNOWN = parse_isolated(
+    file_of(
+        *(gemm(1000.0), gemm(1100.0, units=8), gemm(1900.0, units=64)),
+        *(collective(800.0, "nccl"), collective(1600.0, "nccl", 8), collective(800.0, "nccl", 64)),
+        *(collective(700.0, "dma"), pair("serial", 1700.0, "dma", alone=700.0), pair("conccl", 1050.0, "dma")),
+    ),
+    "made up",
+)
+TIMES = {
+    ("serial", 0): 1800.0, ("c3_base", 0): 1500.0, ("c3_sp", 0): 1400.0, ("c3_rp", 8): 1700.0, ("c3_rp", 64): 2000.0,
+    ("conccl", 0): 1060.0, ("conccl_rp", 8): 1150.0,
+}  # fmt: skip
+PAIR = Workload(SHAPE, Kind.ALL_GATHER, SIZE)
+SWEEP = Sweep(PAIR, 1000.0, TIMES, (KernelDemand("gemm", 4096), KernelDemand("all_gather", 32)), why_not="pairs only")
+
+
+def verdicts(sweep: Sweep) -> dict[str, Any]:
+    return {verdict.heuristic: verdict for verdict in judge(sweep, KNOWN, H200)}
+
+
+def test_every_heuristic_is_right_or_loses() -> None:
+    found = verdicts(SWEEP)
+    assert tuple(found) == HEURISTICS
+    order = found[LAUNCH_ORDER]
+    assert (order.chosen, order.best, order.right, order.lost) == ("c3_sp", "c3_sp", True, 0.0)
+    assert order.reason == "fewest workgroups first: all_gather (32), gemm (4096)"
+    assert found[LAUNCH_ORDERS].lost is None and found[LAUNCH_ORDERS].reason == "pairs only"
+    # 8 units: max(1000 x 1.1, 700 x 2); 64: 1000 x 1.9.
+    assert (found[PARTITION].chosen, found[PARTITION].right) == ("c3_rp 8", True)
+    assert (found[SPARED].chosen, found[SPARED].best) == ("conccl", "conccl")
+    assert "compute-bound" in found[SPARED].reason
+    assert (found[CHOICE].chosen, found[CHOICE].chosen_us) == ("conccl", 1060.0)
+    assert all(verdict.seen for verdict in found.values())
+
+
+def test_another_call_is_not_what_a_choice_is_held_against() -> None:
+    fast = {**TIMES, ("conccl_left", 0): 1001.0, ("conccl_in_place", 0): 1002.0}
+    assert verdicts(dataclasses.replace(SWEEP, times_us=fast)) == verdicts(SWEEP)
+
+
+def test_what_is_lost() -> None:
+    slow = {**TIMES, ("c3_base", 0): 1330.0, ("c3_rp", 64): 1360.0, ("conccl_rp", 8): 1000.0}
+    found = verdicts(dataclasses.replace(SWEEP, times_us=slow))
+    assert found[LAUNCH_ORDER].lost == pytest.approx(1400 / 1330 - 1) and not found[LAUNCH_ORDER].right
+    assert (found[PARTITION].best, found[PARTITION].lost) == ("c3_rp 64", pytest.approx(0.25))
+    assert found[SPARED].lost == found[CHOICE].lost == pytest.approx(0.06)
+    nearly = {**TIMES, ("conccl_rp", 8): 1056.0}
+    assert verdicts(dataclasses.replace(SWEEP, times_us=nearly))[CHOICE].right, "0.4% is nothing"
+
+
+def test_a_small_gemm_goes_first() -> None:
+    found = verdicts(dataclasses.replace(SWEEP, kernels=(KernelDemand("gemm", 4), KernelDemand("all_gather", 32))))
+    assert found[LAUNCH_ORDER].chosen == "c3_base" and not found[LAUNCH_ORDER].right
+
+
+def test_three_kernels() -> None:
+    kernels = (KernelDemand("gemm", 4096), KernelDemand("all_gather", 32), KernelDemand("all_to_all", 16))
+    orders = {("all_to_all", "all_gather", "gemm"): 1030.0, ("gemm", "all_gather", "all_to_all"): 1000.0}
+    found = verdicts(dataclasses.replace(SWEEP, others=kernels, orders_us=orders))[LAUNCH_ORDERS]
+    assert (found.chosen, found.best) == ("all_to_all > all_gather > gemm", "gemm > all_gather > all_to_all")
+    assert found.lost == pytest.approx(0.03)
+
+
+def test_what_did_not_run_is_not_judged() -> None:
+    found = verdicts(dataclasses.replace(SWEEP, times_us={("serial", 0): 1800.0, ("conccl", 0): 1060.0}))
+    assert all(found[name].lost is None and found[name].reason for name in (LAUNCH_ORDER, PARTITION, SPARED))
+    assert found[CHOICE].right
+    unseen = dataclasses.replace(PAIR, gemm=Gemm(4096, 4096, 4096))
+    assert not any(verdict.seen for verdict in judge(dataclasses.replace(SWEEP, workload=unseen), KNOWN, H200))
+
+
+def row(strategy: str, time_us: float | None, **others: Any) -> C3Row:
+    values: dict[str, Any] = {
+        "gemm": "8192x8192x8192", "m": 8192, "n": 8192, "k": 8192, "dtype": "bfloat16", "collective": "all_gather",
+        "bytes": SIZE, "c3_class": "G-long", "strategy": strategy, "chosen": "", "gemm_us": 1000.0, "comm_us": 800.0,
+        "best_comm_us": 700.0, "time_us": time_us, "speedup": time_us and 1.0, "ideal": 1.7, "percent_of_ideal": 50.0,
+        "percent_of_ideal_nccl": None, "correct": True if time_us else None, "note": "" if time_us else "no units here",
+    }  # fmt: skip
+    return C3Row(**{**values, **others})
+
+
+ROWS = (
+    *(row("serial", 1800.0), row("c3_base", 1500.0), row("c3_sp", 1400.0), row("conccl", 1060.0)),
+    row("c3_rp", 1700.0, units=8, sweep="8 1700, 64 2000"),
+    *(row("conccl_rp", 1150.0, units=8), row("c3_target", None), row("auto", 1060.0, chosen="conccl")),
+)
+
+
+def test_sweeps_of_a_result_file() -> None:
+    (found,) = sweeps_of(ROWS, 32)
+    assert found.times_us == TIMES and found.workload == PAIR
+    assert [kernel.workgroups for kernel in found.kernels] == [4096, 32]
+    assert sweeps_of([row("serial", None)], 32) == []
+
+
+def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
+    from sidelane_lab.harness.study import collect, write
+
+    files = {name: tmp_path / f"{name}.json" for name in ("c3", "isolated", "heuristics")}
+    write(
+        files["c3"], dataclasses.replace(collect("c3", ROWS, device_type="cpu", ranks=2), gpus=2, device="NVIDIA H200")
+    )
+    files["isolated"].write_text(
+        file_of(*(gemm(1000.0), gemm(1100.0, units=8), gemm(1900.0, units=64), collective(700.0, "dma")))
+    )
+    given = ["c3", "--study", "heuristics", "--results", str(files["c3"]), "--isolated", str(files["isolated"])]
+    told = CliRunner().invoke(main, [*given, "--json", str(files["heuristics"]), "--report", str(tmp_path / "report")])
+    assert told.exit_code == 0, told.output
+    found = read(files["heuristics"])
+    rows = [one for one in found.rows if isinstance(one, HeuristicRow)]
+    assert [one.heuristic for one in rows] == list(HEURISTICS) and found.device == "NVIDIA H200"
+    chosen = {one.heuristic: (one.chosen, one.right) for one in rows}
+    assert chosen[CHOICE] == ("conccl", True) and chosen[PARTITION] == ("", None), "no table of nccl by units"
+    assert "no third kernel" in next(one.note for one in rows if one.heuristic == LAUNCH_ORDERS)
+    assert (tmp_path / "report" / "heuristics.png").exists()
+    assert json.loads(files["heuristics"].read_text())["study"] == "heuristics"
+    wrong = CliRunner().invoke(main, [*given[:3], "--results", str(files["heuristics"]), *given[5:]])
+    assert wrong.exit_code and "allowed=a file of sidelane c3" in wrong.output
+
+
+@pytest.mark.parametrize("machine", ["mi300x8", long("h200x4")])
+def test_a_described_machine(machine: str) -> None:
+    results = heuristics.main(HeuristicsOptions(machine=machine, quiet=True, command="test"))
+    assert results is not None and "simulated" in results.device
+    rows = [one for one in results.rows if isinstance(one, HeuristicRow)]
+    assert len(rows) == 30 * len(HEURISTICS) and all(one.note for one in rows)
+    by = {name: [one for one in rows if one.heuristic == name] for name in HEURISTICS}
+    # The issue's bars: auto within 2% in 28 of 30, never 5% behind; the partition heuristic 24 of 30.
+    assert sum((one.lost_percent or 0.0) <= 2 for one in by[CHOICE]) >= 28
+    assert max(one.lost_percent or 0.0 for one in by[CHOICE]) < 5
+    assert sum(bool(one.right) for one in by[PARTITION]) >= 24
+    unseen = [one for one in by[CHOICE] if not one.seen]
+    assert len(unseen) == 16 and sum(bool(one.right) for one in unseen) / len(unseen) > 0.81
+    assert {one.chosen for one in by[LAUNCH_ORDERS]} <= {one.best for one in by[LAUNCH_ORDERS]} | {
+        "all_to_all > all_gather > gemm", "all_gather > all_to_all > gemm"
+    }  # fmt: skip
+
+
+def test_options(tmp_path: Path) -> None:
+    for given, reason in (
+        (["--results", __file__], "--results goes with --study heuristics"),
+        (["--study", "heuristics", "--blocks", "4"], "--blocks goes with --study occupancy"),
+        (["--study", "heuristics", "--machine", "none"], "none"),
+        (["--study", "heuristics", "--machine", "h200x4", "--results", __file__], "one of the two"),
+        (["--study", "heuristics", "--results", __file__], "not a result file"),
+    ):
+        told = CliRunner().invoke(main, ["c3", *given])
+        assert told.exit_code and reason in told.output, told.output

@@ -1,0 +1,276 @@
+"""Every table that the tool prints, on terminals from 40 to 200 columns: nothing is cut, least of all a number."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+
+from sidelane.c3.workload import parse_workload
+from sidelane.choice.store import InForce, builtin
+from sidelane.cli import info, terminal
+from sidelane.cli.output import STDOUT
+from sidelane.cli.table import Line, Table
+from sidelane.program.collective import Kind
+from sidelane_lab.explain import call as explain
+from sidelane_lab.harness import study as files
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.model import layer, training
+from sidelane_lab.model.strategies import predict, predictable
+from sidelane_lab.model.study import c3_study, dma_study, pair_name
+from sidelane_lab.papers import command as claims
+from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import overlap, predictions
+from sidelane_lab.papers import plan as sim_plan
+from sidelane_lab.papers.command import Survival, sensitivity_table
+from sidelane_lab.papers.results import compare
+from sidelane_lab.studies import machine_list
+from sidelane_lab.studies.demo import show
+from sidelane_lab.studies.demo.figures import measured, overlap_percents
+from sidelane_lab.studies.fsdp.rows import FsdpRow, fsdp_tables
+from sidelane_lab.studies.fused.shapes import ON_GPUS
+from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
+from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
+from sidelane_lab.studies.tune.command import changes_table
+
+WIDTHS = (40, 80, 200)
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+STUDIES = ("collectives", "lists", "c3", "phases", "power", "chain", "host")
+# Of each study one file.
+RECORDED = [
+    next(path for folder in ("h200x4", "cpu") if (path := RESULTS / folder / f"{study}.json").exists())
+    for study in STUDIES
+]
+
+
+def printed(table: Table, width: int) -> str:
+    console = rich.console.Console(file=io.StringIO(), width=width)
+    console.print(table.to_rich())
+    return console.file.getvalue()
+
+
+def numbers(texts: list[str]) -> Counter[str]:
+    return Counter(word for text in texts for word in text.split() if any(map(str.isdigit, word)))
+
+
+def check(table: Table, width: int) -> None:
+    text = printed(table, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    cells = [cell for line in table.lines for cell in line.cells]
+    lost = numbers(cells) - numbers([text])
+    assert not lost, f"not whole at {width} columns: {dict(lost)}\n{text}"
+    words = " ".join(text.split())
+    assert table.title.split()[0] in words and all(" ".join(note.split()) in words for note in table.notes)
+
+
+def widest(table: Table) -> Table:
+    """Its first and its longest line, and of each column those with the longest cell and word: they make the widths."""
+    kept = {0, max(range(len(table.lines)), key=lambda place: len("".join(table.lines[place].cells)))}
+    for cells in zip(*(line.cells for line in table.lines), strict=True):
+        words = [max(map(len, cell.split()), default=0) for cell in cells]
+        kept |= {cells.index(max(cells, key=len)), words.index(max(words))}
+    return dataclasses.replace(table, lines=tuple(table.lines[place] for place in sorted(kept)))
+
+
+def recorded(path: Path) -> list[Table]:
+    return tables_of(files.read(path))
+
+
+def predicted_pairs() -> list[Table]:
+    machine = named("mi300x8")
+    workload = parse_workload("cb1_896M", Kind.ALL_GATHER)
+    rows = [predict(machine, workload, strategy) for strategy in predictable()]
+    return [predictions.pairs_table(machine, rows, lambda row: row.workload.name.split()[0])]
+
+
+def predicted_study() -> list[Table]:
+    machine = named("mi300x8")
+    study = c3_study(machine)
+    rows = [row for row in study.rows if row.workload.collective is Kind.ALL_GATHER]
+    return [predictions.pairs_table(machine, rows, pair_name), predictions.averages_table(study)]
+
+
+def predicted_sizes() -> list[Table]:
+    machine = named("mi300x8")
+    return [predictions.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
+
+
+def of_the_demo() -> list[Table]:
+    data = measured()
+    checked = [show.CollectiveCheck("all_gather", 36, 123_456_789, 0, 12.3456)]
+    return [
+        show.checked_table(checked, 4),
+        show.overlap_table(data, *overlap_percents(data)),
+        show.choice_table(show.choices_of()),
+    ]
+
+
+def of_tune() -> list[Table]:
+    now, before = builtin("h200x4"), builtin("h200x2")
+    assert now is not None and before is not None
+    return [changes_table(InForce(before, "another table"), now, now.curves)]
+
+
+def of_claims() -> list[Table]:
+    return [claims.measured_table(compare(named("h200x4"), RESULTS / "h200x4", ranges=False))]
+
+
+def of_plan() -> list[Table]:
+    step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
+    times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
+    planned = [sim_plan.PlannedStep(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
+    return [sim_plan.plan_table(named("mi300x8"), step, planned)]
+
+
+def of_fused() -> list[Table]:
+    machine = named("h200x4")
+    asked = sim_fused.FusedPredictionOptions("h200x4")
+    shapes = {op: shapes[-1] for op, shapes in ON_GPUS.items()} | {"embedding_all_to_all": (256, 64, 70)}
+    made = [made for op, shape in shapes.items() for made in sim_fused.operators_of(op, shape, machine.world_size)]
+    found = [sim_fused.predicted(machine, *one, asked) for one in made]
+    ranks = sim_fused.skew_table(machine, [one for one in found if one.times])
+    by_occupancy = sim_fused.occupancy_table(machine, found[:1], ())
+    return [*sim_fused.fused_tables(machine, found), ranks, by_occupancy]
+
+
+def of_sensitivity() -> list[Table]:
+    ids = tuple(f"DM-FIN-0{i}" for i in range(4))
+    ends = [Survival("interference.memory", "assumed", value, value > 6, 20, 42, ids) for value in (5.0, 7.5)]
+    return [sensitivity_table(ends, 27)]
+
+
+def of_ordinary() -> list[Table]:
+    def row(variant: str, reach: str, note: str, **more: Any) -> OrdinaryRow:
+        times = (*(123_456.0, 12_345.6, 234_567.8), None if "gemm" in more else 345.67, None, True, note)
+        first = ("all_gather", 1_288_490_192, "bfloat16", False, "eager", "auto" if reach else "nccl", variant, False)
+        return OrdinaryRow(*first, *times, reach=reach, **more)
+
+    gemm = {"gemm": "8192x8192x8192", "m": 8192, "n": 8192, "k": 8192, "gemm_us": 1410.0, "best_comm_us": 1840.0}
+    figures = {"comm_us": 1850.0, "speedup": 1.747, "ideal": 1.766, "percent_of_ideal": 97.5}
+    ways = [("symmetric", ""), ("mapped", "peers' inputs are read where they come again"), ("staged", ""), ("", "")]
+    rows = [row("b2b" if reach else "", reach, note) for reach, note in ways]
+    rows += [row("b2b", reach, note, **gemm, **figures) for reach, note in ways]
+    rows += [row(change, reach, note, host_us=1234.5) for change in CHANGES for reach, note in ways]
+    return ordinary_tables(rows)
+
+
+def of_profiled_steps() -> list[Table]:
+    names = ("nccl", "sidelane_copies", "compute_only", "compute_only_straight")
+    kinds = ("gemm", "attention", "collective", "copy_in", "copy_out", "peer_copy", "other")
+    figures = {f"{kind}_ms": 123.456 for kind in (*kinds, "first_gather", "last_scatter", "profiled", "waits")}
+    figures |= {f"stream_{kind}_ms": 123.456 for kind in ("copy_in", "copy_out", "other")}
+    figures |= {"gemm_beside_ms": -123.456, "gemm_apart_ms": 123.456}
+    common = ("llama-70b-like", 4, 4096, 1, "bfloat16", True)
+    times = (1234.5, 1234.5, 1234.5, 1234.5, 104.0, -12.345, 123.45, 65_432.1, True, "")
+    return fsdp_tables([FsdpRow(*common, name, *times, **figures) for name in names])
+
+
+def of_process_groups() -> list[Table]:
+    def row(operation: str, name: str, tensors: str, launch: str, **more: Any) -> GroupRow:
+        times = (*((None,) * 3 if launch == "first" else (123_456.0, 12_345.6, 234_567.8)), None)
+        figures = dict(zip(("time_us", "p10_us", "p90_us", "host_us"), times, strict=True)) | more
+        made_by = {"made_by": name, "variant": "two_shot_narrow" if name == "sidelane" else "", "correct": True}
+        given = {"bytes": 1_288_490_192, "dtype": "bfloat16", "held_mb": None, **made_by, **figures}
+        return GroupRow(operation=operation, implementation=name, tensors=tensors, launch=launch, **given)
+
+    ways = [("nccl", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary", "learned", "pooled"))]
+    rows = [
+        row("reduce_scatter_tensor", *way, launch, host_us=1234.5)
+        for launch in ("eager", "async", "graph")
+        for way in ways
+    ]
+    rows += [row("first_fsdp_step", *way, "first", time_us=12.3e6, held_mb=12_345.6) for way in ways[:2]]
+    return group_tables(rows)
+
+
+def of_explain() -> list[Table]:
+    options = explain.ExplainOptions(kind=Kind.ALL_GATHER, nbytes=1 << 20, machine="h200x4", ordinary=True)
+    return [explain._table(explain.explain(options))]
+
+
+MADE: dict[str, Callable[[], list[Table]]] = {
+    **{f"{path.parent.name}/{path.name}": functools.partial(recorded, path) for path in RECORDED},
+    "c3 --machine PAIR": predicted_pairs,
+    "c3 --machine": predicted_study,
+    "collective --machine": predicted_sizes,
+    "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.rows_of(named("mi300x8"), "opt1"))],
+    "plan": of_plan,
+    "fused --machine": of_fused,
+    "claims, sensitivity": of_sensitivity,
+    "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],
+    "claims --machine": of_claims,
+    "demo": of_the_demo,
+    "tune": of_tune,
+    "ordinary": of_ordinary,
+    "pg": of_process_groups,
+    "fsdp --profile": of_profiled_steps,
+    "explain": of_explain,
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_nothing_is_cut(name: str) -> None:
+    tables = MADE[name]()
+    assert tables
+    for table in tables:
+        shown = widest(table)
+        for width in WIDTHS:
+            check(shown, width)
+
+
+WIDE = Table(
+    "A table",
+    ("bytes", "<variant", *(f"column\n{n}" for n in range(4)), "<what happened"),
+    (Line(("1K", "b2b+prelaunch", "1.25", "10000.5", "3", "4", "nothing of any interest to anybody")),),
+    keys=2,
+)
+
+
+def test_texts_are_folded_before_columns_are_moved() -> None:
+    whole = printed(WIDE, 120)
+    assert "nothing of any interest to anybody" in whole
+    folded = printed(WIDE, 70)
+    assert folded.count("b2b+prelaunch") == 1 and "nothing of any interest to anybody" not in folded
+
+
+def test_columns_below_each_other_repeat_what_a_line_is_about() -> None:
+    assert printed(WIDE, 45).count("b2b+prelaunch") == 2
+
+
+def test_very_narrow_tables_are_paragraphs() -> None:
+    lines = [line.rstrip() for line in printed(WIDE, 28).splitlines()]
+    assert " 1K  b2b+prelaunch" in lines
+    assert "    column 0: 1.25" in lines and "    column 1: 10000.5" in lines
+
+
+def test_pipes_get_full_width_and_json_silences_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wide = Table("t", ("<name", "<text"), (Line(("a", "x " * 300)),))
+    terminal.tables_console().print(wide.to_rich())
+    assert ("x " * 300).rstrip() in capsys.readouterr().out
+    terminal.tables_console(STDOUT).print(wide.to_rich())
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal.tables_console().print(wide.to_rich())
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_info_is_folded_between_words(width: int) -> None:
+    console = rich.console.Console(file=io.StringIO(), width=width)
+    found = info.look(probe=False)
+    info.show(found, console)
+    text = console.file.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    assert not numbers([f"{found.machine.cores} cores"]) - numbers([text])

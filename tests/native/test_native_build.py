@@ -1,0 +1,164 @@
+"""Compiling the helper: once, whole, by whatever compiler there is, and never an error where there is none."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from homeless import leave_home
+from marks import long
+
+from sidelane import config
+from sidelane.native import build
+from sidelane.native.build import Replays
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    return tmp_path / "cache" / "sidelane"
+
+
+def load() -> Replays:
+    return build.load_replays.__wrapped__()
+
+
+def test_it_is_compiled_once(cache: Path) -> None:
+    first = load()
+    assert first.module is not None
+    assert first.words.startswith("compiled by ")
+    (file,) = cache.iterdir()
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    made = file.stat().st_mtime_ns
+    assert load().words == "compiled before"
+    assert file.stat().st_mtime_ns == made
+
+
+def test_ranks_may_compile_at_the_same_time(cache: Path) -> None:
+    script = "from sidelane.native import load_replays as load; r = load(); assert r.module.Replay, r; print(r.words)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
+    children = [
+        subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    try:
+        words = [child.communicate(timeout=60)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert all(child.returncode == 0 for child in children), words
+    assert len(list(cache.iterdir())) == 1, "nothing but the module is left"
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert load() == Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
+    assert list(cache.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+    compiler = tmp_path / "mycc"
+    compiler.write_text("#!/bin/sh\necho no such header >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", f"{compiler} -m64")
+    found = load()
+    assert found.module is None
+    assert "mycc failed: no such header" in found.words
+    assert list(cache.iterdir()) == []
+
+
+def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:
+    assert load().module is not None
+    (file,) = cache.iterdir()
+    file.unlink()  # this process has it loaded
+    file.write_bytes(b"\x7fELF")
+    script = "from sidelane.native import load_replays as load; r = load(); assert r.module, r; print(r.words)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("compiled by "), done
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        long("compile_to", PermissionError(13, "read-only")),
+        ("compile_to", OSError(28, "full")),
+        long("load", ImportError("noexec")),
+    ],
+    ids=str,
+)
+def test_a_home_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, cache: Path, step: str, error: Exception) -> None:
+    real = getattr(build, step)
+
+    def refuse(path: Path, *rest: object) -> object:
+        if path.parent == cache:
+            raise error
+        return real(path, *rest)
+
+    monkeypatch.setattr(build, step, refuse)
+    found = load()
+    assert found.module is not None, found.words
+    assert found.module.Replay is not None
+
+
+def test_why_a_module_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "emptycc"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho "int x;" | cc -x c -shared -fPIC - -o "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    found = load()
+    assert found.module is None
+    assert "PyInit" in found.words, found.words
+
+
+def test_no_home_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_home(monkeypatch)
+    assert config.cache_folder() is None
+    assert load().module is not None
+
+
+@pytest.mark.parametrize("what", [long("folder"), "file"])
+def test_what_others_can_write_is_not_loaded(cache: Path, what: str) -> None:
+    assert load().module is not None
+    (file,) = cache.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    (cache if what == "folder" else file).chmod(0o777)
+    found = load()
+    assert found.module is not None
+    assert found.words.startswith("compiled by"), "for this process alone"
+
+
+def test_a_compiler_that_hangs_is_killed_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path
+) -> None:
+    compiler = tmp_path / "hang"
+    compiler.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/child\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(build, "TIMEOUT_S", 1.0)
+    assert load() == Replays(None, "RuntimeError: hang took longer than 1 s")
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}")
+    deadline = time.monotonic() + 10
+    while child.exists() and "\nState:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < deadline, "it is left behind"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("command", ['gcc "', "/dev/null"])
+def test_nothing_that_is_wrong_with_the_machine_gets_out(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("CC", command)
+    found = load()
+    assert (found.module is None) == (command != "/dev/null"), found.words
+
+
+def test_the_switch_is_in_the_environment() -> None:
+    assert config.from_environment({}).native
+    assert not config.from_environment({"SIDELANE_NATIVE": "0"}).native
+    with pytest.raises(ValueError, match="SIDELANE_NATIVE"):
+        config.from_environment({"SIDELANE_NATIVE": "no"})

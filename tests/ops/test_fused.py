@@ -1,0 +1,210 @@
+"""Fused operators between CPU processes, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from marks import long
+from ranks import Crew
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import fused_embeddings
+import fused_gemm_family
+import fused_gemms
+import fused_methods
+import fused_modules
+import fused_ops
+import fused_shadows
+import fused_timelines
+
+SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
+
+
+@pytest.mark.parametrize("world_size", [long(1), long(2), long(3), 4])
+def test_gemv_all_reduce_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.gemv_back_to_back, world_size, world_size, 12, timeout_s=110) == [12] * world_size
+
+
+@pytest.mark.parametrize("world_size", [long(2), 3])
+def test_gemv_all_reduce_of_weights_of_8_bits(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.gemv_of_8_bits, world_size, world_size, timeout_s=110) == [4] * world_size
+
+
+def test_gemvs_with_default_tilings(four: Crew) -> None:
+    assert four.run(fused_ops.default_tilings, 2, (32, 512), (21, 70), timeout_s=110) == [28, 28]
+
+
+def test_a_tiling_that_does_not_compile_is_named(four: Crew) -> None:
+    for passes, resources, other in four.run(fused_ops.tilings_that_do_not_compile, 2):
+        for told in (passes, resources):
+            assert told.startswith("UnavailableError: gemv_all_reduce: a kernel that Triton cannot make (value=Tiling(")
+        assert "allowed=another tiling): PassManager" in passes and other.startswith("RuntimeError: a launch")
+
+
+def test_weights_that_autograd_follows(four: Crew) -> None:
+    assert four.run(fused_methods.of_parameters, 2) == [9, 9]
+
+
+def test_default_devices_of_callers_do_not_matter(four: Crew) -> None:
+    four.run(fused_methods.away_from_the_default_device, 2)
+
+
+@pytest.mark.parametrize("world_size", [2, long(4)])
+def test_large_norms_are_pushed(four: Crew, world_size: int) -> None:
+    found = four.run(fused_ops.large_norms, world_size, [(2, 128), (40, 8192)], timeout_s=110)
+    assert found == [{"cells", "pushed"}] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, long(2), long(3), 4])
+def test_all_reduce_rms_norm_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_ops.rms_norm_back_to_back, world_size, world_size, 16, timeout_s=110) == [16] * world_size
+
+
+@pytest.mark.parametrize("world_size", [long(2), 3])
+def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_embeddings.forward_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size
+
+
+def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
+    name, batch = "embedding_all_to_all", 3
+    known = f"measured at {batch}, 1, 40, eager, fused-cpu.json"
+    told = f"{name}: fused, remote_first ({known}: fused 1 us; order {known}: remote_first 1 us, oblivious 2 us)"
+    ranks = four.run(fused_embeddings.orders, 3, timeout_s=110)
+    assert [captured.partition(" ")[0] for *_, captured in ranks] == ["oblivious", "remote_first", "oblivious"]
+    for measured, whole, asked, _ in ranks:
+        assert (measured, asked) == (f"remote_first | {told}", f"oblivious | {told}")
+        assert whole.startswith(f"oblivious | {name}: fused, oblivious (by thumb") and "takes no longer than" in whole
+
+
+@pytest.mark.parametrize("world_size", [long(2), 3])
+def test_gradients_of_embeddings(four: Crew, world_size: int) -> None:
+    done = four.run(fused_embeddings.backward_back_to_back, world_size, world_size, 2, timeout_s=110)
+    assert all(found >= 6 for found in done)
+
+
+@pytest.mark.parametrize("world_size", [long(2), 3])
+def test_gemms_that_are_reduced_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemm_family.reductions_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
+
+
+@pytest.mark.parametrize("world_size", [long(2), 4])
+def test_gemms_of_what_is_gathered_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemm_family.gathers_back_to_back, world_size, 5, 6, timeout_s=110) == [6] * world_size
+
+
+def test_slices_as_they_come(four: Crew) -> None:
+    assert four.run(fused_embeddings.slices_as_they_come, 2) == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        *(fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls),
+        *(fused_gemms.wrong_calls, fused_gemms.wrong_splits),
+        *(fused_gemm_family.wrong_reductions, fused_gemm_family.wrong_gathers),
+        *(fused_gemms.wrong_dispatches, fused_gemms.wrong_split_dispatches),
+    ],
+)
+def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:
+    """On the rank with the wrong arguments, and on its peers with the reason, before anything has moved."""
+    *others, (own,) = four.run(fused_ops.refusals, 2, calls)
+    assert all(line.startswith(("ValueError", "TypeError")) and "allowed=" in line for line in own), own
+    for (told,) in others:
+        for line, reason in zip(told, own, strict=True):
+            assert line.startswith("PeerError") and reason in line, (line, reason)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("rms_norm_pushed", 2),
+        ("rms_norm_pushed", 3),
+        *((kind, 3) for kind in SHADOWED),
+        *(long(kind, 2) for kind in SHADOWED),
+    ],
+)
+def test_every_block_does_what_its_shadow_says(four: Crew, kind: str, world_size: int) -> None:
+    assert all(steps > 10 for steps in four.run(fused_shadows.follow, world_size, kind, "none"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    [
+        *(("gemv", "copy"), ("gemv", "sent"), ("gemv", "waited"), ("embedding_backward", "flag")),
+        *(("rms_norm", "sent"), ("rms_norm", "waited"), ("rms_norm_pushed", "copy"), ("rms_norm_pushed", "order")),
+        *(("dispatch_gemm", "copy"), ("dispatch_gemm", "order"), ("dispatch_gemm", "waited")),
+    ],
+)
+def test_a_shadow_that_says_something_else_is_noticed(four: Crew, kind: str, mistake: str) -> None:
+    with pytest.raises(AssertionError, match="generation 1, block"):
+        four.run(fused_shadows.follow, 2, kind, mistake)
+
+
+def test_fused_or_unfused(four: Crew) -> None:
+    """By rank 0's times on all ranks, and by thumb where there is none."""
+    for found in four.run(fused_methods.methods, 2):
+        slow, fast, unknown = found
+        assert slow.startswith(
+            "False gemv_all_reduce: unfused (measured at 70, 16, 1, eager, fused-cpu.json: fused 2 us"
+        )
+        assert slow.endswith("unfused 1 us)")
+        assert fast.startswith("True gemv_all_reduce: fused (measured at 1000")
+        assert unknown.startswith("True gemv_all_reduce: fused (by thumb")
+
+
+def test_timelines(four: Crew) -> None:
+    """Every rank has those of all, with what each operator does."""
+    sends = {"local", "compute", "send", "wait"}
+    norm = {"send", "wait", "compute"}
+    kinds = [{"compute", "send", "wait", "add"}, sends, sends]
+    kinds += [norm, {*norm, "add"}, {"send", "wait", "add"}, sends]
+    for found in four.run(fused_timelines.timelines, 2):
+        assert found == [[kind, kind] for kind in kinds]
+
+
+@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "dispatch"])
+def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
+    """Without breaks of the graph; what a backend makes of the operators is a call."""
+    assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
+
+
+def test_tables_have_gradients_of_rows(four: Crew) -> None:
+    assert four.run(fused_modules.rows, 2, "aot_eager", timeout_s=110) == [6, 6]
+
+
+@pytest.mark.parametrize("world_size", [2, long(4)])
+def test_patterns_are_replaced(four: Crew, world_size: int) -> None:
+    assert four.run(fused_modules.replaced, world_size, timeout_s=110) == [7] * world_size
+
+
+def test_a_pass_on_other_ranks_is_refused(four: Crew) -> None:
+    told, *_ = four.run(fused_modules.other_ranks)
+    assert told == "Fusion: ranks of the group (value=[0, 2], allowed=[0, 1], the communicator's)"
+
+
+def test_norms_are_replaced(four: Crew) -> None:
+    assert four.run(fused_modules.norms, 2, timeout_s=110) == [9, 9]
+
+
+@pytest.mark.long
+def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
+    cases = 14 if torch.__version__ >= "2.13" else 9
+    assert four.run(fused_modules.batches, 2, timeout_s=110) == [cases, cases]
+
+
+def test_operators_of_pytorch_are_sound(four: Crew) -> None:
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [9, 9]
+
+
+@pytest.mark.long
+def test_operators_run_with_reduced_overhead(four: Crew) -> None:
+    assert four.run(fused_modules.reduce_overhead, 2, timeout_s=110) == [6, 6]
+
+
+def test_a_layer_outlives_its_communicator(four: Crew) -> None:
+    assert all("allowed=number_of one that is open" in told for told in four.run(fused_modules.closed, 2))

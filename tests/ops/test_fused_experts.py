@@ -1,0 +1,79 @@
+"""Rows to several experts and back, between CPU processes, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from marks import long
+from ranks import Crew
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import fused_experts
+import fused_gemms
+
+from sidelane.ops.routings import MOST_TABLES
+
+
+@pytest.mark.parametrize("world_size", [long(2), 3])
+def test_gemm_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemms.back_to_back, world_size, world_size, 8, timeout_s=110) == [24] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, long(4)])
+def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
+    assert four.run(fused_gemms.dispatches_back_to_back, world_size, world_size, 3, timeout_s=110) == [24] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, long(4)])
+def test_several_experts_by_every_way(four: Crew, world_size: int) -> None:
+    calls = 5 if world_size < 3 else 2  # an interpreted call of four ranks takes a processor a second
+    done = four.run(fused_experts.back_to_back, world_size, world_size, calls, timeout_s=110)
+    assert done == [16 * calls] * world_size
+
+
+def test_experts_behind_depths_that_differ(four: Crew) -> None:
+    assert all(four.run(fused_experts.depths_that_differ, 3))
+
+
+@pytest.mark.parametrize("mistake", ["in order", "moved", "stops"])
+def test_a_mistake_in_an_unfused_way_is_noticed(four: Crew, mistake: str) -> None:
+    for told in zip(*four.run(fused_experts.with_a_mistake, 2, mistake), strict=True):
+        assert "'wrong'" in told  # on a rank, of each operator
+    for told in four.run(fused_experts.with_a_mistake, 2, "none"):
+        assert told == ["right"] * 2
+
+
+def test_several_experts_are_looked_up_apart(four: Crew) -> None:
+    for told in four.run(fused_experts.chosen, 2):
+        for name, (one, *grouped, two, many) in zip(("all_to_all_gemm", "gemm_all_to_all"), told, strict=True):
+            where = "(measured at 32, 16, 8"
+            assert grouped == ["grouped"] * 2  # when it is made, and when it is called
+            assert one.startswith(f"{name}: fused {where}, eager")
+            assert two.startswith(f"{name}: unfused {where}, 2 experts, eager")
+            assert many.startswith(f"{name}: fused {where}, 16 experts, eager")
+
+
+def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:
+    for told in four.run(fused_experts.refused, 2):
+        for line, columns in zip(told, ("4 and 8", "4"), strict=True):
+            assert f"several experts (value=counts on the device, torch.float32, {columns} columns" in line
+
+
+def test_layers_of_experts_by_products_of_each(four: Crew) -> None:
+    assert all(four.run(fused_experts.layers, 2, "aot_eager", timeout_s=110))
+
+
+def test_counts_of_the_host_in_captures(four: Crew) -> None:
+    for ways in four.run(fused_gemms.counts_in_captures, 2, timeout_s=110):
+        combine, dispatch = " ".join(ways).split(" | ")
+        # What is unfused moves its rows by the kernel of the combine.
+        assert combine == "fused fused split split split split fused fused split"
+        assert dispatch == "fused fused split split split split fused fused split |"
+
+
+def test_programs_that_a_graph_holds_stay(four: Crew) -> None:
+    found = four.run(fused_gemms.routings_that_are_kept, 2, timeout_s=110)
+    assert found == [(False, True, MOST_TABLES, True, True)] * 2

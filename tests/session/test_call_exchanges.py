@@ -1,0 +1,435 @@
+"""What ranks exchange to share memory: who fails, dies or means something else there is named at once."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import pickle
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cpu_calls import communicator
+from ranks import RankPool, crew, shared_memory
+from test_call_refusals import outcome
+
+import sidelane
+from sidelane import MismatchError, PeerError, PeerTimeoutError, config, version
+from sidelane.integrations.fallback import Witness
+from sidelane.integrations.nodes.groups import NodeGroup, find_nodes
+from sidelane.memory import exchange as exchanges
+from sidelane.memory import host_shared
+from sidelane.memory.exchange import Exchange
+from sidelane.session import session as profiles
+
+
+def told(group: dist.ProcessGroup) -> list[list[object]]:
+    exchange = Exchange(group, 20.0)
+    large = "x" * (3 << 20)
+    found = [exchange("ranks", lambda: exchange.rank), exchange("bytes", lambda: large[: 1000 * exchange.rank])]
+    return [found[0], list(map(len, found[1]))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_everybody_hears_what_everybody_says(pool: RankPool, n: int) -> None:
+    assert pool.run(told, n) == [[list(range(n)), [1000 * rank for rank in range(n)]]] * n
+
+
+def about_other_things(group: dist.ProcessGroup) -> str:
+    exchange = Exchange(group, 20.0)
+    with pytest.raises(MismatchError) as caught:
+        exchange("apples" if exchange.rank else "pears", lambda: 1)
+    assert exchange("fruit", lambda: exchange.rank) == [0, 1, 2]
+    return str(caught.value)
+
+
+def test_exchanges_are_compared(pool: RankPool) -> None:
+    first, second, _ = pool.run(about_other_things, 3)
+    assert "rank 0 is about: pears; rank 1: apples" in first and "exchange 1 of communicator" in first
+    assert "rank 1 is about: apples; rank 0: pears" in second
+
+
+def one_fails(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    exchange = Exchange(group, 20.0)
+
+    def make() -> int:
+        if exchange.rank == 2:
+            raise LookupError("no key")
+        return 1
+
+    return outcome(exchange, "keys", make)
+
+
+def test_what_fails_on_one_rank_is_told_to_all(pool: RankPool) -> None:
+    first, second, wrong = pool.run(one_fails, 3)
+    assert wrong == ("LookupError", (), "no key")
+    assert first == second
+    assert (
+        first[:2] == ("PeerError", (2,))
+        and "keys: not every rank can take part: rank 2: LookupError: no key" in first[2]
+    )
+
+
+def late(group: dist.ProcessGroup) -> list[str]:
+    """A rank that does not come is named; the next communicator is the one that the others wait for then."""
+    rank = dist.get_rank(group)
+    texts = []
+    if rank != 1:
+        exchange = Exchange(group, 1.0)
+        with pytest.raises(PeerTimeoutError) as caught:
+            exchange("lunch", lambda: rank)
+        texts.append(f"{caught.value} {caught.value.ranks}")
+    dist.barrier(group)
+    assert Exchange(group, 20.0)("dinner", lambda: rank) == [0, 1, 2]
+    return texts
+
+
+def test_who_does_not_come_is_named_and_may_come_to_the_next(pool: RankPool) -> None:
+    (text,), *_ = pool.run(late, 3)
+    assert "lunch (exchange 1 of communicator" in text and "waited 1." in text and "for ranks 1: every rank" in text
+    assert text.endswith(" (1,)"), text
+
+
+def made_before(group: dist.ProcessGroup) -> None:
+    """Torch names the groups of those who begin anew as those before them: ``0`` is the first of any process."""
+    rank, store = dist.get_rank(group), exchanges.store_of(group)
+
+    def group_of(name: str) -> NodeGroup:
+        return NodeGroup(dist.PrefixStore(name, store), rank, [0, 1], "0")
+
+    made = [group_of("of a world that has ended") for _ in range(3 * rank)]
+    for earlier in made:
+        Exchange(earlier, 20.0)
+    for _ in range(2):  # the second time in a store where there are communicators of those before them
+        again = group_of("new")
+        made.append(again)
+        for each in range(3):
+            assert Exchange(again, 5.0)("lunch", lambda each=each: (rank, each)) == [(0, each), (1, each)]
+        dist.barrier(group)  # as ranks meet when they make a group
+    for each_group in made:
+        each_group.close()
+
+
+def test_ranks_agree_whatever_they_have_made_before(pool: RankPool) -> None:
+    pool.run(made_before, 2)
+
+
+def one_gives_up(group: dist.ProcessGroup, interrupted: bool) -> str:
+    """Rank 0 gives up when rank 1 has heard of it already; rank 2 comes later, when all are there for rank 1."""
+    rank, store = dist.get_rank(group), exchanges.store_of(group)
+    key, text = f"gave up, {interrupted}", ""
+    if rank == 0:
+        exchange = Exchange(group, 20.0 if interrupted else 2.0)
+
+        def interrupt() -> None:
+            store.wait([f"{key}: heard"])
+            raise KeyboardInterrupt
+
+        exchange.look = interrupt if interrupted else None
+        with pytest.raises(KeyboardInterrupt if interrupted else PeerTimeoutError):
+            exchange("lunch", lambda: rank)
+        store.set(key, "")
+    if rank == 1:
+        exchange = Exchange(group, 20.0)
+
+        def look() -> None:  # called behind a look at what the others have posted
+            store.set(f"{key}: heard", "")
+            store.wait([key])
+
+        exchange.look = look
+        with pytest.raises(PeerError, match="lunch: another rank gave up: ") as caught:
+            exchange("lunch", lambda: rank)
+        text = f"{type(caught.value).__name__} {caught.value.ranks} {caught.value}"
+    if rank == 2:
+        store.wait([key])
+        if interrupted:
+            with pytest.raises(PeerError, match="another rank gave up: KeyboardInterrupt"):
+                Exchange(group, 20.0)("lunch", lambda: rank)
+    for _ in range(2):
+        assert Exchange(group, 20.0)("dinner", lambda: rank) == [0, 1, 2]
+    return text
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_ranks_agree_on_what_became_of_a_communicator(pool: RankPool, interrupted: bool) -> None:
+    _, text, _ = pool.run(one_gives_up, 3, interrupted)
+    assert text.startswith("PeerError (0,)" if interrupted else "PeerTimeoutError (2,)")
+
+
+def late_in_making(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """A rank comes late to a later exchange of a communicator: to one that it then could not do, or could."""
+    rank, store = dist.get_rank(group), exchanges.store_of(group)
+    found = []
+    for number, (late, module, name, before) in enumerate(
+        [
+            (1, host_shared, "_reserve", 0),
+            (1, host_shared.SharedBytes, "_attach", 0),
+            (0, host_shared.SharedBytes, "_attach", 0),
+            (0, profiles, "in_force", 0),
+            (1, exchanges.Exchange, "_post", 2),
+        ]
+    ):
+        real, key, calls = getattr(module, name), f"late {number}", itertools.count()
+
+        def stopped(*args: Any, real: Any = real, key: str = key, calls: Any = calls, before: int = before) -> Any:
+            if next(calls) == before:
+                store.wait([key])
+            return real(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == late:
+                patch.setattr(module, name, stopped)
+            found.append(outcome(communicator, group, timeout_s=1.0))
+            if rank != late:
+                store.add(f"{key} given up", 1)
+                if store.add(f"{key} given up", 0) == dist.get_world_size(group) - 1:
+                    store.set(key, "")
+        with communicator(group) as comm:
+            comm.barrier()
+    return found
+
+
+def test_a_rank_that_is_late_in_making_a_communicator_gets_the_error_of_its_peers(pool: RankPool) -> None:
+    for found in pool.run(late_in_making, 3):
+        assert [(name, ranks) for name, ranks, _ in found] == [
+            ("PeerTimeoutError", (late,)) for late in (1, 1, 0, 0, 1)
+        ], found
+
+
+class Bomb:
+    """A pickle that writes a file where it is read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def strange_posts(group: dist.ProcessGroup, folder: str) -> list[tuple[str, tuple[int, ...], str]]:
+    """In the place of what rank 1 says: what others may write to the store."""
+    rank, store, found = dist.get_rank(group), exchanges.store_of(group), []
+    own = version.VERSION
+    strange: list[bytes | str] = [pickle.dumps(Bomb(f"{folder}/went off")), b"\xff\x00", b"", "[" * 100_000, "{}"]
+    strange += ["NaN", f'["{own}", "", "shared memory", "", 7]', f'["{own}", 1, 2, 3, 4]', f'["{own}"]']
+    for text in strange:
+        if rank == 1:
+            exchange = Exchange(group, 20.0)
+            exchange._store.set("1/1", text)  # type: ignore[union-attr]
+        else:
+            found.append(outcome(communicator, group, timeout_s=5.0))
+        dist.barrier(group)
+    for number, text in enumerate(strange):
+        # The group asks its ranks who they are.
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(json, "dumps", lambda *_, text=text: text)
+            key = "processes" if number % 2 else "nodes"
+            words = dist.PrefixStore(f"{key} {number}/", store)
+            if number % 2:
+                made = Witness(words, rank, (0, 1))
+                dist.barrier(group)
+                found.append(outcome(made.meet))
+            else:
+                timeout = datetime.timedelta(seconds=5)
+                found.append(outcome(find_nodes, words, rank, (0, 1), timeout, config.current()))
+    return found
+
+
+def test_what_others_write_to_the_store_is_data(pool: RankPool, tmp_path: Path) -> None:
+    found, _ = pool.run(strange_posts, 2, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    assert {(name, ranks) for name, ranks, _ in found} == {("PeerError", (1,))}, found
+    assert len(found) == 18
+
+
+def of_two_versions(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    found, before = [], shared_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 1:
+            patch.setattr(version, "VERSION", "9.9")
+        found.append(outcome(communicator, group))
+        found.append(outcome(sidelane.wrap, group))
+        assert set(shared_memory()) <= set(before)
+    with communicator(group) as comm:
+        comm.barrier()
+    return found
+
+
+def test_ranks_of_two_versions_say_so(pool: RankPool) -> None:
+    for found in pool.run(of_two_versions, 3):
+        for what, (name, _, text) in zip(("Communicator", "process group"), found, strict=True):
+            rest = f"rank 0: {version.VERSION}; rank 1: 9.9; rank 2: {version.VERSION} (allowed=one on all ranks)"
+            assert (name, text) == ("MismatchError", f"{what}: ranks run different versions of Sidelane: {rest}")
+
+
+def two_at_once(group: dist.ProcessGroup) -> list[list[Any]]:
+    """Two communicators' worth of exchanges on one group, at random times: neither meets the other's."""
+    several = [Exchange(group, 20.0) for _ in range(2)]
+    found: list[list[Any]] = [[], []]
+
+    def talk(which: int) -> None:
+        for k in range(40):
+            time.sleep(1e-3 * ((7 * k + 3 * which + several[0].rank) % 5))
+            found[which].append(several[which](f"step {k}", lambda k=k: (which, k, several[which].rank)))
+
+    threads = [threading.Thread(target=talk, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_exchanges_of_two_threads_do_not_meet(pool: RankPool) -> None:
+    for found in pool.run(two_at_once, 3, timeout_s=100):
+        for which in range(2):
+            assert found[which] == [[(which, k, rank) for rank in range(3)] for k in range(40)]
+
+
+def what_is_left_in_the_store(group: dist.ProcessGroup) -> int:
+    exchange = Exchange(group, 20.0)
+    for k in range(30):
+        exchange(f"step {k}", lambda: "x" * 1000)
+    dist.barrier(group)
+    keys = [f"{k}/{what}" for k in range(2, 31) for what in (exchange.rank, "outcome")]
+    return sum(exchange._store.check([key]) for key in keys)  # type: ignore[union-attr]
+
+
+def test_the_store_does_not_fill_up(pool: RankPool) -> None:
+    assert pool.run(what_is_left_in_the_store, 2) == [2, 2]
+
+
+def test_a_group_without_a_store_is_refused() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: None)
+        with pytest.raises(exchanges.UnavailableError, match="the group has no store"):
+            exchanges.store_of(object())  # type: ignore[arg-type]
+
+
+def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int, ...], str]:
+    with tempfile.TemporaryDirectory(prefix="sidelane-test-") as folder:
+        profile = os.path.join(folder, "p.json") if dist.get_rank(group) == 0 else None
+        if profile is not None:
+            Path(profile).write_text(text)
+        found = outcome(communicator, group, profile=profile)
+    with communicator(group) as comm:  # the group is as good as before
+        comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("text", ['{"format": ' + "[" * 200_000, "{", '{"format": 1, "curves": [], "key": Infinity}'])
+def test_a_profile_that_is_none_is_refused_by_all(pool: RankPool, text: str) -> None:
+    for name, _, why in pool.run(wrong_profiles, 3, text):
+        assert name == "ValueError" and "not a profile" in why
+
+
+def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[str, tuple[int, ...], str], str]:
+    """Rank 1 fails in an exchange that only this library makes; its peers are in that exchange then."""
+    with pytest.MonkeyPatch.context() as patch:
+        wrong = dist.get_rank(group) == 1
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise RecursionError("too deep here")
+
+        comm = communicator(group)
+        numel = 5 << 18
+        if where == "staging" and wrong:
+            patch.setattr(host_shared, "_reserve", fail)
+        if where == "offer" and wrong:
+            patch.setattr(host_shared.ProcessIdentity, "own", fail)
+        if where == "plan" and wrong:
+            patch.setattr("sidelane.collectives.plan.make_program", fail)
+        found = outcome(comm.all_reduce, torch.ones(numel))
+    later = outcome(comm.barrier)
+    comm.close()
+    return found, later[0]
+
+
+@pytest.mark.parametrize("where", ["staging", "offer", "plan"])
+def test_a_rank_that_fails_inside_an_exchange_says_why(pool: RankPool, where: str) -> None:
+    first, wrong, last = pool.run(failing_in_exchanges, 3, where)
+    assert wrong[0] == ("RecursionError", (), "too deep here")
+    for (name, ranks, why), later in (first, last):
+        assert (name, ranks, later) == ("PeerError", (1,), "CommunicatorClosedError")
+        assert "RecursionError: too deep here" in why
+    assert wrong[1] in ("CommunicatorClosedError", "PeerError")
+
+
+def failing_between_exchanges(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """Rank 1 gets no thread, or no memory, where no exchange is under way; its peers wait in the next one."""
+    found = []
+    for error in (RuntimeError("can't start new thread"), MemoryError("no memory"), OSError(24, "Too many open files")):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank(group) == 1:
+
+                def fail(*_: Any, error: Exception = error, **__: Any) -> Any:
+                    raise error
+
+                patch.setattr("sidelane.session.session.make_backend", fail)
+            found.append(outcome(communicator, group))
+        with communicator(group) as comm:
+            comm.barrier()
+    return found
+
+
+def test_a_rank_that_fails_between_exchanges_says_why(pool: RankPool) -> None:
+    first, wrong, last = pool.run(failing_between_exchanges, 3)
+    assert [name for name, _, _ in wrong] == ["RuntimeError", "MemoryError", "OSError"]
+    assert first == last
+    for (name, ranks, text), (own, _, why) in zip(first, wrong, strict=True):
+        assert (name, ranks) == ("PeerError", (1,)) and f"rank 1: {own}: {why}" in text
+
+
+def without_a_thread(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    """Rank 1 gets no thread where it runs its call."""
+    found = []
+    for async_op in (False, True):
+        comm = communicator(group)
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 1:
+
+                def fail(self: threading.Thread) -> None:
+                    raise RuntimeError("can't start new thread")
+
+                patch.setattr(threading.Thread, "start", fail)
+
+            def call(async_op: bool = async_op, comm: Any = comm) -> None:
+                work = comm.all_reduce(torch.ones(300), async_op=async_op)
+                if work is not None:
+                    work.wait()
+
+            found.append(outcome(call))
+        comm.close()
+    return found
+
+
+def test_a_rank_that_gets_no_thread_for_its_call_says_so(pool: RankPool) -> None:
+    first, wrong, last = pool.run(without_a_thread, 3)
+    assert [name for name, _, _ in wrong] == ["RuntimeError", "RuntimeError"]
+    for name, ranks, text in (*first, *last):
+        assert (name, ranks) == ("PeerError", (1,)) and "can't start new thread" in text
+
+
+def dying_in_an_exchange(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
+    comm = communicator(group)
+    if comm.rank == 1:
+        host_shared._reserve = lambda *_: os._exit(5)  # type: ignore[assignment]
+    found = outcome(comm.empty, 100)
+    comm.close()
+    return found[0], found[1]
+
+
+def test_a_rank_that_dies_inside_an_exchange_is_named() -> None:
+    with crew(3) as ranks:
+        first, code, last = ranks.run(dying_in_an_exchange, dying=(1,))
+    assert code == 5
+    for name, ranks in (first, last):
+        assert (name, ranks) == ("PeerError", (1,))

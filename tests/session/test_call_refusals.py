@@ -1,0 +1,509 @@
+"""Who is at fault, and what is refused, where it is easy to blame another rank or to go on with nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from cpu_calls import communicator
+from ranks import RankPool
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sidelane import Communicator, CommunicatorClosedError, PeerError, UnavailableError
+from sidelane.collectives.agreement import compare
+from sidelane.memory import host_shared
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
+from sidelane.memory.posts import RING_CALLS
+
+
+def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, tuple[int, ...], str]:
+    """Type, ranks at fault and text of the error; empty for none."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, getattr(error, "ranks", ()), str(error)
+    return "", (), ""
+
+
+def refused_by_one_compared_first_by_another(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    control = ControlBlock(Exchange(group, 60.0))
+    found = []
+    control.post_call(1, "all_gather", refusal="ValueError: odd" if control.rank == 2 else None)
+    control.post_call(2, f"all_gather of {5 if control.rank == 1 else 4}")
+    for call in (1, 2):
+        if control.rank == 1:
+            found.append(outcome(compare, control, call, control.calls_of_all(call, 20.0)))
+        dist.barrier(group)
+        if control.rank == 0:
+            found.append(outcome(compare, control, call, control.calls_of_all(call, 20.0)))
+            found.append(outcome(control.check, call))
+        dist.barrier(group)
+    return found
+
+
+def test_who_repeats_a_refusal_is_not_at_fault(pool: RankPool) -> None:
+    late, first, _ = pool.run(refused_by_one_compared_first_by_another, 3)
+    refused = ("PeerError", (2,), "call 1: rank 2 refused it: ValueError: odd")
+    different = "call 2: ranks made different calls: rank 0: all_gather of 4; rank 1: all_gather of 5"
+    assert first == [refused, ("MismatchError", (), different)]
+    assert late == [refused, refused, ("MismatchError", (), different), ("PeerError", (1,), different)]
+
+
+def roots_and_splits(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    found = []
+    with communicator(group) as comm:
+        n = comm.world_size
+        for root in (0.5, 1.0, "1", None):
+            found.append(outcome(comm.broadcast, torch.ones(3), root=root))
+        for splits in ([1.0] * n, n, "abc"):
+            found.append(
+                outcome(
+                    comm.all_to_all, torch.ones(n), torch.ones(n), output_split_sizes=splits, input_split_sizes=[1] * n
+                )
+            )
+        # What counts as a whole number elsewhere does here, on one rank and not on another.
+        tensor = torch.full((3,), float(comm.rank))
+        comm.broadcast(tensor, root=np.int64(1) if comm.rank else 1)
+        assert tensor.tolist() == [1.0] * 3
+        sizes = (np.ones(n, dtype=np.int64), torch.ones(n, dtype=torch.int64), [1] * n)[comm.rank]
+        output = torch.empty(n)
+        comm.all_to_all(output, torch.arange(n) + 10.0 * comm.rank, output_split_sizes=sizes, input_split_sizes=sizes)
+        assert output.tolist() == [10.0 * src + comm.rank for src in range(n)]
+    return found
+
+
+def test_roots_and_splits_are_whole_numbers(pool: RankPool) -> None:
+    for found in pool.run(roots_and_splits, 3):
+        assert [name for name, _, _ in found] == ["TypeError"] * 7
+        assert [text for _, _, text in found[:2]] == [
+            "broadcast: root (value=0.5, allowed=0..2)",
+            "broadcast: root (value=1.0, allowed=0..2)",
+        ]
+        assert found[4][2] == "all_to_all: output_split_sizes (value=[1.0, 1.0, 1.0], allowed=3 whole numbers)"
+
+
+def tensors_without_memory(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    found = []
+    with communicator(group) as comm:
+        n = comm.world_size
+        for how in ("freed", "shrunk", "fake", "traced", "grad"):
+            tensor = torch.ones(4096)
+            if comm.rank == 1:
+                if how == "traced":
+                    call = make_fx(lambda traced: comm.all_reduce(traced), tracing_mode="fake")
+                    found.append(outcome(call, tensor))
+                    continue
+                if how == "grad":
+                    found.append(outcome(torch.func.grad(lambda traced: comm.all_reduce(traced)), tensor))
+                    continue
+                if how == "fake":
+                    with FakeTensorMode():
+                        tensor = torch.ones(4096)
+                else:
+                    tensor.untyped_storage().resize_(0 if how == "freed" else 64)
+            found.append(outcome(comm.all_reduce, tensor))
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        assert total.tolist() == [n] * 3
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_tensor_without_memory_is_refused(pool: RankPool) -> None:
+    peer, wrong = pool.run(tensors_without_memory, 2)
+    assert [name for name, _, _ in wrong] == ["ValueError"] * 5
+    assert all("has no memory for its elements" in text for _, _, text in wrong)
+    assert all((name, ranks) == ("PeerError", (1,)) for name, ranks, _ in peer)
+
+
+class Seeing(TorchDispatchMode):
+    """Notes the operations of its thread; refuses them where told to."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses, self.seen = refuses, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        if self.refuses:
+            raise RuntimeError(f"no {func} here")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def functionalizing() -> Iterator[None]:
+    torch._C._functorch._func_increment_nesting(True)
+    try:
+        yield
+    finally:
+        torch._C._functorch._func_decrement_nesting()
+
+
+MODES = (
+    FakeTensorMode,
+    functools.partial(FakeTensorMode, allow_non_fake_inputs=True),
+    functools.partial(Seeing, refuses=True),
+    functools.partial(torch.device, "meta"),
+    functionalizing,
+)
+
+
+def calls_of_a_rank_in_a_mode(group: dist.ProcessGroup) -> list[list[str]]:
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
+    seen = []
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        total = n * (n - 1) / 2
+        for number, mode in enumerate(MODES):
+            ordinary, shared = torch.full((300 + number,), float(rank)), torch.full((5000 + number,), float(rank))
+            listed, parts = [torch.full((2 + number,), float(rank))] * 2, torch.full((n, 2 + number), float(rank))
+            listed[1], gathered = listed[1].clone(), torch.empty(n, 2 + number)
+            shared.share_memory_()
+            with mode() if rank == 0 else contextlib.nullcontext():  # type: ignore[attr-defined]
+                symmetric = comm.empty(9 + number)
+                comm.barrier()
+                comm.all_reduce(ordinary)
+                comm.all_reduce(shared)
+                comm.all_reduce(listed)
+                comm.all_to_all(gathered, parts, output_split_sizes=[1] * n, input_split_sizes=[1] * n)
+                with comm.batch(async_op=True) as batch:
+                    batch.all_reduce(ordinary)
+                batch.work.wait()
+                assert comm.beside(us=5.0).us == 5.0
+                peers = comm.peers(symmetric)
+            assert type(peers) is type(symmetric) is torch.Tensor and peers.tolist()[rank] == symmetric.data_ptr()
+            comm.all_reduce(symmetric.fill_(rank))
+            assert gathered[:, 0].tolist() == list(range(n))
+            for tensor, right in ((ordinary, n * total), (shared, total), (listed[0], total), (listed[1], total)):
+                assert tensor.eq(right).all()
+            assert symmetric.eq(total).all()
+        for reduce in (comm.all_reduce, functools.partial(dist.all_reduce, group=group)):
+            counter, mode = FlopCounterMode(display=False), Seeing()
+            with counter, mode:
+                tensor = torch.ones(4, 4) @ torch.ones(4, 4)
+                reduce(tensor)
+            assert tensor.eq(4 * n).all() and counter.get_total_flops() == 128
+            seen.append(mode.seen)
+    return seen
+
+
+def test_the_modes_of_a_caller_are_not_those_of_a_call(pool: RankPool) -> None:
+    for own, gloo in pool.run(calls_of_a_rank_in_a_mode, 2):
+        assert own == [name for name in gloo if not name.startswith("c10d.")]
+
+
+def wrong_signatures(group: dist.ProcessGroup) -> list[str]:
+    """A call that does not even fit the method, on one rank: it has its place in the order all the same."""
+    found = []
+    with communicator(group) as comm:
+        n, wrong = comm.world_size, comm.rank == 1
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        for name, few, enough in (
+            ("all_gather", (torch.empty(n),), (torch.empty(n), torch.ones(1))),
+            ("all_reduce", (), (torch.ones(5),)),
+            ("empty", (), (4,)),
+            ("prepare_all_gather", (torch.empty(n),), (torch.empty(n), torch.ones(1))),
+        ):
+            method = getattr(comm, name)
+            more = {"colour": "blue"} if wrong and name == "empty" else {}
+            found.append(outcome(method, *(few if wrong and name != "empty" else enough), **more)[0])
+            total = torch.full((2,), float(comm.rank))
+            comm.all_reduce(total)
+            assert total[0] == sum(range(n))
+        try:
+            with comm.batch() as batch:
+                batch.all_reduce(torch.ones(7))
+                if wrong:
+                    batch.all_gather(torch.empty(n))  # type: ignore[call-arg]
+        except (TypeError, PeerError) as error:
+            found.append(type(error).__name__)
+        comm.all_reduce(total)
+        assert total[0] == n * sum(range(n))
+    return found
+
+
+def test_a_call_that_does_not_fit_its_method_is_refused_on_all(pool: RankPool) -> None:
+    first, wrong, last = pool.run(wrong_signatures, 3)
+    assert wrong == ["TypeError"] * 5
+    assert first == last == ["PeerError"] * 5
+
+
+def compiled(group: dist.ProcessGroup) -> tuple[float, str]:
+    with communicator(group) as comm:
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            doubled = x * 2
+            comm.all_reduce(doubled)
+            return doubled + 1
+
+        found = torch.compile(step, backend="eager")(torch.ones(3))
+        whole = torch.compile(step, backend="eager", fullgraph=True)
+        _, _, text = outcome(whole, torch.ones(4))
+        comm.barrier()
+        return float(found[0]), text
+
+
+def test_a_compiler_breaks_its_graph_at_a_call(pool: RankPool) -> None:
+    for value, text in pool.run(compiled, 1, timeout_s=100):
+        assert value == 2 + 1
+        assert "a call of Sidelane runs as it is" in text
+
+
+def test_devices_that_are_not_there(pool: RankPool) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs here")
+    for name, _, text in pool.run(on_a_gpu, 2):
+        assert name == "ValueError" and text.startswith("Communicator: device (value=cuda, allowed=cpu: ")
+
+
+def on_a_gpu(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    return outcome(Communicator, group, device="cuda")
+
+
+def test_more_ranks_than_a_communicator_takes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_rank", lambda group: 0)
+        patch.setattr(dist, "get_world_size", lambda group: 17)
+        with pytest.raises(ValueError, match=r"ranks of the group \(value=17, allowed=1\.\.16\)"):
+            Communicator(dist.ProcessGroup(0, 17), device="cpu")
+
+
+def refused_long_ago(group: dist.ProcessGroup) -> float:
+    """Posts of a compared call are kept for who is late to compare it; who refused it never does."""
+    with communicator(group) as comm:
+        total = torch.ones(3)
+        comm.all_reduce(total)
+        wrong = torch.empty(5 if comm.rank == 1 else 3 * comm.world_size)
+        refusal = outcome(comm.all_gather, wrong, torch.ones(3))
+        assert refusal[0] == ("ValueError" if comm.rank == 1 else "PeerError")
+        began = time.monotonic()
+        for _ in range(3 * RING_CALLS):
+            comm.all_reduce(total)
+        return time.monotonic() - began
+
+
+def test_a_call_that_one_rank_refused_holds_nobody_up_later(pool: RankPool) -> None:
+    assert max(pool.run(refused_long_ago, 3)) < 15  # the time-out is 20 s
+
+
+def wrong_communicators(
+    group: dist.ProcessGroup, environment: dict[str, str], arguments: dict[str, object]
+) -> tuple[str, tuple[int, ...], str]:
+    given: dict[str, object] = {"device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 2:
+            given |= arguments
+            patch.setattr("sidelane.config._stack", [])  # what an earlier test has read of the environment
+            for name, value in environment.items():
+                patch.setenv(name, value)
+        return outcome(Communicator, group, **given)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "error", "text"),
+    [
+        ({}, {"device": "xpu"}, "ValueError", "device (value=xpu, allowed=cpu, cuda)"),
+        ({}, {"config": 20}, "TypeError", "config (value=20, allowed=a sidelane.Config, None)"),
+        ({"SIDELANE_TIMEOUT_S": "never"}, {}, "ValueError", "SIDELANE_TIMEOUT_S"),
+    ],
+    ids=["device", "config", "setting"],
+)
+def test_a_rank_that_cannot_make_a_communicator_is_named(
+    pool: RankPool, environment: dict[str, str], arguments: dict[str, object], error: str, text: str
+) -> None:
+    *peers, wrong = pool.run(wrong_communicators, 3, environment, arguments)
+    assert wrong[0] == error and text in wrong[2]
+    for name, ranks, why in peers:
+        assert (name, ranks) == ("PeerError", (2,)) and text in why
+
+
+def refused_for_want_of_memory(group: dist.ProcessGroup) -> list[str]:
+    with communicator(group) as comm:
+        n, part = comm.world_size, 3 << 18
+        output, shard = torch.empty(n * part), torch.ones(part)
+        comm.all_reduce(torch.ones(3))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_shared, "available_bytes", lambda: 1000)
+            with pytest.raises(UnavailableError, match="1000 available"):
+                comm.all_gather(output, shard)
+        # The call has failed on all ranks: it is not one that they know. Rank 1 gets it wrong, and the others hear of
+        # it before they allocate what rank 1 does not.
+        texts = [outcome(comm.all_gather, output, shard[1:] if comm.rank == 1 else shard)[2]]
+        comm.all_gather(output, shard)
+        assert bool((output == 1).all())
+    return texts
+
+
+def test_a_call_that_found_no_memory_is_compared_again(pool: RankPool) -> None:
+    texts = pool.run(refused_for_want_of_memory, 3)
+    assert "rank 1 refused it" in texts[0][0] and "rank 1 refused it" in texts[2][0]
+
+
+def known_calls_of_different_sizes(group: dist.ProcessGroup, symmetric: bool) -> tuple[str, tuple[int, ...], str]:
+    comm = communicator(group)
+    n = comm.world_size
+    empty = comm.empty if symmetric else torch.empty
+    calls = [(empty(n * elements), torch.ones(elements)) for elements in (4, 8)]
+    for output, shard in calls:
+        comm.all_gather(output, shard)
+    found = outcome(comm.all_gather, *calls[comm.rank == 1])
+    assert outcome(comm.all_gather, *calls[0])[0] == "CommunicatorClosedError"
+    comm.close()
+    return found
+
+
+@pytest.mark.parametrize("symmetric", [False, True], ids=["ordinary", "symmetric"])
+def test_known_calls_that_differ_do_not_pass_for_one(pool: RankPool, symmetric: bool) -> None:
+    """The bytes of all ranks fit somehow: only what they posted tells."""
+    for name, _, text in pool.run(known_calls_of_different_sizes, 2, symmetric):
+        assert name == "PeerError"
+        assert "ranks made different calls" in text and "32 bytes" in text and "64 bytes" in text
+
+
+def refuses_a_known_call(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...], str]]:
+    comm = communicator(group, timeout_s=60)
+    output, shard = torch.empty(2 * comm.world_size), torch.ones(2)
+    comm.all_gather(output, shard)
+    found = [outcome(comm.all_gather, output, shard[comm.rank :]), outcome(comm.all_gather, output, shard)]
+    comm.close()
+    return found
+
+
+def test_who_goes_on_hears_that_its_peer_does_not(pool: RankPool) -> None:
+    """Rank 1 refuses a call that rank 0 knows, and so does not wait for: rank 0's communicator is unusable."""
+    zero, one = pool.run(refuses_a_known_call, 2)
+    assert [name for name, _, _ in zero] == ["PeerError", "CommunicatorClosedError"]
+    assert [name for name, _, _ in one] == ["ValueError", "PeerError"]
+    assert one[1][1] == (1,) and "rank 0 gave up: rank 1 refused call 2" in one[1][2]
+
+
+def odd_batches(group: dist.ProcessGroup) -> None:
+    with communicator(group) as comm:
+        n, tensor = comm.world_size, torch.ones(3)
+        batch = comm.batch()
+        with pytest.raises(RuntimeError, match="without a with block"):
+            batch.all_reduce(tensor)
+        with batch:
+            batch.all_reduce(tensor)
+        with pytest.raises(RuntimeError, match="entered a second time"), batch:
+            pass
+        assert tensor.tolist() == [n] * 3
+        comm.all_reduce(tensor, op=dist.ReduceOp(dist.ReduceOp.SUM))
+        assert tensor.tolist() == [n * n] * 3
+        with pytest.raises(TypeError, match=r"variant \(value=None, allowed=auto, "):
+            comm.all_reduce(tensor, variant=None)
+        with pytest.raises(ValueError, match="on this machine; one_shot is for others"):
+            comm.all_reduce(tensor, variant="one_shot")
+
+
+def test_batches_are_made_once_inside_their_block(pool: RankPool) -> None:
+    pool.run(odd_batches, 2)
+
+
+def closes_with_calls_under_way(group: dist.ProcessGroup) -> list[str]:
+    names = []
+    for pause_s in (0.0, 0.0, 0.001, 0.003):
+        comm = communicator(group)
+        output, shard = torch.empty(5 * comm.world_size), torch.empty(5)
+        comm.all_gather(output, shard)
+        dist.barrier(group)
+        if comm.rank == 0:
+            works = [comm.all_gather(output, shard, async_op=True) for _ in range(2)]
+            time.sleep(pause_s)
+            comm.close()
+            names += [outcome(work.wait)[0] for work in works]
+        dist.barrier(group)
+        comm.close()
+    return names
+
+
+def test_calls_that_a_close_overtakes_say_so(pool: RankPool) -> None:
+    names = pool.run(closes_with_calls_under_way, 2)[0]
+    assert set(names) == {CommunicatorClosedError.__name__}
+
+
+def forks_in_a_call(group: dist.ProcessGroup) -> str:
+    with communicator(group) as comm:
+        output, shard = torch.empty(5 * comm.world_size), torch.ones(5)
+        comm.all_gather(output, shard)
+        dist.barrier(group)
+        if comm.rank == 0:
+            work = comm.all_gather(output, shard, async_op=True)
+            time.sleep(0.1)
+            child = os.fork()
+            if child == 0:
+                try:
+                    comm.close()  # as it would be at the end of a process
+                finally:
+                    os._exit(0)
+            os.waitpid(child, 0)
+            dist.barrier(group)
+            work.wait()
+        else:
+            dist.barrier(group)
+            comm.all_gather(output, shard)
+        return outcome(comm.all_gather, output, shard)[2]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS: its libraries end a forked copy of a process with threads")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_the_end_of_a_forked_copy_is_not_that_of_its_rank(pool: RankPool) -> None:
+    assert pool.run(forks_in_a_call, 2) == ["", ""]
+
+
+# Rank 0's program ends by an exception, with a call under way and without a `with` block.
+PROGRAM = """
+import sys, time, torch, torch.distributed as dist
+from sidelane import Communicator, Config, PeerError
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+communicator = Communicator(device="cpu", config=Config(timeout_s=300))
+output, shard = torch.zeros(10), torch.ones(5)
+communicator.all_gather(output, shard)
+dist.barrier()
+if rank == 0:
+    work = communicator.all_gather(output, shard, async_op=True)
+    raise LookupError("rank 0 has lost its way")
+time.sleep(1)
+try:
+    communicator.all_gather(output, shard)
+except PeerError as error:
+    print(error.ranks)
+"""
+
+
+def test_a_program_that_ends_by_an_exception_does_not_wait_for_its_calls(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        (_, errors), (said, _) = (rank.communicate(timeout=100) for rank in ranks)  # the calls' time-out is 300 s
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "LookupError: rank 0 has lost its way" in errors
+    assert said.strip() == "(0,)"

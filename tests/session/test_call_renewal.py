@@ -1,0 +1,156 @@
+"""Calls by the billion: flags are 32-bit words, and one that nobody has set for long must not count as set."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import skip
+from cpu_calls import communicator
+from ranks import RankPool
+
+from sidelane import Communicator, PeerError
+from sidelane.program.ir import RENEWAL_CALLS
+
+
+def call_all(comm: Communicator, seed: int, *, late: int) -> None:
+    """Every program that a rank could be let through early in: its peers are late."""
+    n, rank = comm.world_size, comm.rank
+    for number, variant in enumerate(("b2b", "alternating", "relay", "pcpy", "striped", "swap")):
+        if rank == late:
+            time.sleep(0.02)
+        value = 1000 * seed + 10 * number
+        if variant == "relay":
+            tensor = comm.empty(3 * 1024, dtype=torch.int32) if not hasattr(comm, "_relayed") else comm._relayed
+            comm._relayed = tensor  # type: ignore[attr-defined]
+            tensor.fill_(value if rank == 0 else -1)
+            comm.broadcast(tensor, root=0, variant=variant)
+            assert tensor.eq(value).all()
+            continue
+        if variant == "swap":
+            tensor = comm.empty(n, 5, dtype=torch.int32) if not hasattr(comm, "_swapped") else comm._swapped
+            comm._swapped = tensor  # type: ignore[attr-defined]
+            tensor[:] = torch.arange(n, dtype=torch.int32)[:, None] + value + 100 * rank
+            comm.all_to_all(tensor, tensor, variant=variant)
+            assert tensor[:, 0].tolist() == [value + rank + 100 * r for r in range(n)]
+            continue
+        output = torch.full((n * 7,), -1, dtype=torch.int32)
+        comm.all_gather(output, torch.full((7,), value + rank, dtype=torch.int32), variant=variant)
+        assert output.view(n, 7)[:, 3].tolist() == [value + r for r in range(n)], (variant, seed)
+    total = torch.full((5,), rank + seed, dtype=torch.int32)
+    comm.all_reduce(total)
+    assert total[0] == sum(range(n)) + n * seed
+
+
+def calls_around(group: dist.ProcessGroup, numbers: list[int]) -> list[int]:
+    found = []
+    with communicator(group) as comm:
+        call_all(comm, 1, late=1)
+        for seed, number in enumerate(numbers, 2):
+            skip(comm, number)
+            for again in range(2):
+                call_all(comm, 10 * seed + again, late=(seed + again) % comm.world_size)
+            found.append(comm._calls.number())
+    return found
+
+
+AROUND = [2**26 - 10, 2**30, 2**31 - 9, 2**31 + 3, 3 * 2**30, 2**32 - 9, 2**32 + 5, 2**33]
+
+
+def test_flags_that_nobody_set_for_billions_of_calls(pool: RankPool) -> None:
+    """Those of one program are as old as the last renewal lets them be, while others run."""
+    for found in pool.run(calls_around, 3, AROUND, timeout_s=120):
+        assert all(0 <= made - asked < 200 for made, asked in zip(found, AROUND, strict=True)), found
+
+
+def without_renewals(group: dist.ProcessGroup, variant: str) -> str:
+    """The mistake that renewals are for. It must show, or the test above shows nothing."""
+    with communicator(group, timeout_s=5) as comm:
+        n, rank = comm.world_size, comm.rank
+        shard, output = torch.zeros(64, dtype=torch.int32), torch.zeros(64 * n, dtype=torch.int32)
+        comm.all_gather(output, shard, variant=variant)
+        comm.barrier()
+        comm._calls.count_from(2**31 + 100)
+        try:
+            for k in range(4):
+                if rank == 1:
+                    time.sleep(0.1)
+                shard.fill_(10 * k + rank + 1)
+                comm.all_gather(output.fill_(-1), shard, variant=variant)
+                if output.view(n, 64)[:, 0].tolist() != [10 * k + r + 1 for r in range(n)]:
+                    return "wrong bytes"
+        except PeerError as error:
+            return type(error).__name__
+    return "right"
+
+
+def test_without_renewals_calls_go_wrong(pool: RankPool) -> None:
+    found = pool.run(without_renewals, 2, "alternating")
+    assert "wrong bytes" in found or "PeerTimeoutError" in found or "PeerError" in found
+
+
+def renewals_among_everything(group: dist.ProcessGroup, seed: int) -> int:
+    """Asynchronous calls, handles, lists, refusals and empty() where a renewal falls in between."""
+    rng = random.Random(seed)
+    with communicator(group) as comm:
+        n, rank = comm.world_size, comm.rank
+        block = comm.empty(n, 3, dtype=torch.int64)
+        for turn in range(12):
+            comm._calls.count_from((turn + 1) * RENEWAL_CALLS - rng.randint(0, 4))
+            works = []
+            for k in range(6):
+                what = rng.randrange(6)
+                tensor = torch.full((4,), turn + k + rank, dtype=torch.int64)
+                if what == 0:
+                    works.append((comm.all_reduce(tensor, async_op=True), tensor, n * (turn + k) + sum(range(n))))
+                elif what == 1:
+                    with comm.prepare_all_gather(block, block[rank]) as handle:
+                        handle.arm()
+                        block[rank] = turn + rank
+                        handle.trigger()
+                        assert block[:, 0].tolist() == [turn + r for r in range(n)]
+                elif what == 2:
+                    comm.all_reduce([tensor, tensor.clone()])
+                    assert tensor[0] == n * (turn + k) + sum(range(n))
+                elif what == 3:
+                    with pytest.raises((ValueError, PeerError)):
+                        comm.all_gather(torch.empty(n * 4 + (rank == 0)), torch.empty(4))
+                elif what == 4:
+                    assert comm.empty(4).shape == (4,)
+                else:
+                    comm.all_to_all(
+                        torch.empty(n), torch.ones(n), output_split_sizes=[1] * n, input_split_sizes=[1] * n
+                    )
+            for work, tensor, right in works:
+                work.wait()
+                assert tensor[0] == right
+        return comm._calls.number()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_renewal_may_fall_anywhere(pool: RankPool, seed: int) -> None:
+    numbers = pool.run(renewals_among_everything, 3, seed, timeout_s=120)
+    assert len(set(numbers)) == 1 and numbers[0] > 12 * RENEWAL_CALLS - 10
+
+
+def no_renewal_for_a_dead_peer(group: dist.ProcessGroup) -> str:
+    comm = communicator(group, timeout_s=2)
+    comm.barrier()
+    comm._calls.count_from(RENEWAL_CALLS - 1)
+    comm._calls.number()
+    if dist.get_rank(group) == 1:
+        time.sleep(4)
+        comm.close()
+        return ""
+    with pytest.raises(PeerError) as caught:
+        comm.all_reduce(torch.ones(3))
+    comm.close()
+    return str(caught.value)
+
+
+def test_a_renewal_names_who_does_not_come(pool: RankPool) -> None:
+    text = pool.run(no_renewal_for_a_dead_peer, 2)[0]
+    assert "renewal of flags: all calls have ended" in text and "rank 1 (pid" in text

@@ -1,0 +1,166 @@
+"""Forked copies of a process: what they have of their own, and what they leave to the process they are copies of."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import group_world
+import nodes_world
+import pytest
+from cpu_calls import in_a_forked_copy
+from group_world import leave
+from ranks import crew
+
+import sidelane
+from sidelane import forks
+from sidelane.errors import UnavailableError
+from sidelane.memory.descriptors import fetch
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="macOS: its libraries end a copy of a process with threads"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+PACKAGE = Path(sidelane.__file__).parent
+
+
+def run(program: str) -> str:
+    """What a program prints, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def test_locks_are_free_in_a_copy() -> None:
+    locks = [forks.lock(), forks.rlock()]
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with locks[0], locks[1]:
+            held.set()
+            go_on.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    try:
+        assert in_a_forked_copy(lambda: [lock.acquire(False) for lock in locks]) == "[True, True]"
+        assert [lock.acquire(False) for lock in locks] == [False, False]
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_no_module_has_a_lock_that_is_held_in_copies() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"^\w+(: .*)? = threading\.R?Lock\(", path.read_text(), re.MULTILINE)
+    }
+    assert not found, f"forks.lock() makes such locks: {found}"
+
+
+def test_a_copy_does_not_answer_in_the_place_of_its_parent() -> None:
+    """Who asks a process that has ended for descriptors hears so at once, though a copy of it lives."""
+    program = """
+import os, sys, time
+from sidelane.memory.descriptors import DescriptorServer
+server = DescriptorServer(lambda token: [])
+copy = os.fork()
+if copy == 0:
+    os.close(1)
+    os.close(2)
+    time.sleep(60)
+    os._exit(0)
+print(copy, server.address)
+"""
+    copy, address = run(program).split()
+    try:
+        os.kill(int(copy), 0)
+        with pytest.raises(UnavailableError, match="Connection refused"):
+            next(fetch(address, "token"))
+    finally:
+        os.kill(int(copy), 9)
+
+
+def test_a_copy_has_a_folder_of_its_own_and_leaves_its_parents() -> None:
+    """Copies that end like any program do what a program does at its end."""
+    program = """
+import os, sys
+from sidelane.native.arena import _own_folder
+folder = _own_folder()
+(folder.path / "library.so").touch()
+reading, writing = os.pipe()
+copy = os.fork()
+if copy == 0:
+    own = _own_folder().path
+    assert own != folder.path and own.is_dir()
+    os.write(writing, str(own).encode())
+    sys.exit(3)
+assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 3
+assert (folder.path / "library.so").exists()
+assert not os.path.exists(os.read(reading, 1000))
+print(folder.path)
+"""
+    assert not Path(run(program).strip()).exists()
+
+
+def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> None:
+    with crew(4) as ranks:
+        ranks.run(leave)
+        ranks.run(group_world.copied, None, str(tmp_path))
+        (tmp_path / "nodes").mkdir()
+        ranks.run(nodes_world.copied, None, str(tmp_path / "nodes"))
+
+
+def test_a_copy_ends_like_any_program_though_it_has_a_group() -> None:
+    """Destructors of Gloo wait for threads, which are in the other process."""
+    program = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import sidelane
+sidelane.register()
+dist.init_process_group("sidelane", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+dist.all_reduce(torch.ones(3, dtype=torch.float64))
+copy = os.fork()
+if copy == 0:
+    sys.exit(3)
+deadline, ended = time.monotonic() + 30, (0, 0)
+while ended[0] == 0 and time.monotonic() < deadline:
+    ended = os.waitpid(copy, os.WNOHANG)
+    time.sleep(0.01)
+if ended[0] == 0:
+    os.kill(copy, signal.SIGKILL)
+dist.all_reduce(torch.ones(3))
+dist.destroy_process_group()
+print("hangs" if ended[0] == 0 else os.waitstatus_to_exitcode(ended[1]), flush=True)
+os._exit(0)
+"""
+    assert run(program).split() == ["3"]
+
+
+def test_what_is_finalised_in_a_copy_is_not_the_parents() -> None:
+    class Thing:
+        def disown(self) -> None:
+            said.append("disowned")
+
+        def __del__(self) -> None:
+            said.append("deleted")
+
+    said: list[str] = []
+    things = [Thing(), Thing()]
+    forks.finalize(things[0], said.append, "finalised")
+    forks.telling(things[1])
+    forks.keeping(things[1])
+
+    def drop() -> list[str]:
+        things.clear()
+        return said
+
+    assert in_a_forked_copy(drop) == "['disowned', 'deleted']"
+    assert sorted(drop()) == ["deleted", "deleted", "finalised"]
