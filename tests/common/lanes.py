@@ -44,6 +44,11 @@ def in_turn(group: dist.ProcessGroup, seed: int, calls: int) -> None:
             total = torch.full((3,), rank + call, dtype=torch.int32)
             lanes[call % 3].all_reduce(total)
             assert total.tolist() == [sum(range(n)) + n * call] * 3
+        lanes[1].close()  # on its own: the others go on, and no longer look after its streams
+        assert [lane.name for lane in made.lanes] == ["prefetch", "side"]
+        first = lanes[0].empty(7, dtype=torch.int32)
+        del first
+        assert lanes[2].empty(7, dtype=torch.int32).numel() == 7
 
 
 def at_once(group: dist.ProcessGroup, calls: int) -> None:

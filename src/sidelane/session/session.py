@@ -220,8 +220,8 @@ class Session:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The open lanes."""
-        return tuple(self._lanes)
+        """The open lanes: a communicator that was closed on its own has closed its lane."""
+        return tuple(lane for lane in self._lanes if not lane.calls.closed)
 
     def profile_of(self, exchange: Exchange) -> InForce:
         """Return the measured times to choose by, on which the ranks agree once."""
