@@ -1,4 +1,4 @@
-"""What stands in a program, a contract or a definition is refused by name where it is made, or it means what it says.
+"""Wrong values in a program, a contract or a definition are refused by name where it is made.
 
 Made-up values take the place of every field of programs that are right. A constructor refuses one with TypeError or
 ValueError, or ``verify`` judges the program; what that accepts must show no failure under any schedule.
@@ -254,7 +254,7 @@ PLACES = [place for program in _programs() for place in _fields(program)]
 
 
 def _made_up(value: Any) -> list[Any]:
-    """What might stand in the place of a value."""
+    """Values that might stand in the place of the right one."""
     found: list[Any] = [None, True, 0, -1, 1, 2, 3, 2**31, 2**40, 0.5, "", "x", b"x", [], (), {}, value, [value]]
     found += [*ReduceOp, *Comparison, *SignalOp, *EngineKind, *Buffer, *Kind, *Other, torch.int32, "int64", "float16"]
     found += [HERE, FLAG, EPOCH, DMA, Stamp(0), SUM, all_gather((4, 4)), np.float32(1), np.bool_(True), float("nan")]

@@ -13,7 +13,7 @@ import torch
 from sidelane.c3 import overlap
 from sidelane.c3 import strategies as registry
 from sidelane.c3.strategies import named, register, strategies
-from sidelane.c3.strategy import Mover, Order, Partition, Strategy
+from sidelane.c3.strategy import Means, Mover, Order, Partition, Strategy
 from sidelane.cli import main
 from sidelane_lab.pairs import run as runner
 
@@ -28,6 +28,30 @@ def test_the_strategies_in_the_order_of_studies() -> None:
         *("conccl_left", "conccl_rp_left", "conccl_in_place", "nccl_ce"),
         *("sm_base", "sm_sp", "sm_rp", "sm_sp_rp", "sm_target", "sm_priority"),
     ) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "mover", "priority", "partition"),
+    [
+        ("serial", Order.SERIAL, Mover.LIBRARY, 0, None),
+        ("c3_base", Order.GEMM_FIRST, Mover.LIBRARY, 0, None),
+        ("c3_sp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, None),
+        ("priority", Order.GEMM_FIRST, Mover.LIBRARY, 1, None),
+        ("c3_rp", Order.GEMM_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("c3_sp_rp", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition()),
+        ("c3_target", Order.COLLECTIVE_FIRST, Mover.LIBRARY, 0, Partition(means=Means.TARGET)),
+        ("conccl", Order.COLLECTIVE_FIRST, Mover.DMA, 0, None),
+        ("conccl_rp", Order.COLLECTIVE_FIRST, Mover.DMA, 0, Partition(8, memory_bound_only=True)),
+        ("conccl_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, None),
+        ("conccl_rp_left", Order.COLLECTIVE_FIRST, Mover.DMA_LEFT, 0, Partition(8, memory_bound_only=True)),
+        ("conccl_in_place", Order.COLLECTIVE_FIRST, Mover.DMA_IN_PLACE, 0, None),
+        ("nccl_ce", Order.COLLECTIVE_FIRST, Mover.LIBRARY_DMA, 0, None),
+    ],
+)
+def test_what_each_one_says(name: str, order: Order, mover: Mover, priority: int, partition: Partition | None) -> None:
+    one = named(name)
+    assert (one.order, one.mover, one.priority, one.partition) == (order, mover, priority, partition)
+    assert one.recipe and "\n" not in one.recipe
 
 
 def test_our_kernels_have_those_of_the_library() -> None:

@@ -1,4 +1,4 @@
-"""What comes again in calls of which all ranks hear later."""
+"""Addresses that come again in calls of which all ranks hear later."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_lists_that_come_again_are_made_by_compiled_code(pool: RankPool) -> None
         assert said["by C"] > 100 and said["hits"] > 50 and ahead[0]
 
 
-@pytest.mark.parametrize(("n", "steps"), [long(2, 120), long(3, 80)])
+@pytest.mark.parametrize(("n", "steps"), [long(2, 120), long(3, 80), (3, 40)])
 def test_a_storm_of_tensors_that_are_replaced(pool: RankPool, n: int, steps: int) -> None:
     found = pool.run(lesson_cases.of, n, "storm", n, steps)
     total = sum((collections.Counter(said) for said, _ in found), collections.Counter[str]())

@@ -24,7 +24,7 @@ def error_of(function: Any, *args: Any, **kwargs: Any) -> BaseException:
 
 
 def in_a_forked_copy(function: Any, patience_s: float = 10) -> str:
-    """What a function says in a copy of this process, and how long that took: a copy that hangs is killed."""
+    """Run a function in a copy of this process; its text, and how long that took. A copy that hangs is killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -567,7 +567,7 @@ def _interrupted(*args: Any) -> Any:
 
 
 def _falls_to(held: int) -> bool:
-    """Whether no more is held than was, once threads that end by themselves have ended."""
+    """Return True if no more is held than was, once threads that end by themselves have ended."""
     until = time.monotonic() + 5
     while _held() > held and time.monotonic() < until:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What ranks do with gemm_all_to_all and all_to_all_gemm in tests; see ``fused_ops``."""
+"""Rank functions of the tests of gemm_all_to_all and all_to_all_gemm; see ``fused_ops``."""
 
 from __future__ import annotations
 

@@ -470,7 +470,7 @@ def goes_wrong(group: dist.ProcessGroup, how: str) -> tuple[str, tuple[int, ...]
 def goes_on_behind_refusals(group: dist.ProcessGroup, who: str, refused: int) -> Refused:
     """See :func:`with_refusals_between`."""
     with counted() as said, Communicator(group, device=torch.get_default_device(), config=LEARNING) as comm:
-        return with_refusals_between(comm, lambda: done(said, comm).get("hits", 0), 150, who, refused)
+        return with_refusals_between(comm, lambda: done(said, comm).get("hits", 0), 400, who, refused)
 
 
 def in_a_group(group: dist.ProcessGroup, calls: int) -> list[str]:

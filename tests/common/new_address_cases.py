@@ -56,8 +56,10 @@ def derived(driver: Any = None) -> Iterator[collections.Counter[str]]:
 class Memory:
     """Ordinary memory, and some that is symmetric: tensors in it come at one of some places, or anywhere."""
 
-    def __init__(self, comm: Communicator, seed: int, *, aligned: bool = False, places: int | None = None) -> None:
-        self.comm, self.aligned, self.places = comm, aligned, places
+    def __init__(
+        self, comm: Communicator, seed: int, *, aligned: bool = False, places: int | None = None, keeps: int = 50
+    ) -> None:
+        self.comm, self.aligned, self.places, self.keeps = comm, aligned, places, keeps
         self.alike, self.apart = random.Random(seed), random.Random(1000 * seed + comm.rank)
         self.symmetric = comm.empty(1 << 15, dtype=torch.int32)
         self.kept: list[torch.Tensor] = []
@@ -70,7 +72,7 @@ class Memory:
         offset = 0 if self.aligned or self.apart.random() < 0.8 else self.apart.randrange(16)
         made = torch.zeros(numel + offset, dtype=torch.int32)[offset:]
         self.kept.append(made)  # so that addresses seldom come again
-        del self.kept[: max(0, len(self.kept) - 50)]
+        del self.kept[: max(0, len(self.kept) - self.keeps)]
         return made
 
 
@@ -128,7 +130,7 @@ def same_shape(
 ) -> tuple[dict[str, int], int, int]:
     """Calls of one shape, each at addresses of its own; what they did behind the first few, and what is kept of it."""
     with made_up_gpus(driver=driver_of(native)) as driver, Communicator(group, config=STAGED) as comm:
-        memory = Memory(comm, 1, aligned=True)
+        memory = Memory(comm, 1, aligned=True, keeps=1000)  # while all are kept, no address comes again
         for step in range(0, 4 * comm.world_size, comm.world_size):
             one_call(memory, kind, variant, 64, step, False, in_place)
         before, remembered, by_c = len(driver._events), len(comm.lane.preparer._recent), moved(comm)

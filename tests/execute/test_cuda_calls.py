@@ -16,6 +16,7 @@ from sidelane.execute.cuda.calls import (
     MemOps,
     Operand,
     RecordEvent,
+    RecordStamp,
     Route,
     StreamCall,
     StreamPlan,
@@ -41,6 +42,7 @@ from sidelane.program.ir import (
     Queue,
     Signal,
     SignalOp,
+    Stamp,
     Swap,
     Value,
     Wait,
@@ -61,6 +63,17 @@ def copies_of(plan: StreamPlan) -> list[Memcpy]:
         if isinstance(call, Memcpy | MemcpyBatch)
         for copy in (call.copies if isinstance(call, MemcpyBatch) else [call])
     ]
+
+
+def test_one_queue_needs_no_event_and_no_stream() -> None:
+    plan = plan_calls(build(all_gather(4, in_place=True), "b2b"), 0)
+    assert (plan.streams, plan.events) == (1, 0)
+    assert not of_type(plan, RecordEvent) and not of_type(plan, WaitEvent)
+
+
+def test_copies_go_in_rotated_order() -> None:
+    plan = plan_calls(build(all_gather(4, in_place=True), "b2b"), 2)
+    assert [copy.dst.rank for copy in copies_of(plan)] == [3, 0, 1]
 
 
 def test_signals_and_waits_are_one_call_before_the_copies_and_one_after() -> None:
@@ -295,6 +308,12 @@ def test_a_captured_plan_holds_no_epoch() -> None:
     assert all(op.value.per_epoch == 0 for op in ops)
     busy = [op.value.base for op in ops if isinstance(op, WriteValue) and op.target is HostWord.BUSY]
     assert busy == [1, 0]
+
+
+def test_stamps_are_timed_events() -> None:
+    queue = Queue(0, Engine(EngineKind.DMA), (Stamp(0), Stamp(1)))
+    plan = plan_calls(Program(all_gather(1, 0), "test", (queue,), (0,), 0), 0)
+    assert of_type(plan, RecordStamp) == [RecordStamp(0), RecordStamp(1)]
 
 
 @pytest.mark.parametrize(

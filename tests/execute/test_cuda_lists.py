@@ -46,6 +46,11 @@ def test_one_entry_one_call_for_all_copies_one_exit() -> None:
     assert (plan.streams, plan.events) == (1, 0)
 
 
+def test_in_a_graph_copies_are_single_and_handshakes_are_not() -> None:
+    plan = plan_calls(freeze(gathers(4, 5)), 1, captured=True)
+    assert [type(call) for call in plan.calls()] == [MemOps, *[Memcpy] * 15, MemOps]
+
+
 def test_tensors_that_are_pushed_and_pulled_go_in_one_call() -> None:
     parts = [define.all_gather([64] * 3, in_place=True), define.all_gather([50] * 3)]
     plan = plan_calls(program_of(parts, [Transport.PUSH, Transport.PULL]), 0)

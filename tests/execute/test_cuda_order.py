@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_programs import SUM, programs
+from small_programs import SUM, all_gather, programs
 
 from sidelane.execute.cuda.calls import LaunchReduce, Memcpy, MemcpyBatch, MemOps, RecordEvent, WaitEvent
 from sidelane.execute.cuda.plan import plan_calls, submission_order
@@ -115,3 +115,10 @@ def test_one_channel_a_rank_is_enough(world_size: int, inline: bool) -> None:
                         words[command.flag] = command.value.at(1)
                     moved = True
         assert not any(left), f"{program.collective} {program.variant}: stuck"
+
+
+def test_a_rank_with_one_queue_keeps_its_order() -> None:
+    program = build(all_gather(4, in_place=True), "b2b")
+    assert submission_order(program, lambda queue: False)[3] == tuple(
+        (0, index) for index in range(len(program.queues_of(3)[0].commands))
+    )

@@ -46,6 +46,11 @@ def test_signals_by_copies_are_copies() -> None:
     assert counts.peer_copies == 3 * (N - 1), "bytes, entries and exits"
 
 
+def test_reductions_are_kernels() -> None:
+    program = b2b(define.all_reduce([64] * N, SUM))
+    assert counts_of(plan_calls(program, 0)).kernels >= 1
+
+
 def test_what_routes_add() -> None:
     plan = plan_calls(freeze(b2b(IN_PLACE)), 0, captured=True)
     plain = counts_of(plan)

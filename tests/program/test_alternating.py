@@ -270,6 +270,12 @@ def test_one_turn_twice_is_refused(n: int, turn: int, form):
         verify(first)
 
 
+@pytest.mark.parametrize("n", [2, 5])
+def test_what_is_refused_is_the_slot_that_a_peer_still_reads(n: int):
+    with pytest.raises(ProgramError, match=r"race on staging@0.*nothing orders.*copy output@\d.*<- staging@0"):
+        verify(alternating(all_gather([8] * n), 0))
+
+
 def test_signals_only_where_bytes_go_are_not_enough():
     """The root of a gather alone would hear from the others: they would write into slots that it still reads."""
     collective = gather([8] * 3, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sidelane.program.builders import Transport, build, variants
-from sidelane.program.builders.moving import swap_issuer
+from sidelane.program.builders.moving import rotation, swap_issuer
 from sidelane.program.builders.reducing import reduce
 from sidelane.program.builders.relay import relay
 from sidelane.program.collective import (
@@ -81,6 +81,12 @@ class TestPaperCounts:
             assert sum(
                 isinstance(c, Copy) for q in program.queues if q.engine.kind is EngineKind.DMA for c in q.commands
             ) == (n * (n - 1))
+
+
+def test_b2b_serves_peers_in_rotated_order() -> None:
+    program = build(all_gather([8] * 4, in_place=True), "b2b")
+    (queue,) = program.queues_of(2)
+    assert [c.dst.rank for c in queue.commands if isinstance(c, Copy)] == [3, 0, 1] == list(rotation(2, 4))
 
 
 @pytest.mark.parametrize("n", range(2, 17))
@@ -294,3 +300,18 @@ def test_refusals_name_value_and_choice() -> None:
         Reduction(ReduceOp.SUM, "float64")
     with pytest.raises(ValueError, match="multiple of 4"):
         split_evenly(10, 2, granularity=4)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_named_variant_can_be_built(kind: Kind) -> None:
+    definition = {
+        Kind.ALL_GATHER: all_gather([8] * 4),
+        Kind.ALL_TO_ALL: equal_all_to_all(4, 8),
+        Kind.BROADCAST: broadcast(8, 4, 1),
+        Kind.SCATTER: scatter([8] * 4, 1),
+        Kind.GATHER: gather([8] * 4, 1),
+        Kind.REDUCE_SCATTER: reduce_scatter([8] * 4, FLOAT_SUM),
+        Kind.ALL_REDUCE: all_reduce([8] * 4, FLOAT_SUM),
+    }[kind]
+    for variant in variants(kind):
+        assert build(definition, variant).variant == variant

@@ -124,6 +124,11 @@ def test_own_parts_that_stay_are_neither_read_nor_written(n: int) -> None:
                     verify(mistaken)
 
 
+@pytest.mark.parametrize("kind", [Kind.ALL_GATHER, Kind.ALL_REDUCE])
+def test_sixteen_ranks(kind: Kind) -> None:
+    verify(build(make(kind, 16, 3, False), "pcpy"))
+
+
 @pytest.mark.parametrize("dtype", ELEMENT_BYTES)
 @pytest.mark.parametrize("op", ReduceOp)
 def test_every_reduction(op: ReduceOp, dtype: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from listings import replace, without
+from refusals import CYCLE, EPOCH_BARRIER, GATHER, RESET_BARRIER, gather, nothing
 
 from attack.edits import begins_own_part, deleted, perturbed_copies, places, replaced, without_flag
 from attack.interpreter import failure
@@ -130,6 +132,26 @@ def test_an_all_reduce_among_others_needs_all_handshakes() -> None:
     for place in places(program, Wait):
         broken = without_flag(program, place)
         assert not all(accepts(broken, other) for other in others), broken
+
+
+SEEDED = {
+    "no entry handshake": gather(without(GATHER, "signal rank 1 flag 0 set epoch", "wait flag 0 >= epoch")),
+    "no exit handshake": gather(without(GATHER, "signal rank 1 flag 2 set epoch", "wait flag 2 >= epoch")),
+    "missing signal": gather(without(GATHER, "signal rank 1 flag 2 set epoch")),
+    "wrong flag": gather(replace(GATHER, "signal rank 1 flag 2 set epoch", "signal rank 1 flag 5 set epoch")),
+    "wrong offset": gather(
+        replace(GATHER, "copy output@0[8:16] <- input@1[0:8]", "copy output@0[7:15] <- input@1[0:8]")
+    ),
+    "cycle": nothing(3, CYCLE),
+    "lost signal": nothing(2, RESET_BARRIER),
+    "equal epochs": nothing(2, EPOCH_BARRIER.replace(">=", "==")),
+}
+
+
+@pytest.mark.parametrize("mistake", SEEDED)
+def test_seeded_mistakes_can_be_made_to_fail(mistake: str) -> None:
+    assert not accepts(SEEDED[mistake])
+    assert failure((SEEDED[mistake],) * 4, range(100))
 
 
 def test_a_wait_may_ask_for_equality_where_ranks_cannot_run_ahead() -> None:

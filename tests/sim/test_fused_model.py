@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidelane_lab.harness.study import read
-from sidelane_lab.machines.load import named, parse
+from sidelane_lab.machines.load import machine_names, named, parse
 from sidelane_lab.model import fused as fused_model
 from sidelane_lab.model.fused import FusedKernel, KernelWork, run_fused
 from sidelane_lab.model.operators import (
@@ -181,6 +181,13 @@ def test_bandwidth_rises_with_workgroups_and_gathers_crowd():
     assert max(gathers) == gathers[5] == pytest.approx(reachable)
     assert gathers[6] > gathers[7]
     assert gather_gbps(H200, resident(H200)) == pytest.approx(H200.gpu.memory_gbps * H200.matmul.memory_efficiency)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_predicts_every_operator(name):
+    machine = named(name)
+    for operator in (Embedding(1024, 64, 70), Gemv(8192, 8192), TiledGemm(4096, 2048, 4096)):
+        assert predict_fused(machine, operator).fused.time_us > 0
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,10 @@ PLANTED = [
 ]
 
 
+def test_there_are_37_planted_mistakes():
+    assert len(PLANTED) == 37
+
+
 @pytest.mark.parametrize(("text", "line", "message"), PLANTED, ids=[text.splitlines()[2] for text, *_ in PLANTED])
 def test_every_planted_mistake_is_refused_with_line_and_allowed_range(text, line, message):
     with pytest.raises(ValueError, match="allowed=") as caught:

@@ -1,14 +1,14 @@
 """Calls of a process group as data: Sidelane's way, the other group's way, and which of them to take.
 
 The choice depends only on facts that all ranks know alike: operation, dtype, layout, kind of device, and the shapes
-that every rank gives. Each rank handles by itself tensors that are not contiguous, not symmetric, or overlap
-(``staged``).
+that every rank gives. Each rank handles by itself tensors that are not contiguous, not symmetric, or overlap.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -379,7 +379,7 @@ class GroupReduction:
         """
         name = op_name(op)
         if name != "premul_sum":
-            return cls(name)
+            return _named(name)
         _, factor = op.__getstate__()
         if isinstance(factor, float) and (factor == 1 or dtype in (torch.float32, torch.bfloat16)):
             return cls(ReduceOp.SUM, factor, repeats=False)
@@ -392,9 +392,14 @@ class GroupReduction:
                 result.mul_(self.factor)
 
 
+@functools.cache
+def _named(name: str) -> GroupReduction:
+    return GroupReduction(name)
+
+
 def _reduction(opts: Any, tensors: Sequence[Tensor]) -> GroupReduction:
     if opts is None or not tensors:
-        return GroupReduction(ReduceOp.SUM)
+        return _named(ReduceOp.SUM)
     return GroupReduction.of(opts.reduceOp, tensors[0].dtype)
 
 

@@ -1,7 +1,7 @@
 """Repeated calls: the decisions of an earlier call of Sidelane hold for calls like it, and take no time again.
 
 That applies to a synchronous call of the same operation, dtype and device on tensors which a communicator takes as they
-are. All other decisions (``calls``, ``staged``, ``dispatch``) are made anew for each call.
+are. All other decisions (``calls``, ``dispatch``) are made anew for each call.
 """
 
 from __future__ import annotations

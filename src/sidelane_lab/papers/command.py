@@ -1,4 +1,4 @@
-"""``sidelane claims``: what the papers claim, what the model predicts, and whether that was fitted or foretold."""
+"""``sidelane claims``: what the papers claim, what the model predicts, and whether that was fitted or predicted."""
 
 from __future__ import annotations
 

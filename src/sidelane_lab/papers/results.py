@@ -58,7 +58,7 @@ from sidelane_lab.studies.gemms import FITTED, SEEN, GemmRow
 from sidelane_lab.studies.power.rows import PowerRow
 
 WINNERS = 0.95
-"""Target of issue 25: how often the faster of copy engines and NCCL is foretold."""
+"""Share of the cases in which the prediction must name the faster of copy engines and NCCL (issue 25)."""
 SMALLEST = 64 << 10
 """Bytes from which collective times are compared (issue 25)."""
 SMALL, LARGE = 64 << 10, 256 << 20
@@ -249,7 +249,7 @@ def _collective_role(machine: Machine, row: CollectiveRow, found: Sequence[float
 
 
 def _winners(machine: Machine, whole: str, judged: Judged[CollectiveRow]) -> list[ClaimVerdict]:
-    """Count in how many cases the faster of copy engines and NCCL's kernels is foretold, by the times to plan with."""
+    """Count in how many cases the faster of copy engines and NCCL's kernels is predicted, by the times to plan with."""
     cases: dict[tuple[str, int, bool], dict[str, list[ClaimVerdict]]] = {}
     for row, verdict in judged:
         if verdict is not None:
