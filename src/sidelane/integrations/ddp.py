@@ -1,9 +1,11 @@
 """DDP whose gradients are averaged by Sidelane: a communication hook.
 
-DDP hands over a bucket of gradients as soon as backward has filled it. The hook copies it into symmetric memory, from
-where peers read it while backward goes on, and DDP takes the averages from there.
+DDP hands over a bucket of gradients as soon as backward has filled it. The hook has it averaged where it lies, on a
+stream of its own, while backward goes on. A bucket lies at one address for as long as DDP keeps it, so that on GPUs
+peers soon read it without staging (``Config.map_memory``).
 """
 
+import dataclasses
 import weakref
 
 import torch
@@ -11,8 +13,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from sidelane import config as settings
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.config import COMPUTE, Config
+from sidelane.collectives.learning.mappings import default_limit_bytes
+from sidelane.collectives.side_stream import SideStream
+from sidelane.config import COMPUTE, Config, learning
 from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.modes import keep_compilers_out
@@ -73,13 +78,14 @@ class EnabledDdp:
         self._model, self._group = weakref.ref(model), model.process_group
         self._session: Session | None = None
         self._comm: Communicator | None = None
-        self._buffers: dict[int, torch.Tensor] = {}  # by number of the bucket
+        self._side: SideStream | None = None
+        self._averages: dict[int, tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = {}  # by number of bucket
         self._ledger = Ledger(dist.get_process_group_ranks(self._group))
         self._ledger.group = self._group.group_name
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """Return the memory of the symmetric buffers: that of all gradients, since DDP keeps all buckets to the end."""
+        """Return the symmetric memory of the calls: staging for buckets that peers do not reach where they lie."""
         return self._comm.memory() if self._comm is not None else MemoryUse(0, 0, None)
 
     def disable(self) -> None:
@@ -87,7 +93,7 @@ class EnabledDdp:
 
         DDP itself keeps the averages of the last backward, until its next one or until the model goes.
         """
-        self._buffers.clear()
+        self._averages.clear()
         session, self._session, self._comm = self._session, None, None
         if session is not None:
             session.close()
@@ -99,8 +105,19 @@ class EnabledDdp:
         self.disable()
 
     def _begin(self, device: torch.device, config: Config | None) -> None:
-        self._session = Session(self._group, device=device, config=config)
+        self._session = Session(self._group, device=device, config=self._settings(device, config))
         self._comm = Communicator(self._session.lane("ddp"))
+        self._side = SideStream(device) if device.type == "cuda" else None
+
+    def _settings(self, device: torch.device, config: Config | None) -> Config:
+        """Return the settings, under which peers may map all buckets twice: as they are first, and rebuilt."""
+        config = learning(config or settings.current(), device.type)
+        if config.mapped_bytes is not None or device.type != "cuda":
+            return config
+        model = self._model()
+        assert model is not None
+        buckets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        return dataclasses.replace(config, mapped_bytes=default_limit_bytes(device) + 2 * buckets)
 
     def _refuse_join(self) -> None:
         """Raise within a ``Join`` that divides by fewer ranks, which torch does only without a hook; on all ranks."""
@@ -123,14 +140,26 @@ class EnabledDdp:
         if why is not None or comm is None:
             return allreduce_hook(self._group, bucket)
         self.calls += 1
-        buffer = self._buffers.get(bucket.index())
-        if buffer is None or buffer.numel() != gradients.numel() or buffer.dtype != gradients.dtype:
-            # DDP makes other buckets after the first step, on all ranks alike.
-            buffer = self._buffers[bucket.index()] = comm.empty(gradients.numel(), dtype=gradients.dtype)
-        buffer.copy_(gradients)
-        work = comm.all_reduce(buffer, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
-        assert work is not None
-        return work.get_future().then(_first)
+        if self._side is None:
+            work = comm.all_reduce(gradients, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
+            assert work is not None
+            return work.get_future().then(_first)
+        # The first time may wait for the hosts of peers, which make the same calls in the same order.
+        self._side.run(lambda: comm.all_reduce(gradients, op=ReduceOp.AVG, beside=COMPUTE))
+        if bucket.is_last():
+            self._side.join()  # DDP reads no average before this bucket's, which is handed over last
+        return self._done(bucket.index(), gradients)
+
+    def _done(self, index: int, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Return a future that is done: streams order those who read the averages. Buckets keep theirs from then on."""
+        known = self._averages.get(index)
+        if known is None or known[0] is not gradients:
+            if known is not None:
+                self._averages.clear()  # DDP makes other buckets after the first step
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(gradients)
+            known = self._averages[index] = gradients, future
+        return known[1]
 
     def _objection(self, dtype: str, dense: bool) -> str | None:
         """Return the reason why a bucket goes to the group's own backend; None if it does not."""
