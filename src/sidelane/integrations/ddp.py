@@ -6,7 +6,10 @@ peers soon read it without staging (``Config.map_memory``).
 """
 
 import dataclasses
+import functools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +82,7 @@ class EnabledDdp:
         self._session: Session | None = None
         self._comm: Communicator | None = None
         self._side: SideStream | None = None
-        self._averages: dict[int, tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = {}  # by number of bucket
+        self._buckets: dict[int, Bucket] = {}  # by their numbers
         self._ledger = Ledger(dist.get_process_group_ranks(self._group))
         self._ledger.group = self._group.group_name
         self.calls = 0
@@ -93,7 +96,7 @@ class EnabledDdp:
 
         DDP itself keeps the averages of the last backward, until its next one or until the model goes.
         """
-        self._averages.clear()
+        self._buckets.clear()
         session, self._session, self._comm = self._session, None, None
         if session is not None:
             session.close()
@@ -129,37 +132,35 @@ class EnabledDdp:
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._refuse_join()
-        gradients = bucket.buffer()
-        dtype, dense = str(gradients.dtype).removeprefix("torch."), gradients.layout is torch.strided
-        comm = self._comm
-        why = self._objection(dtype, dense)
-        where = SIDELANE if why is None else dist.get_backend(self._group)
-        if why is None or where != SIDELANE:  # a Sidelane group notes its calls itself
-            key = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
-            self._ledger.note(key, "", gradients.nbytes if dense else 0)
-        if why is not None or comm is None:
-            return allreduce_hook(self._group, bucket)
+        gradients, known = bucket.buffer(), self._buckets.get(bucket.index())
+        if known is None or known.gradients is not gradients:
+            if known is not None:
+                self._buckets.clear()  # DDP makes other buckets after the first step
+            made = self._bucket(gradients)
+            if made is None:
+                return allreduce_hook(self._group, bucket)
+            known = self._buckets[bucket.index()] = made
         self.calls += 1
+        self._ledger.note(known.row, "", known.nbytes)
         if self._side is None:
-            work = comm.all_reduce(gradients, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
-            assert work is not None
-            return work.get_future().then(_first)
+            return known.average().get_future().then(_first)
         # The first time may wait for the hosts of peers, which make the same calls in the same order.
-        self._side.run(lambda: comm.all_reduce(gradients, op=ReduceOp.AVG, beside=COMPUTE))
+        self._side.run(known.average)
         if bucket.is_last():
             self._side.join()  # DDP reads no average before this bucket's, which is handed over last
-        return self._done(bucket.index(), gradients)
+        return known.done
 
-    def _done(self, index: int, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Return a future that is done: streams order those who read the averages. Buckets keep theirs from then on."""
-        known = self._averages.get(index)
-        if known is None or known[0] is not gradients:
-            if known is not None:
-                self._averages.clear()  # DDP makes other buckets after the first step
-            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            future.set_result(gradients)
-            known = self._averages[index] = gradients, future
-        return known[1]
+    def _bucket(self, gradients: torch.Tensor) -> "Bucket | None":
+        """Return what averages a bucket; None if the group's own backend does."""
+        dtype, dense = str(gradients.dtype).removeprefix("torch."), gradients.layout is torch.strided
+        comm, why = self._comm, self._objection(dtype, dense)
+        where = SIDELANE if why is None else dist.get_backend(self._group)
+        row = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
+        if why is None and comm is not None:
+            return Bucket(comm, gradients, row, is_async=self._side is None)
+        if where != SIDELANE:  # a Sidelane group notes its calls itself
+            self._ledger.note(row, "", gradients.nbytes if dense else 0)
+        return None
 
     def _objection(self, dtype: str, dense: bool) -> str | None:
         """Return the reason why a bucket goes to the group's own backend; None if it does not."""
@@ -168,6 +169,32 @@ class EnabledDdp:
         if not dense:
             return "a sparse bucket"
         return None if dtype in ELEMENT_BYTES else f"avg of {dtype}"
+
+
+class Bucket:
+    """A bucket of gradients that Sidelane averages.
+
+    Args:
+        comm: communicator that does it.
+        gradients: gradients of the bucket, which DDP keeps at one place.
+        row: row of the report.
+        is_async: the host goes on meanwhile, by a thread.
+
+    Attributes:
+        average: starts it, in place.
+        done: future that is done: on GPUs, streams order those who read the averages.
+        nbytes: bytes of the gradients.
+    """
+
+    def __init__(
+        self, comm: Communicator, gradients: torch.Tensor, row: tuple[str, str, str, str, str], *, is_async: bool
+    ) -> None:
+        self.gradients, self.row, self.nbytes = gradients, row, gradients.nbytes
+        self.average: Callable[[], Any] = functools.partial(
+            comm.all_reduce, gradients, op=ReduceOp.AVG, async_op=is_async, beside=COMPUTE
+        )
+        self.done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.done.set_result(gradients)
 
 
 # DDP inspects the type annotations of its hook, so they must be types, not text.
