@@ -100,11 +100,13 @@ class Ledger:
         """
         global _last
         with self._lock:
-            entry = self._sums.setdefault(key, _Sum())
+            entry = self._sums.get(key)
+            if entry is None:
+                entry = self._sums[key] = _Sum()
             entry.calls += 1
             entry.nbytes += nbytes
             entry.reason = reason
-        _last = (self, key, _Sum(1, nbytes, reason))
+        _last = (self, key, nbytes, reason)
 
     def forget(self) -> None:
         """Reset the counts."""
@@ -131,7 +133,10 @@ def report() -> Report:
     with _keeping:
         rows = tuple(row for ledger in list(_ledgers) for row in ledger.rows())
     last = _last
-    return Report(rows, None if last is None else last[0].row(*last[1:]))
+    if last is None:
+        return Report(rows, None)
+    ledger, key, nbytes, reason = last
+    return Report(rows, ledger.row(key, _Sum(1, nbytes, reason)))
 
 
 def reset() -> None:
@@ -152,4 +157,4 @@ def _cells(row: ReportRow) -> tuple[str, ...]:
 
 _keeping = forks.rlock()
 _ledgers: list[Ledger] = []
-_last: tuple[Ledger, Key, _Sum] | None = None
+_last: tuple[Ledger, Key, int, str] | None = None
