@@ -35,6 +35,7 @@ from sidelane_lab.baselines.candidate import (
 )
 from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, fill_input, rounded_bytes
 from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster, check_asked, make_roster
+from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies import collectives as collective_study
@@ -244,7 +245,7 @@ def test_lists_from_end_to_end(tmp_path: Path) -> None:
         **QUICK, collectives=(Kind.ALL_GATHER,), sizes=(1000, 16384), tensors=5, json=tmp_path / "lists.json",
         report=tmp_path / "report", command="test",
     )  # fmt: skip
-    results = collective_study.main(options)
+    results = running.run(options)
     assert results is not None
     assert read(tmp_path / "lists.json").rows == results.rows
     assert (

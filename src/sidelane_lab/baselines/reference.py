@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sidelane.program.collective import REDUCING, Kind, ReduceOp
+from sidelane_lab.harness.options import MOST_TENSORS
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
 ROOT = 0
@@ -22,9 +23,6 @@ GRANULE_BYTES = 16
 
 APART_BYTES = 512
 """The tensors of a list begin at multiples of it, as do those that torch's allocator gives."""
-
-MOST_TENSORS = 1024
-"""Tensors of a list at the most: proving a program takes longer with each, and a study proves many."""
 
 MOVING_DTYPES = (
     torch.bool,

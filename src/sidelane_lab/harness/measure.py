@@ -261,12 +261,7 @@ class Meter:
                 pause = min(pause + 2e-5, 1e-3)
 
     def rounds(
-        self,
-        jobs: Mapping[K, Job],
-        *,
-        warmup: int,
-        repeats: int,
-        on_round: Callable[[int], None] | None = None,
+        self, jobs: Mapping[K, Job], *, warmup: int, repeats: int, on_round: Callable[[int], None] | None = None
     ) -> dict[K, Rounds]:
         """Time all jobs, interleaved. Every rank passes the same jobs in the same order.
 

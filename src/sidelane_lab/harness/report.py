@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import rich.console
 
 from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import Picture, R, Results, study_of
 
 CPU_WARNING = (
@@ -200,6 +198,10 @@ def tables_of(results: Results) -> list[Table]:
 
 def draw(results: Results, folder: Path) -> list[Picture]:
     """Draw every picture of a study into a folder, as ``name.png`` and ``name.svg``."""
+    import matplotlib as mpl  # takes a while, and tables do without
+
+    from sidelane_lab.harness.drawing import RC
+
     study = study_of(results.study)
     with mpl.rc_context(RC):
         return study.plots(study.rows_of(results), results, folder)

@@ -18,10 +18,12 @@ from sidelane.cli.launch import Rank
 from sidelane.cli.table import number, verdict
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
+from sidelane_lab.cli.gemms import GemmOptions
 from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
+from sidelane_lab.harness.options import require_all
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import FlatRow, Results, Study, require_all
+from sidelane_lab.harness.running import Sender, run_study
+from sidelane_lab.harness.study import FlatRow, Results, Study
 
 COLD_BYTES = 256 << 20
 """Matrices of a sample together: five times the last-level cache of the largest GPU here."""
@@ -151,19 +153,6 @@ class GemmRow(FlatRow):
     gbps: float | None
     correct: bool | None
     note: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmOptions(StudyOptions):
-    """The options of ``sidelane gemms``, whose help says what they are."""
-
-    models: tuple[str, ...] = ()
-    warmup: int = 2
-    repeats: int = 9
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        projections(self.models)
 
 
 def main(options: GemmOptions) -> Results | None:
@@ -307,5 +296,7 @@ STUDY = Study(
         groups=lambda row: row.layer,
     ),
     measure=_measure,
+    check=lambda options, place: projections(options.models),
+    main=main,
     progress="GEMMs",
 )

@@ -40,10 +40,11 @@ from sidelane_lab.baselines.candidate import (
 )
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
 from sidelane_lab.baselines.roster import Own, OwnDma, make_roster
+from sidelane_lab.cli.collectives import HostOptions
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.report import spread, tables_by
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Results, Study
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Study
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
@@ -85,33 +86,17 @@ class HostRow(FlatRow):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostOptions(StudyOptions):
-    """The options of ``sidelane host``, whose help says what they are."""
-
-    sizes: tuple[int, ...] = (1 << 10, 64 << 10)
-    variants: tuple[str, ...] = ("one_shot", "b2b", "alternating", "striped")
-    calls: int = 40
-    warmup: int = 5
-    repeats: int = 50
-
-
-def main(options: HostOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
-    return run_study(STUDY, options)
-
-
 def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostRow]:
     """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
-    sender.steps = len(options.sizes)
     if on_cpu:
         sender.note(f"{BLOCKS}; only trigger_from_host is timed")
     # What blocks anyway has nothing to be compared with.
     wanted = options.implementations or (("dma", "auto") if on_cpu else ())
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
+    sender.steps = len(sizes)
     cases = [Case(Kind.ALL_GATHER, size, torch.bfloat16, rank.rank, rank.world_size, rank.device) for size in sizes]
     roster.reserve_for(cases, sender.note)
     study = _Study(roster.meter, rank, options)

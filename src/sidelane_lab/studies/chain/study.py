@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from sidelane.choice.candidate import applicable
-from sidelane.cli.launch import Rank
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.cli.table import MISSING, Line, Table, grouped, number, verdict
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import prelaunchable
@@ -35,17 +35,17 @@ from sidelane_lab.baselines.candidate import (
     captured,
 )
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import OwnDma, Roster, make_roster
+from sidelane_lab.baselines.roster import OwnDma, Roster, check_asked, make_roster
+from sidelane_lab.cli.collectives import PRELAUNCHED, ChainOptions
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, Results, Study, require_all
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Study
 from sidelane_lab.studies.chain.ways import CALLS, WIDTH, Chain, Gemms, PrelaunchedChain
 
 ALONE = Entrant("", "GEMMs alone")
 ALONE_AS_GRAPH = dataclasses.replace(ALONE, launch="graph")
-
-PRELAUNCHED = "prelaunched"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,24 +79,10 @@ class ChainRow(FlatRow):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOptions(StudyOptions):
-    """The options of ``sidelane chain``, whose help says what they are."""
-
-    sizes: tuple[int, ...] = tuple(1 << power for power in range(20, 29, 2))
-    variants: tuple[str, ...] = ()
-    launches: tuple[str, ...] = ()
-    warmup: int = 3
-    repeats: int = 11
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("ChainOptions", "launches", self.launches, (*LAUNCHES, PRELAUNCHED))
-
-
-def main(options: ChainOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
-    return run_study(STUDY, options)
+def _check(options: ChainOptions, place: LaunchTarget) -> None:
+    """Refuse names that are not known on this kind of device."""
+    names = {name: getattr(options, name) for name in ("implementations", "variants", "launches")}
+    check_asked(place.device_type, (Kind.ALL_GATHER,), **names)
 
 
 def _measure(rank: Rank, options: ChainOptions, sender: Sender) -> Iterator[ChainRow]:
@@ -107,7 +93,7 @@ def _measure(rank: Rank, options: ChainOptions, sender: Sender) -> Iterator[Chai
     def rounded(nbytes: int) -> int:
         return -(-nbytes // step) * step
 
-    sizes = sender.rounded(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     sender.steps = len(sizes)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
     cases = [Case(Kind.ALL_GATHER, size, dtype, rank.rank, rank.world_size, rank.device) for size in sizes]
@@ -154,7 +140,7 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
         jobs |= {candidate: chain.job() for candidate, chain in ready.items()}
         rounds = meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats)
         for candidate, chain in ready.items():
-            problem = _check(meter, gemms, chain.sample, candidate, next(seeds))
+            problem = _checked(meter, gemms, chain.sample, candidate, next(seeds))
             if problem is not None:
                 problems[candidate] = problem
             chain.release()
@@ -190,7 +176,7 @@ def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: It
         refused = meter.attempt(step)
         if refused is not None:
             return Problem(f"{step.__name__}: {refused}")
-    problem = _check(meter, gemms, chain.run, candidate, next(seeds))
+    problem = _checked(meter, gemms, chain.run, candidate, next(seeds))
     if problem is None and as_graph:
         refused = meter.attempt(chain.capture)
         problem = None if refused is None else Problem(f"capture: {refused}")
@@ -198,7 +184,7 @@ def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: It
     return problem
 
 
-def _check(meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int) -> Problem | None:
+def _checked(meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int) -> Problem | None:
     """Run on a fresh input and compare. Collective."""
 
     def step() -> None:
@@ -302,5 +288,6 @@ STUDY = Study(
     row=ChainRow,
     tables=chain_tables,
     measure=_measure,
+    check=_check,
     progress="producer, all-gather, consumer",
 )

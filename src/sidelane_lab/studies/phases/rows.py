@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import Table, grouped, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.study import LAUNCHES, MODEL, FlatRow, Picture
+from sidelane_lab.harness.study import MODEL, FlatRow, Picture
 
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)

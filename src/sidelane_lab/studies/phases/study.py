@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.machine.inventory import machine_name
 from sidelane.program.batch import Definition
 from sidelane.program.collective import Collective
@@ -17,14 +17,16 @@ from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import check_asked
+from sidelane_lab.cli.collectives import PhasesOptions
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import LAUNCHES, Results, Study
+from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.studies.phases.pace import Pacer
 from sidelane_lab.studies.phases.predict import phase_row, predicted_row
-from sidelane_lab.studies.phases.programs import GRAPH, OPERATIONS, TRANSFERS, Operation, operations
+from sidelane_lab.studies.phases.programs import GRAPH, TRANSFERS, Operation, operations
 from sidelane_lab.studies.phases.rig import Rig, TimedCall, error, fill
 from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import slowest, split
@@ -37,55 +39,19 @@ FEW_CALLS = 9
 MEASURED = "measured"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhasesOptions(StudyOptions):
-    """The options of ``sidelane phases``, whose help says what they are."""
-
-    operations: tuple[str, ...] = OPERATIONS
-    sizes: tuple[int, ...] = ()
-    variants: tuple[str, ...] = ("b2b",)
-    launches: tuple[str, ...] = ()
-    calls: int = 31
-    warmup: int = 4
-    predict: str = ""
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        if not self.operations or not self.variants:
-            raise ValueError("PhasesOptions: at least one operation and one variant are needed (value=none)")
-        operations(self.operations, self.variants, 1)
-        if self.warmup < 1:
-            raise ValueError(f"PhasesOptions: warmup (value={self.warmup}, allowed=1 and more)")
-        if self.predict:
-            find(self.predict)
-
-
-def main(options: PhasesOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        ValueError: also for a launch that is not known here.
-    """
-    place = choose_target(options.ranks, options.device)
+def _check(options: PhasesOptions, place: LaunchTarget) -> None:
+    """Refuse operations and variants that there are not, a launch that is not known here, and machines."""
+    operations(options.operations, options.variants, 1)
     check_asked(place.device_type, (), launches=options.launches)
-    return run_study(STUDY, options)
-
-
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Powers of 4: 1 KB to 1 GB on an accelerator, 1 KB to 4 MB on a CPU.
-
-    >>> default_sizes("cuda")[-1] == 1 << 30
-    True
-    """
-    return tuple(1024 * 4**exponent for exponent in range(7 if device_type == "cpu" else 11))
+    if options.predict:
+        find(options.predict)
 
 
 def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[PhaseRow]:
     """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
-    asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(asked, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
@@ -239,5 +205,6 @@ STUDY = Study(
     tables=phase_tables,
     plots=lambda rows, results, folder: draw_phases(rows, results.where, folder),
     measure=_measure,
+    check=_check,
     progress="phases",
 )

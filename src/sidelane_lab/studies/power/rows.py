@@ -22,8 +22,9 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.study import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow, Picture
+from sidelane_lab.harness.study import IMPLEMENTATIONS, MODEL, FlatRow, Picture
 
 LIBRARY = "library"
 

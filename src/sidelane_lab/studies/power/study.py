@@ -13,88 +13,49 @@ import numpy as np
 import torch
 
 from sidelane.choice.candidate import DMA
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
-from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.collective import REDUCING
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, candidates_of
-from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
+from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
+from sidelane_lab.cli.collectives import SETTLE_S, PowerOptions
 from sidelane_lab.harness.measure import Job, Problem
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import LAUNCHES, Results, Study, require_all
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.collectives import calls_per_sample, checked, ready
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
-DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
-SETTLE_S = 0.15
-"""Power follows load with a delay, and readings follow power: the beginning of a run does not count."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerOptions(StudyOptions):
-    """The options of ``sidelane power``, whose help says what they are."""
-
-    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    sizes: tuple[int, ...] = DEFAULT_SIZES
-    variants: tuple[str, ...] = ("b2b",)
-    launch: str = "graph"
-    places: tuple[str, ...] = ()
-    seconds: float = 0.7
-    rounds: int = 2
-    idle_s: float = 1.5
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("PowerOptions", "collectives", self.collectives or ("none",), KINDS)
-        require_all("PowerOptions", "launch", (self.launch,), LAUNCHES)
-        require_all("PowerOptions", "places", self.places, ("in", "out"))
-        if self.seconds <= 2 * SETTLE_S or self.rounds < 1 or self.idle_s < SETTLE_S or not self.sizes:
-            raise ValueError(
-                f"PowerOptions: seconds, rounds, idle_s and sizes (value={self.seconds}, {self.rounds}, {self.idle_s}, "
-                f"{self.sizes}, allowed=more than {2 * SETTLE_S}, 1 and more, {SETTLE_S} and more, at least one)"
-            )
-
-
-def main(options: PowerOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        UnavailableError: nothing here tells its power.
-        ValueError: a name is not known here.
-    """
-    place = choose_target(options.ranks, options.device)
+def _check(options: PowerOptions, place: LaunchTarget) -> None:
+    """Refuse a machine on which nothing tells its power, and names that are not known here."""
     problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
     if problem is not None:
         raise UnavailableError(f"power: {problem} (sidelane power --machine h200x4 predicts instead)")
-    check_asked(
-        place.device_type,
-        options.collectives,
-        implementations=options.implementations,
-        variants=options.variants,
-        chosen_from=(DMA,),
-    )
-    return run_study(STUDY, options)
+    names = {name: getattr(options, name) for name in ("implementations", "variants")}
+    check_asked(place.device_type, options.collectives, **names, chosen_from=(DMA,))
 
 
 def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
     """Make the rows. Collective."""
     sensor = local.power_sensor(rank.device.index)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
-    sender.steps = len(options.sizes) * len(options.collectives)
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     cases = [
         Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
         for kind in options.collectives
         for nbytes in sizes
     ]
+    sender.steps = len(cases)
     roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options)
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
@@ -315,5 +276,6 @@ STUDY = Study(
     tables=power_tables,
     plots=lambda rows, results, folder: draw_power(rows, results.where, folder),
     measure=_measure,
+    check=_check,
     progress="power",
 )

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from sidelane.cli.table import MISSING, Table, number, verdict
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.process_group import OPERATIONS
 from sidelane_lab.harness.report import spread, tables_by
 from sidelane_lab.harness.study import OF_LIBRARY, FlatRow
 
-OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
 EAGER, ASYNC, GRAPH, FIRST = "eager", "async", "graph", "first"
 ORDINARY, LEARNED, POOLED = "ordinary", "learned", "pooled"

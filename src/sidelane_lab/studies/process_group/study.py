@@ -20,16 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.integrations import fsdp
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.cli.process_group import OPERATIONS, GroupOptions
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.harness.options import require_all
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.fsdp.cases import parse_case
 from sidelane_lab.studies.fsdp.step import Stepper
 from sidelane_lab.studies.process_group.rows import (
@@ -39,7 +41,6 @@ from sidelane_lab.studies.process_group.rows import (
     FIRST_CALLS,
     FIRST_STEP,
     GRAPH,
-    OPERATIONS,
     ORDINARY,
     GroupRow,
     group_tables,
@@ -63,43 +64,16 @@ CALL_US = 80.0
 """Microseconds that a call may take the host at most, for what has to be hidden."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupOptions(StudyOptions):
-    """The options of ``sidelane pg``, whose help says what they are."""
-
-    operations: tuple[str, ...] = OPERATIONS
-    sizes: tuple[int, ...] = ()
-    first: bool = True
-    warmup: int = 2
-    repeats: int = 9
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("pg", "operations", self.operations or ("none",), OPERATIONS)
-
-
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Sizes of a study where none are given."""
-    return (16 << 10, 1 << 20) if device_type == "cpu" else (64 << 10, 1 << 20, 16 << 20, 256 << 20)
-
-
-def main(options: GroupOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
-    """
-    device_type = choose_target(options.ranks, options.device).device_type
-    known = list(dict.fromkeys(name for name, _ in wanted((), device_type)))
+def _check(options: GroupOptions, place: LaunchTarget) -> None:
+    """Refuse an implementation that is not known on this kind of device."""
+    known = list(dict.fromkeys(name for name, _ in wanted((), place.device_type)))
     require_all("pg", "implementations", options.implementations, known)
-    return run_study(STUDY, options)
 
 
 def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[GroupRow]:
     """Make the rows. Collective."""
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    asked = options.sizes or default_sizes(rank.device.type)
-    sizes = sender.rounded(asked, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     operations = [name for name in OPERATIONS if name in options.operations]
     cases = [
         (name, Case(KINDS[name], nbytes, DTYPE, rank.rank, rank.world_size, rank.device))
@@ -344,5 +318,6 @@ STUDY = Study(
     row=GroupRow,
     tables=group_tables,
     measure=_measure,
+    check=_check,
     progress="process groups",
 )
