@@ -25,7 +25,7 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
-from sidelane_lab.cli.collectives import CollectiveOptions, HostOptions
+from sidelane_lab.cli.collectives import HostOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
 from sidelane_lab.harness import running
 from sidelane_lab.machines.load import machine_names
@@ -61,15 +61,6 @@ def test_help(command: str):
     assert result.exit_code == 0
     assert "Usage:" in result.output
     assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
-
-
-def test_collective_defaults(asked: SimpleNamespace):
-    assert run("collective", "--device", "cpu").exit_code == 0
-    options = asked.collectives
-    assert options.collectives == (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    assert options.sizes == CollectiveOptions().sizes_on("cpu")
-    assert (options.launches, options.variants, options.implementations) == ((), (), ())
-    assert (options.warmup, options.repeats, options.ranks, options.json) == (3, 15, None, None)
 
 
 def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
@@ -117,17 +108,8 @@ def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches
 
 
 def test_host_options(asked: SimpleNamespace):
-    assert run("host").exit_code == 0
-    assert asked.host == HostOptions()
     assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
     assert asked.host == HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
-
-
-def test_c3_defaults(asked: SimpleNamespace):
-    assert run("c3").exit_code == 0
-    assert asked.c3.workloads == ("cb1_896M",)
-    assert (asked.c3.warmup, asked.c3.repeats) == (6, 9)
-    assert asked.c3.strategies == ()
 
 
 def test_c3_options(asked: SimpleNamespace):

@@ -16,7 +16,6 @@ from sidelane.cli.help import HOW, WHAT, what
 from sidelane.cli.options import (
     KINDS,
     VERSIONS,
-    choice_option,
     given,
     machine_option,
     reasons,
@@ -352,8 +351,11 @@ c3 = command(
             "collectives are all_reduce and all_to_all then. heuristics: what each would choose for the pairs, against "
             "the best of all strategies.",
         ),
-        choice_option(
-            "--version", VERSIONS, "000", "Version of the ConCCL paper (docs/internals/model.md), with --machine."
+        what(
+            "--version",
+            type=click.Choice(VERSIONS),
+            default="000",
+            help="Version of the ConCCL paper (docs/internals/model.md), with --machine.",
         ),
     ),
 )

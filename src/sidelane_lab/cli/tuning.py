@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import CHOOSE, HOW, OUTPUT, Command, output, what, where
+from sidelane.cli.help import CHOOSE, HOW, OUTPUT, WHERE, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, given, json_option, size
 from sidelane.cli.output import Written
 from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.cli.collectives import CollectiveOptions
-from sidelane_lab.harness.options import StudyOptions, command, kinds, loaded, option, run, size_list, values_of, word
+from sidelane_lab.harness.options import (
+    CommandOptions,
+    StudyOptions,
+    argument,
+    command,
+    kinds,
+    loaded,
+    option,
+    run,
+    shared,
+    size_list,
+    values_of,
+    word,
+)
 
 OUTPUT_FILE: dict[str, Any] = {
     "group": OUTPUT,
@@ -156,10 +168,17 @@ tune = command(
 )
 
 
-@click.command(
-    cls=Command,
-    heading=CHOOSE,
-    examples=(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainOptions(CommandOptions):
+    """Show what `auto` takes for a call, why, and what would be submitted.
+
+    COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
+    size of an all_gather and the local buffer of the others: 64K, 1.2G.
+
+    Without --machine: for the GPUs that are here, or for CPU processes where there are fewer than two. Needs no GPU.
+    """
+
+    examples = (
         ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
         ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
@@ -168,55 +187,88 @@ tune = command(
             "how peers would reach ordinary tensors, and why",
         ),
         ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
+    )
+
+    kind: Kind = argument(
+        "collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]), convert=Kind
+    )
+    # Rounded up to whole elements, and to as many for each rank where the collective gives all of them the same.
+    nbytes: int = argument("nbytes", metavar="SIZE", callback=size)
+    in_place: bool = option("--in-place", False, "Input and output share memory.", is_flag=True)
+    captured: bool = option("--graph", False, "The call is captured into a graph.", is_flag=True)
+    ordinary: bool = option("--ordinary", False, "The tensors are not in symmetric memory.", is_flag=True)
+    map_memory: bool | Literal["learn"] | None = option(
+        "--map-memory",
+        None,
+        "With --ordinary: explain the call under this setting. All of them are compared.",
+        convert=lambda word: {"0": False, "1": True}.get(word, word),
+        type=click.Choice(["0", "1", LEARN]),
+        show_default="SIDELANE_MAP_MEMORY, else 0",
+    )
+    beside: str = word("--beside", BESIDE, NOTHING, "What runs next to it.")
+    beside_us: float | None = option(
+        *("--beside-us", None, "Instead: what a computation next to it takes."),
+        type=click.FloatRange(min=0, min_open=True),
+    )
+    dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Of the elements.")
+    tensors: int | None = option(
+        "--tensors", None, "A list of this many in one call, each of SIZE.", type=click.IntRange(min=1)
+    )
+    world_size: int | None = option(
+        *("--world-size", None, "Ranks."),
+        group=WHERE,
+        type=click.IntRange(min=1),
+        show_default="as measured, or those of this machine",
+    )
+    machine: str | None = option(
+        *("--machine", None, "A machine that need not be here: h200x4, mi300x8, ..."),
+        group=WHERE,
+        metavar="NAME_OR_FILE",
+        show_default="this one",
+    )
+    profile: Path | None = option(
+        *("--profile", None, "Choose by this file of `sidelane tune`."),
+        group=WHERE,
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+    )
+    json: Path | None = shared(json_option, None)
+
+    def __post_init__(self) -> None:
+        CommandOptions.__post_init__(self)
+        if self.nbytes < 1:
+            raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
+        if self.beside_us is not None and self.beside != NOTHING:
+            raise ValueError("explain: --beside and --beside-us exclude each other")
+        if self.machine is not None and self.profile is not None:
+            raise ValueError("explain: --machine and --profile exclude each other")
+        if self.map_memory is not None and not self.ordinary:
+            raise ValueError("explain: --map-memory is about ordinary tensors (--ordinary)")
+        if self.tensors is not None and (self.tensors < 1 or self.kind not in KINDS):
+            allowed = f"{', '.join(KINDS)}: 1.."
+            raise ValueError(f"explain: tensors of {self.kind} (value={self.tensors}, allowed={allowed})")
+        if self.in_place and self.kind in (Kind.SCATTER, Kind.GATHER):
+            raise ValueError(f"explain: {self.kind} has no in-place form")
+
+
+def _explain(nodes: tuple[int, ...] | None, **parameters: Any) -> None:
+    if nodes is not None:
+        explain_nodes(Kind(parameters["collective"]), nodes, **parameters)
+        return
+    loaded("explain.call").main(ExplainOptions(**values_of(ExplainOptions, parameters)))
+
+
+explain = command(
+    "explain",
+    _explain,
+    (ExplainOptions,),
+    heading=CHOOSE,
+    besides=(
+        where(
+            "--nodes",
+            metavar="N,N,...",
+            callback=sizes_of_nodes,
+            help="Several machines instead, with so many ranks each: which part runs where, in which pieces, and why.",
+        ),
     ),
 )
-@click.argument("collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]))
-@click.argument("nbytes", metavar="SIZE", callback=size)
-@what("--in-place", is_flag=True, help="Input and output share memory.")
-@what("--graph", "captured", is_flag=True, help="The call is captured into a graph.")
-@what("--ordinary", is_flag=True, help="The tensors are not in symmetric memory.")
-@what(
-    "--map-memory",
-    type=click.Choice(["0", "1", LEARN]),
-    callback=lambda *given: {"0": False, "1": True}.get(given[-1], given[-1]),
-    show_default="SIDELANE_MAP_MEMORY, else 0",
-    help="With --ordinary: explain the call under this setting. All of them are compared.",
-)
-@what("--beside", type=click.Choice(BESIDE), default=NOTHING, help="What runs next to it.")
-@what("--beside-us", type=click.FloatRange(min=0, min_open=True), help="Instead: what a computation next to it takes.")
-@what("--dtype", type=click.Choice(list(ELEMENT_BYTES)), default="bfloat16", help="Of the elements.")
-@what("--tensors", type=click.IntRange(min=1), help="A list of this many in one call, each of SIZE.")
-@where("--world-size", type=click.IntRange(min=1), show_default="as measured, or those of this machine", help="Ranks.")
-@where(
-    "--machine",
-    metavar="NAME_OR_FILE",
-    show_default="this one",
-    help="A machine that need not be here: h200x4, mi300x8, ...",
-)
-@where(
-    "--profile",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Choose by this file of `sidelane tune`.",
-)
-@where(
-    "--nodes",
-    metavar="N,N,...",
-    callback=sizes_of_nodes,
-    help="Several machines instead, with so many ranks each: which part runs where, in which pieces, and why.",
-)
-@json_option
-def explain(collective: str, nodes: tuple[int, ...] | None, **others: Any) -> None:
-    """Show what `auto` takes for a call, why, and what would be submitted.
-
-    COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
-    size of an all_gather and the local buffer of the others: 64K, 1.2G.
-
-    Without --machine: for the GPUs that are here, or for CPU processes where there are fewer than two. Needs no GPU.
-    """
-    with plain_errors():
-        if nodes is not None:
-            explain_nodes(Kind(collective), nodes, **others)
-            return
-        explaining = loaded("explain.call")
-        explaining.main(explaining.ExplainOptions(kind=Kind(collective), **others))

@@ -21,9 +21,9 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.list_calls import LISTED, ListAgreement, ListEntry
+from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped
+from sidelane.collectives.reach_rules import MAPPED, ReachMode, as_mapped
 from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
@@ -34,6 +34,7 @@ from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
+from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.reach import SAID, mappable, ways_of
 from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
 from sidelane_lab.machines.load import find, machine_names
@@ -44,61 +45,6 @@ RANK = 0
 
 UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
 """Collectives that take any number of elements: of the others every rank gets as many."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplainOptions:
-    """A call, and where it would be made.
-
-    Attributes:
-        kind: which collective.
-        nbytes: gathered size of an all_gather, local buffer of the others; rounded up to whole elements, and to as many
-            for each rank where the collective gives all of them the same.
-        dtype: of the elements.
-        in_place: input and output share memory.
-        captured: into a graph.
-        ordinary: the tensors are not in symmetric memory.
-        map_memory: value of ``Config.map_memory`` to explain a call on ordinary tensors under, once addresses have come
-            again where it waits for that; None: as the settings have it, which stage unless they say otherwise.
-        beside: ``nothing`` or ``compute``.
-        beside_us: time of a computation that runs next to it, instead; None: not known.
-        world_size: ranks; None takes those that the profile was measured with, or those of this machine.
-        machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
-        profile: file to choose by, whatever machine it is of.
-        tensors: a list of that many of these in one call; None for one that is no list.
-        json: file for what was found out, or ``written.STDOUT``; None writes none.
-    """
-
-    kind: Kind
-    nbytes: int
-    dtype: str = "bfloat16"
-    in_place: bool = False
-    captured: bool = False
-    ordinary: bool = False
-    map_memory: MapMemory | None = None
-    beside: str = NOTHING
-    beside_us: float | None = None
-    world_size: int | None = None
-    machine: str | None = None
-    profile: Path | None = None
-    tensors: int | None = None
-    json: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 1:
-            raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
-        if self.beside_us is not None and self.beside != NOTHING:
-            raise ValueError("explain: --beside and --beside-us exclude each other")
-        if self.machine is not None and self.profile is not None:
-            raise ValueError("explain: --machine and --profile exclude each other")
-        if self.map_memory is not None and not self.ordinary:
-            raise ValueError("explain: --map-memory is about ordinary tensors (--ordinary)")
-        if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
-            raise ValueError(
-                f"explain: tensors of {self.kind} (value={self.tensors}, allowed={', '.join(LISTED)}: 1..)"
-            )
-        if self.in_place and self.kind in (Kind.SCATTER, Kind.GATHER):
-            raise ValueError(f"explain: {self.kind} has no in-place form")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -139,6 +139,15 @@ def option(
     )
 
 
+def argument(name: str, *, convert: Callable[[Any], Any] = lambda value: value, **attributes: Any) -> Any:
+    """Declare a field without a default, given by its place; ``convert``: makes its value of what was given."""
+    declaration = Declared(
+        decorators=lambda field: (click.argument(name, **attributes),),
+        read=lambda parameters, field: convert(parameters[name]),
+    )
+    return dataclasses.field(metadata={"declared": declaration})
+
+
 def shared(decorator: Decorator, default: Any) -> Any:
     """Declare a field with an option that other commands have, too."""
     return declared_field(default, Declared(decorators=lambda name: (decorator,)))
@@ -293,14 +302,22 @@ def _on_cpu(parameters: Mapping[str, Any]) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Options of every study. ``LEAST`` holds fields that many of them have; ``budget_s`` is above 0.
+class CommandOptions:
+    """Options of a command. The docstring of a class below is its help, and ``examples`` stand at the end of that."""
 
-    The docstring of a class below is the help of its command.
+    examples: ClassVar[tuple[Example, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for name, one in declared(self).items():
+            one.check(type(self).__name__, name, getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudyOptions(CommandOptions):
+    """Options of every study. ``LEAST`` holds fields that many of them have; ``budget_s`` is above 0.
 
     Attributes:
         study: name of the study.
-        examples: of its command.
         ranks: processes; None takes every accelerator, or a few processes on the CPU.
         device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
         implementations: names to keep; empty keeps all of this machine.
@@ -314,7 +331,6 @@ class StudyOptions:
     """
 
     study: ClassVar[str] = ""
-    examples: ClassVar[tuple[Example, ...]] = ()
 
     implementations: tuple[str, ...] = ()
     ranks: int | None = shared(ranks_option, None)
@@ -338,8 +354,7 @@ class StudyOptions:
         budget_s = getattr(self, "budget_s", None)
         if budget_s is not None and not budget_s > 0:
             raise ValueError(f"{where}: budget_s (value={budget_s}, allowed=more than 0)")
-        for name, one in declared(self).items():
-            one.check(where, name, getattr(self, name))
+        CommandOptions.__post_init__(self)
 
     @property
     def step_s(self) -> float:
@@ -358,7 +373,7 @@ Predict = Callable[[str, Any], object]
 """Type of what predicts for a machine, with the options of a study."""
 
 
-def decorators_of(*classes: type[StudyOptions], besides: Sequence[Decorator] = ()) -> Iterator[Decorator]:
+def decorators_of(*classes: type[CommandOptions], besides: Sequence[Decorator] = ()) -> Iterator[Decorator]:
     """Yield the options of fields: of the studies, then ``besides``, then those of every study. A name counts once."""
     base = {field.name for field in dataclasses.fields(StudyOptions)}
     found = {name: one for each in reversed(classes) for name, one in declared(each).items()}
@@ -372,7 +387,7 @@ def decorators_of(*classes: type[StudyOptions], besides: Sequence[Decorator] = (
             yield from found[name].decorators(name)
 
 
-def values_of(options: type[StudyOptions], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(options: type[CommandOptions], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of fields from the parameters of a command."""
     return {name: one.read(parameters, name) for name, one in declared(options).items()}
 
@@ -417,11 +432,11 @@ def study_command(
 def command(
     name: str,
     callback: Callable[..., None],
-    classes: Sequence[type[StudyOptions]],
+    classes: Sequence[type[CommandOptions]],
     besides: Sequence[Decorator] = (),
     heading: str = MEASURE,
 ) -> Command:
-    """Make a command with the options of studies, the first of which says what it does.
+    """Make a command with some options, the first class of which says what it does.
 
     Args:
         name: of the command.

@@ -34,7 +34,7 @@ from sidelane_lab.baselines.candidate import (
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import CollectiveOptions
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.running import Sender
@@ -249,7 +249,7 @@ def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator
 
 def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
     sizes = (nbytes // options.tensors,) * options.tensors if options.tensors > 1 else ()
-    return Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device, sizes)
+    return Case.on(rank, kind, nbytes, getattr(torch, options.dtype), sizes)
 
 
 def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, seed: int) -> Iterator[str]:
@@ -286,29 +286,24 @@ def measure_case(
     roster: Roster, case: Case, options: CollectiveOptions, seeds: Iterator[int]
 ) -> Iterator[CollectiveRow]:
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
-    meter = roster.meter
+    meter, found = roster.meter, WayComparison[Entrant, ReadyCall]()
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
-    prepared: dict[Entrant, ReadyCall] = {}
-    problems: dict[Entrant, Problem] = {}
+
+    def check(_: Entrant, call: ReadyCall) -> Problem | None:
+        problem = checked(meter, call, next(seeds), runs=2 if call.repeatable else 1)  # back to back where that can be
+        call.release()
+        return problem
+
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = ready(meter, functools.partial(ReadyCall, candidate, case, implementation, calls), next(seeds))
-                if isinstance(bound, Problem):
-                    problems[candidate] = bound
-                else:
-                    bound.settle()
-                    prepared[candidate] = bound
-        rounds = time_candidates(meter, prepared, case, options)
-        for candidate, bound in prepared.items():
-            # After hundreds of calls, and twice back to back where that can be: what a first call does not show.
-            problem = checked(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
-            if problem is not None:
-                problems[candidate] = problem
-            bound.release()
-    for candidate in (*prepared, *(c for c in problems if c not in prepared)):
-        row = _row(case, candidate, rounds.get(candidate), problems.get(candidate))
-        yield dataclasses.replace(row, variant=prepared[candidate].variant) if candidate in prepared else row
+                make = functools.partial(ReadyCall, candidate, case, implementation, calls)
+                found.add(candidate, ready(meter, make, next(seeds)))
+        found.rounds = time_candidates(meter, found.ready, case, options)
+        found.check_again(check)
+    for candidate, call, rounds, problem in found:
+        row = _row(case, candidate, rounds, problem)
+        yield row if call is None else dataclasses.replace(row, variant=call.variant)
 
 
 def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
@@ -346,6 +341,7 @@ def ready(meter: Meter, make: Callable[[], ReadyCall], seed: int) -> ReadyCall |
     if problem is not None:
         prepared.release()
         return problem
+    prepared.settle()
     return prepared
 
 

@@ -184,7 +184,7 @@ def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -
 def case_of(rank: Rank, workload: Workload) -> Case:
     """The collective of a pair."""
     dtype = getattr(torch, workload.gemm.dtype)
-    return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
+    return Case.on(rank, workload.collective, workload.nbytes, dtype)
 
 
 def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[ReadyCall]:

@@ -69,9 +69,7 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> OrdinaryPlan:
 
     def cases(kinds: Iterable[Kind], sizes: Iterable[int]) -> tuple[Case, ...]:
         rounded = sorted({rounded_bytes(size, rank.world_size) for size in sizes})
-        return tuple(
-            Case(kind, size, torch.bfloat16, rank.rank, rank.world_size, device) for kind in kinds for size in rounded
-        )
+        return tuple(Case.on(rank, kind, size) for kind in kinds for size in rounded)
 
     asked = options.pairs or PAIRS[device.type]
     workloads = [

@@ -22,7 +22,7 @@ from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall,
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
 from sidelane_lab.cli.collectives import SETTLE_S, PowerOptions
-from sidelane_lab.harness.measure import Job, Problem
+from sidelane_lab.harness.measure import Job, Problem, WayComparison
 from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.collectives import calls_per_sample, checked, ready
@@ -50,11 +50,7 @@ def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[Powe
     recorder = Recorder(sensor)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
-    cases = [
-        Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
-        for kind in options.collectives
-        for nbytes in sizes
-    ]
+    cases = [Case.on(rank, kind, nbytes) for kind in options.collectives for nbytes in sizes]
     sender.steps = len(cases)
     roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options)
@@ -90,19 +86,22 @@ class PowerBench:
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
-        good: dict[Entrant, ReadyCall] = {}
-        problems: dict[Entrant, Problem] = {}
+        compared = WayComparison[Entrant, ReadyCall]()
+
+        def check(_: Entrant, call: ReadyCall) -> Problem | None:
+            problem = checked(meter, call, next(self._seeds))
+            call.release()
+            return problem
+
         with meter.on_stream():
             inputs: list[ReducedInput] = []
             refused: str | None = None
             if case.kind in REDUCING:
                 refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
-                found = Problem(refused) if refused else self._prepare(candidate, case, implementation)
-                if isinstance(found, ReadyCall):
-                    good[candidate] = found
-                else:
-                    problems[candidate] = found
+                prepared = None if refused else self._prepare(candidate, case, implementation)
+                compared.add(candidate, prepared or Problem(refused or ""))
+            good = compared.ready
             replays = self._replays(good)
             points: dict[Entrant, list[PowerRound]] = {candidate: [] for candidate in good}
             names = list(good)
@@ -110,15 +109,10 @@ class PowerBench:
                 shift = number % max(1, len(names))
                 for candidate in names[shift:] + names[:shift]:  # each round begins with another one
                     points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
-            for candidate, prepared in good.items():
-                wrong = checked(meter, prepared, next(self._seeds))
-                if wrong is not None:
-                    problems[candidate] = wrong
-                prepared.release()
-        for candidate in (*names, *(c for c in problems if c not in good)):
-            variant = good[candidate].variant if candidate in good else candidate.variant
-            row = self._row(case, candidate, points.get(candidate, []), problems.get(candidate))
-            yield dataclasses.replace(row, variant=variant)
+            compared.check_again(check)
+        for candidate, call, _, problem in compared:
+            row = self._row(case, candidate, points.get(candidate, []), problem)
+            yield row if call is None else dataclasses.replace(row, variant=call.variant)
 
     def _candidates(self, case: Case) -> Iterator[tuple[Entrant, Implementation]]:
         options = self._options
@@ -139,10 +133,7 @@ class PowerBench:
         """Run once, capture, check. If that fails: what is wrong. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
         make = functools.partial(ReadyCall, candidate, case, implementation, calls)
-        found = ready(self._meter, make, next(self._seeds))
-        if isinstance(found, ReadyCall):
-            found.settle()
-        return found
+        return ready(self._meter, make, next(self._seeds))
 
     def _replays(self, good: Mapping[Entrant, ReadyCall]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""

@@ -25,8 +25,9 @@ from sidelane.collectives.allocator import MemoryUse
 from sidelane.integrations import fsdp
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import captured
-from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.baselines.candidate import captured, check_call
+from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.process_group import OPERATIONS, GroupOptions
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
 from sidelane_lab.harness.options import require_all
@@ -75,18 +76,9 @@ def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[Grou
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
     sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     operations = [name for name in OPERATIONS if name in options.operations]
-    cases = [
-        (name, Case(KINDS[name], nbytes, DTYPE, rank.rank, rank.world_size, rank.device))
-        for name in operations
-        for nbytes in sizes
-    ]
+    cases = [(name, Case.on(rank, KINDS[name], nbytes, DTYPE)) for name in operations for nbytes in sizes]
     sender.steps = len(cases) + options.first
-    barrier = None
-    if rank.device.type != "cpu":
-        from sidelane_lab.baselines.baselines_cuda import device_barrier
-
-        barrier = device_barrier(rank.device)
-    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), StudyGroups(rank)
+    meter, groups = make_meter(rank, options.step_s), StudyGroups(rank)
     groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
     study = _Study(rank, meter, groups, options)
     if options.first:
@@ -185,19 +177,14 @@ class _Study:
 
     def _check(self, operation: str, case: Case, one: _Program) -> Problem | None:
         """Run once on a fresh input and compare."""
-        seed = next(self._seeds)
 
-        def run() -> None:
-            poison(one.buffers.output)
-            fill_input(case, one.buffers.input, seed)
+        def call() -> None:
             one.once()
-
-        def compare() -> str | None:
             if one.launch != GRAPH:  # a replay is in no report
                 one.made_by = one.way.made_by(operation)
-            return output_error(case, one.buffers.output, seed)
 
-        return self._meter.check(f"{operation} of {one.way.name}", run, compare)
+        label = f"{operation} of {one.way.name}"
+        return check_call(self._meter, label, case, lambda: one.buffers, call, next(self._seeds))
 
     def _timed(self, programs: list[_Program], calls: int) -> dict[str, Rounds]:
         hidden_us = min(CALL_US * calls, MOST_HIDDEN_US)

@@ -239,9 +239,7 @@ def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[Colle
     """Make the rows. Collective."""
     sizes = list(dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes))
     cases = [
-        Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device)
-        for nbytes in sizes
-        for kind in options.collectives
+        Case.on(rank, kind, nbytes, getattr(torch, options.dtype)) for nbytes in sizes for kind in options.collectives
     ]
     sender.steps = len(cases)
     wanted = (DMA,) if rank.device.type == "cpu" else (DMA, SM)
