@@ -142,8 +142,3 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert {row["bytes"] for row in rows} == {2 * 4096 * 4}
     assert all(row["correct"] and row["time_us"] for row in rows)
     assert "GEMM, all_gather, GEMM, float32, prelaunched" in (tmp_path / "report" / "index.html").read_text()
-
-
-def test_launches_are_checked() -> None:
-    with pytest.raises(ValueError, match="allowed=eager, graph, prelaunched"):
-        ChainOptions(launches=("lazy",))

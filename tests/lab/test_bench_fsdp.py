@@ -167,13 +167,6 @@ def test_what_is_asked_for_is_checked() -> None:
     case = parse_case("70b:2x4096")
     assert (case.model.hidden, case.model.layers, case.batch, case.seq) == (8192, 4, 2, 4096)
     assert parse_case("8b:1x8192", layers=3).model.layers == 3
-    for wrong in ("7b:1x4096", "8b:4096", "8b:0x4096"):
-        with pytest.raises(ValueError, match=r"allowed=8b or 70b and sequences x tokens, as in 8b:2x4096"):
-            FsdpOptions(cases=(wrong,))
-    with pytest.raises(ValueError, match=r"reduce_dtype \(value=int8, allowed=bfloat16, float32"):
-        FsdpOptions(reduce_dtype="int8")
-    with pytest.raises(ValueError, match=r"implementations \(value=nccl_ce, allowed=gloo, sidelane_ag"):
-        running.run(FsdpOptions(**QUICK, implementations=("nccl_ce",)))
 
 
 KERNELS = {

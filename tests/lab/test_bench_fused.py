@@ -93,11 +93,6 @@ def embedding_rows_are_of_our_kernel_too(rows: list[FusedRow]) -> None:
         assert row.gbps == (None if row.implementation == "collective" else gbps)
 
 
-def test_operators_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match=r"ops \(value=gemm, allowed=gemv_all_reduce"):
-        FusedOptions(ops=("gemm",))
-
-
 @needs_triton
 def test_times_are_kept_for_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

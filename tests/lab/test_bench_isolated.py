@@ -194,9 +194,6 @@ def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ({"gemms": ("cb9",)}, {"sizes": (0,)}, {"dtype": "int8"}, {"budget_s": 0.0}, {"repeats": 0}):
-        with pytest.raises(ValueError, match="value="):
-            IsolatedOptions(**wrong)
     asked: list[IsolatedOptions] = []
     monkeypatch.setattr(running, "run", asked.append)
     for arguments in (["--gemm", "cb1"], ["--fresh"], ["--report", "x"], ["--study", "c3", "--quick"]):

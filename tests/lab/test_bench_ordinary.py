@@ -180,18 +180,3 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         (SMALL,),
         (1 << 20,),
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
-        ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
-        ({"pairs": ("8192_97M",)}, "not a GEMM"),
-        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
-    ],
-)
-def test_options_are_checked(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        OrdinaryOptions(**given)
-    assert text in str(caught.value)

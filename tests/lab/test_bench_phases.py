@@ -100,18 +100,3 @@ def test_a_transfer_owes_nothing_to_its_own_rank() -> None:
         _, views = views_of(collective, 0)
         fill(collective, 0, views, seed=1)
         assert error(collective, 0, views, 1, own_chunk=own_chunk) == found
-
-
-def test_options_are_checked_when_made() -> None:
-    for wrong in (
-        {"operations": ()},
-        {"operations": ("move",)},
-        {"variants": ("circle",)},
-        {"calls": 0},
-        {"warmup": 0},
-        {"sizes": (0,)},
-        {"predict": "mi300"},
-    ):
-        with pytest.raises(ValueError, match="value="):
-            running.run(PhasesOptions(**wrong, device="cpu"))
-    assert PhasesOptions().sizes_on("cuda")[-1] == 1 << 30

@@ -95,18 +95,3 @@ def test_what_is_wrong_has_no_time(pool: RankPool, raises: bool) -> None:
             assert (row.time_us is None) == (row.correct is not True)
             if row.time_us is None:
                 assert row.note.startswith("rank 1: " + ("RuntimeError: of no use" if raises else "1 of 4096"))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"operations": ("reduce",)}, "GroupOptions: operations (value=reduce, allowed=all_reduce, "),
-        ({"operations": ()}, "GroupOptions: at least one of operations is needed (value=none)"),
-        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
-        ({"implementations": ("nccl",)}, "pg: implementations (value=nccl, allowed=gloo, sidelane)"),
-    ],
-)
-def test_what_is_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        running.run(GroupOptions(**{**QUICK, **given}))
-    assert words in str(refused.value)

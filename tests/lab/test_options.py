@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from sidelane import cli
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.c3 import C3Options
+from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
 from sidelane_lab.cli.collectives import (
     ChainOptions,
     CollectiveOptions,
@@ -24,8 +24,10 @@ from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.cli.gemms import GemmOptions
 from sidelane_lab.cli.ordinary import OrdinaryOptions
 from sidelane_lab.cli.process_group import GroupOptions
+from sidelane_lab.cli.tuning import IsolatedOptions, TuneOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.options import (
+    MOST_TENSORS,
     StudyOptions,
     count,
     declared,
@@ -125,6 +127,83 @@ def test_options_check_themselves(wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError) as refused:
         SampleOptions(**wrong)
     assert str(refused.value).startswith("SampleOptions: ") and reason in str(refused.value)
+
+
+WRONG: dict[type[StudyOptions], tuple[tuple[dict[str, Any], str], ...]] = {
+    CollectiveOptions: (
+        ({"collectives": (Kind.SCATTER,)}, "collectives (value=scatter"),
+        ({"dtype": "int8"}, "dtype (value=int8"),
+        ({"places": ("left",)}, "places (value=left, allowed=in, out)"),
+        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
+        ({"tensors": 0}, "tensors (value=0, allowed=1..1024)"),
+        ({"tensors": MOST_TENSORS + 1}, "tensors (value=1025, allowed=1..1024)"),
+    ),
+    TuneOptions: (({"tensors": 2}, "tensors (value=2, allowed=1"),),
+    IsolatedOptions: (
+        ({"gemms": ("cb9",)}, "cb9"),
+        ({"dtype": "int8"}, "dtype (value=int8"),
+        ({"budget_s": 0.0}, "budget_s (value=0.0, allowed=more than 0)"),
+    ),
+    C3Options: (
+        ({"workloads": ()}, "workloads"),
+        ({"workloads": ("cb9_1M",)}, "cb9"),
+        ({"strategies": ("c3",)}, "value='c3'"),
+        ({"dtype": "int32"}, "dtype (value=int32"),
+        ({"workloads": ("cb1_1M",), "not_run": (("cb1_1M", "no"),)}, "not_run"),
+        ({"resume": True}, "resume (value=True, allowed=with a file that json names)"),
+    ),
+    OccupancyOptions: (
+        ({"shapes": ("opt3",)}, "shapes (value=opt3, allowed=opt1"),
+        ({"blocks": (-1,)}, "blocks (value=(-1,), allowed=1 or more, 0 for one a tile)"),
+    ),
+    ChainOptions: (({"launches": ("lazy",)}, "launches (value=lazy, allowed=eager, graph, prelaunched)"),),
+    FusedOptions: (({"ops": ("gemm",)}, "ops (value=gemm, allowed=gemv_all_reduce"),),
+    PhasesOptions: (
+        ({"operations": ()}, "at least one of operations"),
+        ({"operations": ("move",)}, "value='move', allowed=copy, copies"),
+        ({"variants": ("circle",)}, "variants: (value=circle"),
+        ({"warmup": 0}, "warmup (value=0, allowed=1 and more)"),
+        ({"predict": "mi300"}, "value='mi300'"),
+    ),
+    PowerOptions: (
+        ({"collectives": ()}, "at least one of collectives"),
+        ({"launch": "lazy"}, "launch (value=lazy, allowed=eager, graph)"),
+        ({"seconds": 0.3}, "seconds and idle_s (value=0.3"),
+        ({"rounds": 0}, "rounds (value=0, allowed=1 and more)"),
+        ({"idle_s": 0.0}, "seconds and idle_s (value=0.7, 0.0"),
+    ),
+    OrdinaryOptions: (
+        ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
+        ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
+        ({"pairs": ("8192_97M",)}, "not a GEMM"),
+    ),
+    GroupOptions: (
+        ({"operations": ("reduce",)}, "operations (value=reduce, allowed=all_reduce, "),
+        ({"implementations": ("nccl",)}, "implementations (value=nccl, allowed=gloo, sidelane)"),
+    ),
+    FsdpOptions: (
+        *(({"cases": (case,)}, "allowed=8b or 70b and sequences x tokens") for case in ("7b:1x4096", "8b:4096")),
+        ({"cases": ("8b:0x4096",)}, "as in 8b:2x4096"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype (value=int8, allowed=bfloat16, float32)"),
+        ({"implementations": ("nccl_ce",)}, "implementations (value=nccl_ce, allowed=gloo, sidelane_ag"),
+    ),
+    GemmOptions: (
+        ({"models": ("llama",)}, "models (value=llama, allowed=llama-8b, "),
+        ({"ranks": 2}, "ranks (value=2, allowed=1"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "reason"), [(options, *case) for options, cases in WRONG.items() for case in cases]
+)
+def test_wrong_options_are_refused_before_a_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, options: type[StudyOptions], wrong: dict[str, Any], reason: str
+) -> None:
+    monkeypatch.setattr(running, "run_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(ValueError) as refused:
+        running.run(options(**{"device": "cpu", "quiet": True, **wrong}))
+    assert reason in str(refused.value)
 
 
 def test_a_prediction_needs_a_machine(seen: list[Any]) -> None:
