@@ -270,8 +270,8 @@ def size_span(gpus: tuple[str, str], cpus: tuple[str, str] | None = None) -> Any
         return smallest, largest
 
     def decorators(name: str) -> Sequence[Decorator]:
-        shown = [ours if ours == theirs else f"{ours} on GPUs, {theirs} on CPUs"
-                 for ours, theirs in zip(gpus, cpus or gpus, strict=True)]  # fmt: skip
+        pairs = zip(gpus, cpus or gpus, strict=True)
+        shown = [ours if ours == theirs else f"{ours} on GPUs, {theirs} on CPUs" for ours, theirs in pairs]
         size = functools.partial(click.option, cls=Option, group=WHAT, metavar="SIZE", callback=read_size)
         factor = functools.partial(click.option, cls=Option, group=WHAT, type=click.IntRange(min=2), default=FACTOR)
         return (
@@ -281,7 +281,7 @@ def size_span(gpus: tuple[str, str], cpus: tuple[str, str] | None = None) -> Any
         )
 
     def read(parameters: Mapping[str, Any], name: str) -> tuple[int, ...]:
-        smallest, largest = ends(_on_cpu(parameters))
+        smallest, largest = ends(cpus is not None and _on_cpu(parameters))
         smallest = smallest if parameters["min_bytes"] is None else parameters["min_bytes"]
         largest = max(smallest, largest) if parameters["max_bytes"] is None else parameters["max_bytes"]
         return tuple(sizes_between(smallest, largest, parameters["factor"]))
