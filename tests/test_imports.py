@@ -16,11 +16,11 @@ PACKAGES = ("sidelane", "sidelane_lab")
 # Rooms by layer, highest first. A module imports from its own room and from lower layers. The laboratory stands on the
 # library, which imports nothing of it.
 LAYERS = (
-    ("sidelane_lab.cli",),
     ("sidelane_lab.studies",),
     ("sidelane_lab.baselines",),
     ("sidelane_lab.model",),
     ("sidelane_lab.pairs",),
+    ("sidelane_lab.cli",),
     ("sidelane_lab.harness",),
     ("sidelane_lab.sim",),
     ("sidelane_lab.machines",),
@@ -209,7 +209,13 @@ def needs_vendor(path: Path) -> bool:
 
 
 def test_command_line_and_package_do_without_torch():
-    run_python("import sys, sidelane, sidelane.cli; assert 'torch' not in sys.modules, 'help would take seconds'")
+    """All commands and their options, as ``sidelane --help`` loads them."""
+    run_python("""
+import sys
+from sidelane.cli.tool import main
+assert "collective" in main.list_commands()
+assert 'torch' not in sys.modules, 'help would take seconds'
+""")
 
 
 def test_a_study_is_loaded_by_its_name_and_alone():

@@ -25,8 +25,9 @@ from sidelane.cli import info
 from sidelane.cli.launch import LaunchTarget
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
+from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain import call as explaining
-from sidelane_lab.explain.call import ExplainOptions, explain
+from sidelane_lab.explain.call import explain
 from sidelane_lab.studies.tune import command as tune
 
 

@@ -25,18 +25,15 @@ from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import reference
 from sidelane_lab.baselines.roster import check_asked
+from sidelane_lab.cli.collectives import HostOptions
 from sidelane_lab.cli.demo import DEMO_WORKLOADS
-from sidelane_lab.harness import running as study
+from sidelane_lab.harness import running
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.papers import command as claims
 from sidelane_lab.papers import operators as sim_fused
 from sidelane_lab.papers import overlap as sim_overlap
 from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers import predictions as sim_study
-from sidelane_lab.studies import collectives as collective_study
-from sidelane_lab.studies import host as host_study
-from sidelane_lab.studies.c3 import study as c3_study
-from sidelane_lab.studies.chain import study as chain_study
 from sidelane_lab.studies.tune import command as tune_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,10 +46,8 @@ def run(*arguments: str) -> Result:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands in for the studies; holds the options that they were called with."""
-    seen = SimpleNamespace(collective=None, c3=None, chain=None)
-    monkeypatch.setattr(collective_study, "main", lambda options: setattr(seen, "collective", options))
-    monkeypatch.setattr(c3_study, "main", lambda options: setattr(seen, "c3", options))
-    monkeypatch.setattr(chain_study, "main", lambda options: setattr(seen, "chain", options))
+    seen = SimpleNamespace(collectives=None, c3=None, chain=None, host=None)
+    monkeypatch.setattr(running, "run", lambda options: setattr(seen, options.study, options))
     return seen
 
 
@@ -68,15 +63,6 @@ def test_help(command: str):
     assert "ALL_GATHER" not in result.output, "names of enum members instead of what users type"
 
 
-def test_collective_defaults(asked: SimpleNamespace):
-    assert run("collective", "--device", "cpu").exit_code == 0
-    options = asked.collective
-    assert options.collectives == (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    assert options.sizes == collective_study.default_sizes("cpu")
-    assert (options.launches, options.variants, options.implementations) == ((), (), ())
-    assert (options.warmup, options.repeats, options.ranks, options.json) == (3, 15, None, None)
-
-
 def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
     result = run(
         *("collective", "--collective", "all_reduce", "--collective", "broadcast", "--min-bytes", "1K"),
@@ -86,7 +72,7 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
         *("--no-profile", "--place", "in"),
     )
     assert result.exit_code == 0, result.output
-    options = asked.collective
+    options = asked.collectives
     assert options.collectives == (Kind.ALL_REDUCE, Kind.BROADCAST)
     assert options.sizes == (1 << 10, 32 << 10, 1 << 20)
     assert options.implementations == ("dma", "gloo")
@@ -100,15 +86,15 @@ def test_collective_options(asked: SimpleNamespace, tmp_path: Path):
 
 def test_lists(asked: SimpleNamespace):
     assert run("collective", "--device", "cpu").exit_code == 0
-    assert asked.collective.tensors == 1
+    assert asked.collectives.tensors == 1
     assert run("collective", "--device", "cpu", "--tensors", "8").exit_code == 0
-    assert asked.collective.tensors == 8
+    assert asked.collectives.tensors == 8
     assert "--tensors" in run("collective", "--help").output
 
 
 def test_all_means_all_that_can_be_measured(asked: SimpleNamespace):
     run("collective", "--collective", "all", "--device", "cpu")
-    assert set(asked.collective.collectives) == set(reference.KINDS)
+    assert set(asked.collectives.collectives) == set(reference.KINDS)
 
 
 @pytest.mark.parametrize(
@@ -121,20 +107,9 @@ def test_chain_launches(asked: SimpleNamespace, words: tuple[str, ...], launches
     assert asked.chain.sizes == (1 << 20, 4 << 20)
 
 
-def test_host_options(monkeypatch: pytest.MonkeyPatch):
-    seen: list[host_study.HostOptions] = []
-    monkeypatch.setattr(host_study, "main", seen.append)
-    assert run("host").exit_code == 0
-    assert seen.pop() == host_study.HostOptions()
+def test_host_options(asked: SimpleNamespace):
     assert run("host", "--bytes", "2K", "--bytes", "1M", "--variants", "b2b", "--batches", "7").exit_code == 0
-    assert seen.pop() == host_study.HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
-
-
-def test_c3_defaults(asked: SimpleNamespace):
-    assert run("c3").exit_code == 0
-    assert asked.c3.workloads == ("cb1_896M",)
-    assert (asked.c3.warmup, asked.c3.repeats) == (6, 9)
-    assert asked.c3.strategies == ()
+    assert asked.host == HostOptions(sizes=(2048, 1 << 20), variants=("b2b",), repeats=7)
 
 
 def test_c3_options(asked: SimpleNamespace):
@@ -229,7 +204,7 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
     result = run(*arguments.split())
     assert result.exit_code == (3 if arguments.startswith("claims") else 0), result.output
     assert predicted == [call]
-    assert (asked.collective, asked.c3) == (None, None)
+    assert (asked.collectives, asked.c3) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +239,7 @@ def test_what_does_not_go_with_a_prediction(asked: SimpleNamespace, arguments: s
     assert result.exit_code == 2, result.output
     message = result.output[result.output.index("Error:") :]
     assert all(reason in message for reason in reasons), message
-    assert (asked.collective, asked.c3) == (None, None)
+    assert (asked.collectives, asked.c3) == (None, None)
 
 
 @pytest.mark.parametrize("command", ["c3", "collective", "pipeline", "claims"])
@@ -335,7 +310,7 @@ def test_mistakes_are_refused_in_one_line(asked: SimpleNamespace, arguments: lis
     *_, error, see = result.output.strip().splitlines()
     assert error.startswith("Error: ") and reason in error
     assert see == f"See sidelane {arguments[0]} --help, docs/guide/commands.md"
-    assert (asked.collective, asked.c3) == (None, None)
+    assert (asked.collectives, asked.c3) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +340,7 @@ def test_names_are_checked_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch,
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(study, "run_ranks", never)
+    monkeypatch.setattr(running, "run_ranks", never)
     result = run(*command.split(), "--device", "cpu")
     assert result.exit_code == 2, result.output
     message = result.output[result.output.index("Error:") :]
@@ -392,7 +367,7 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(c3_study, "main", fail)
+    monkeypatch.setattr(running, "run", fail)
 
 
 def test_what_happens_on_the_way_is_not_the_users_fault(monkeypatch: pytest.MonkeyPatch):
@@ -477,7 +452,7 @@ def test_what_is_kept_for_the_user_is_refused_like_it(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "file"))
-    for module in (study, tune_command):
+    for module in (running, tune_command):
         monkeypatch.setattr(module, "follow", lambda *_: pytest.fail("it was measured"))
     result = run(*arguments.split(), "--device", "cpu")
     assert result.exit_code == 2 and f"{tmp_path / 'file'} is a file (allowed=a folder)" in result.stderr

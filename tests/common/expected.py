@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from sidelane_lab.baselines.reference import MOVING_DTYPES, in_rank_order
+from sidelane.program.collective import ReduceOp
 
-__all__ = [
-    "MOVING_DTYPES",
-    "REDUCING_DTYPES",
-    "any_bytes",
-    "close",
-    "in_rank_order",
-    "numbers",
-    "reduced",
-    "same_bytes",
-]
+MOVING_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+"""Dtypes that collectives that reduce nothing are tried with; they take any."""
 
 REDUCING_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -64,3 +76,21 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     a, b = actual.double(), expected.double()
     # float32 sums of 8 numbers of about 100 lose at most 8 * 2^-24 * 800 before they are rounded to the dtype.
     return bool(((a - b).abs() <= eps * b.abs() + 8 * 2**-24 * 3200).all())
+
+
+def in_rank_order(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Reduce in the order of the ranks, floats in float32 and rounded once: bit for bit what a reduction must give."""
+    dtype = rows[0].dtype
+    wide = [row.float() for row in rows] if dtype.is_floating_point else list(rows)
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        stack = torch.stack(wide)
+        return (stack.amin(0) if op is ReduceOp.MIN else stack.amax(0)).to(dtype)
+    total = wide[0].clone()
+    for row in wide[1:]:
+        total += row
+    if op is ReduceOp.AVG and dtype.is_floating_point:
+        # By a tensor: on GPUs torch divides by a number as it multiplies with its reciprocal, which rounds twice.
+        total /= torch.full((), len(rows), dtype=torch.float32, device=total.device)
+    elif op is ReduceOp.AVG:
+        total = torch.div(total, len(rows), rounding_mode="trunc")
+    return total.to(dtype)

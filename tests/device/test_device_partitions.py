@@ -19,11 +19,10 @@ from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Partition
 from sidelane.c3.workload import parse_workload
 from sidelane.kernels.gemm_shape import OPT1, OPT2, TUNED
+from sidelane_lab.harness import running
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.pairs.thirds import orders_of
-from sidelane_lab.studies.c3 import occupancy
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
-from sidelane_lab.studies.tune import isolated
 from sidelane_lab.studies.tune.isolated import IsolatedOptions
 
 if importlib.util.find_spec("triton") is None:
@@ -184,7 +183,7 @@ def test_the_occupancy_study_on_one_gpu() -> None:
         device="gpu", ranks=1, workloads=("1024x1024x512_4M",), shapes=("opt1",), blocks=(16, 0), iterations=3,
         warmup=1, repeats=2, quiet=True, timeout_s=150.0, command="test",
     )  # fmt: skip
-    results = occupancy.main(options)
+    results = running.run(options)
     assert results is not None
     for row in results.rows:
         assert row.correct and row.time_us and row.resident, row  # type: ignore[union-attr]
@@ -195,7 +194,7 @@ def test_isolated_times_on_one_gpu(tmp_path: Path) -> None:
         device="gpu", ranks=1, gemms=("4096x4096x4096",), warmup=1, repeats=3, quiet=True, command="test",
         output=tmp_path / "c3.json",
     )  # fmt: skip
-    results = isolated.main(options)
+    results = running.run(options)
     assert results is not None
     rows = list(results.rows)
     means = {row.means for row in rows if row.what == "gemm" and row.units and row.time_us}  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from sidelane.session.prelaunch import Prelaunched
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnAuto, OwnDma, Roster
+from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.chain import study as chain_study
@@ -132,7 +133,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
         report=tmp_path / "report",
         command="test",
     )
-    results = chain_study.main(options)
+    results = running.run(options)
     assert results is not None
     assert read(tmp_path / "chain.json").rows == results.rows
     rows = json.loads((tmp_path / "chain.json").read_text())["rows"]
@@ -141,8 +142,3 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     assert {row["bytes"] for row in rows} == {2 * 4096 * 4}
     assert all(row["correct"] and row["time_us"] for row in rows)
     assert "GEMM, all_gather, GEMM, float32, prelaunched" in (tmp_path / "report" / "index.html").read_text()
-
-
-def test_launches_are_checked() -> None:
-    with pytest.raises(ValueError, match="allowed=eager, graph, prelaunched"):
-        ChainOptions(launches=("lazy",))

@@ -13,10 +13,11 @@ from marks import long
 from sidelane import cli
 from sidelane.choice.fused import FusedTable
 from sidelane.execute.timeline import Interval
+from sidelane_lab.cli.collectives import FUSED_OPS
+from sidelane_lab.harness import running
 from sidelane_lab.harness.report import draw, tables_of
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.studies.fused import study
-from sidelane_lab.studies.fused.rows import ALONE, FUSED_OPS, FusedRow
+from sidelane_lab.studies.fused.rows import ALONE, FusedRow
 from sidelane_lab.studies.fused.study import FusedOptions
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -41,7 +42,7 @@ def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -
     path = tmp_path / "fused.json"
     plain: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1}
     options = FusedOptions(**plain, ops=ops, json=path, timeline=tmp_path)
-    results = study.main(options)
+    results = running.run(options)
     assert isinstance(results, Results)
     names = {made.name for made in tmp_path.glob("*-remote_first.*")}
     ordered = {"embedding_all_to_all", "gemm_all_to_all"} & set(ops)
@@ -90,11 +91,6 @@ def embedding_rows_are_of_our_kernel_too(rows: list[FusedRow]) -> None:
     for row in rows:
         gbps = pytest.approx(read / row.time_us / 1e3, rel=1e-3) if row.time_us else 0
         assert row.gbps == (None if row.implementation == "collective" else gbps)
-
-
-def test_operators_that_there_are_not() -> None:
-    with pytest.raises(ValueError, match=r"ops \(value=gemm, allowed=gemv_all_reduce"):
-        FusedOptions(ops=("gemm",))
 
 
 @needs_triton

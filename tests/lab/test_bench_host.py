@@ -15,6 +15,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
@@ -28,7 +29,7 @@ WAIT_S = 2e-3
 
 def test_on_cpus_all_is_checked_and_only_the_store_is_timed(tmp_path: Path):
     path = tmp_path / "host.json"
-    results = host_study.main(HostOptions(**QUICK, sizes=(1000,), variants=("b2b",), json=path))
+    results = running.run(HostOptions(**QUICK, sizes=(1000,), variants=("b2b",), json=path))
     assert isinstance(results, Results)
     rows = [row for row in read(path).rows if isinstance(row, HostRow)]
     assert [(row.operation, row.implementation, row.symmetric) for row in rows] == [

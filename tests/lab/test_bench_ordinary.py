@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 from pathlib import Path
@@ -22,10 +21,10 @@ from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines import baselines_cpu
 from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.ordinary import study as ordinary_study
 from sidelane_lab.studies.ordinary.parts import Parts, RoundTimes
 from sidelane_lab.studies.ordinary.programs import SETTLING
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow
@@ -44,7 +43,7 @@ def test_from_end_to_end(tmp_path: Path) -> None:
     options = OrdinaryOptions(
         **QUICK, sizes=(1000,), pairs=(SMALL,), changing=(5000,), json=path, report=tmp_path / "report", command="test"
     )
-    results = ordinary_study.main(options)
+    results = running.run(options)
     assert results is not None
     rows = [row for row in read(path).rows if isinstance(row, OrdinaryRow)]
     assert all(row.correct and row.time_us for row in rows), [row.note for row in rows if not row.correct]
@@ -166,14 +165,13 @@ def test_the_ideal_goes_by_the_fastest_collective_of_all() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[OrdinaryOptions] = []
-    monkeypatch.setattr(ordinary_study, "main", seen.append)
+    monkeypatch.setattr(running, "run", seen.append)
 
     def asked(*words: str) -> OrdinaryOptions:
         result = CliRunner().invoke(cli.main, ["ordinary", "--device", "cpu", *words])
         assert result.exit_code == 0, result.output
         return seen.pop()
 
-    assert asked() == OrdinaryOptions(device="cpu", sizes=ordinary_study.SIZES["cpu"])
     assert asked("--min-bytes", "16M").sizes == (16 << 20,)
     some = asked("--part", "beside", "--collective", "all_to_all", "--pair", SMALL, "--changing-bytes", "1M")
     assert (some.parts, some.collectives, some.pairs, some.changing) == (
@@ -182,23 +180,3 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         (SMALL,),
         (1 << 20,),
     )
-
-
-def test_the_command_knows_what_the_study_knows() -> None:
-    command = importlib.import_module("sidelane_lab.cli.ordinary")
-    assert command.PARTS == ordinary_study.PARTS and OrdinaryOptions.collectives == command.COLLECTIVES
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"collectives": (Kind.BROADCAST,)}, "collectives (value=broadcast, allowed=all_gather, all_to_all"),
-        ({"parts": ("together",)}, "parts (value=together, allowed=alone, beside, changing)"),
-        ({"pairs": ("8192_97M",)}, "not a GEMM"),
-        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
-    ],
-)
-def test_options_are_checked(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        OrdinaryOptions(**given)
-    assert text in str(caught.value)

@@ -9,9 +9,9 @@ import torch
 
 from sidelane.program import collective as define
 from sidelane.program.collective import Buffer, Collective
+from sidelane_lab.cli.collectives import PHASED
+from sidelane_lab.harness import running
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies.phases import study as phases_study
-from sidelane_lab.studies.phases.programs import OPERATIONS
 from sidelane_lab.studies.phases.rig import Views, error, fill
 from sidelane_lab.studies.phases.study import PhasesOptions
 
@@ -28,7 +28,7 @@ def test_phases_from_end_to_end(tmp_path: Path) -> None:
         report=tmp_path / "report",
         command="test",
     )
-    results = phases_study.main(options)
+    results = running.run(options)
     assert results is not None
     assert read(tmp_path / "phases.json").rows == results.rows
     assert (tmp_path / "report" / "phases-all_gather-b2b.png").exists()
@@ -37,7 +37,7 @@ def test_phases_from_end_to_end(tmp_path: Path) -> None:
     rows = results.rows
     assert {(row.operation, row.variant, row.bytes, row.source) for row in rows} == {
         (operation, variant, nbytes, source)
-        for operation in OPERATIONS
+        for operation in PHASED
         for variant in ("b2b", "b2b+prelaunch")
         for nbytes in (1008, 4128)  # what divides among three ranks
         for source in ("measured", "predicted")
@@ -64,7 +64,7 @@ def test_a_machine_with_too_few_gpus_predicts_nothing(capsys: pytest.CaptureFixt
     options = PhasesOptions(
         **{**QUICK, "ranks": 5, "quiet": False}, sizes=(1024,), operations=("copy",), predict="h200x4"
     )
-    results = phases_study.main(options)
+    results = running.run(options)
     assert results is not None
     assert [row.source for row in results.rows] == ["measured"]
     assert "nothing is predicted: 4 x NVIDIA H200" in capsys.readouterr().err
@@ -100,18 +100,3 @@ def test_a_transfer_owes_nothing_to_its_own_rank() -> None:
         _, views = views_of(collective, 0)
         fill(collective, 0, views, seed=1)
         assert error(collective, 0, views, 1, own_chunk=own_chunk) == found
-
-
-def test_options_are_checked_when_made() -> None:
-    for wrong in (
-        {"operations": ()},
-        {"operations": ("move",)},
-        {"variants": ("circle",)},
-        {"calls": 0},
-        {"warmup": 0},
-        {"sizes": (0,)},
-        {"predict": "mi300"},
-    ):
-        with pytest.raises(ValueError, match="value="):
-            PhasesOptions(**wrong)
-    assert phases_study.default_sizes("cuda")[-1] == 1 << 30

@@ -17,8 +17,8 @@ from sidelane_lab.baselines.baselines_cpu import Gloo
 from sidelane_lab.baselines.candidate import Tensors
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnDma, Roster
+from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.studies.power import study as power_study
 from sidelane_lab.studies.power.meter import Recorder
 from sidelane_lab.studies.power.rows import PowerRow
 from sidelane_lab.studies.power.study import LARGEST, PowerBench, PowerOptions, ReducedInput, calls_between
@@ -187,20 +187,4 @@ def test_inputs_of_reductions_are_refused_where_they_could_not_last() -> None:
 
 def test_cpus_have_no_power_to_read() -> None:
     with pytest.raises(UnavailableError, match="needs GPUs.*--machine h200x4 predicts"):
-        power_study.main(PowerOptions(device="cpu", ranks=2, quiet=True))
-
-
-def test_options_are_checked_when_made() -> None:
-    for wrong in (
-        {"collectives": (Kind.SCATTER,)},
-        {"collectives": ()},
-        {"sizes": ()},
-        {"sizes": (0,)},
-        {"launch": "lazy"},
-        {"places": ("beside",)},
-        {"seconds": 0.3},
-        {"rounds": 0},
-        {"idle_s": 0.0},
-    ):
-        with pytest.raises(ValueError, match="PowerOptions"):
-            PowerOptions(**wrong)
+        running.run(PowerOptions(device="cpu", ranks=2, quiet=True))

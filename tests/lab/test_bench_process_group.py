@@ -14,6 +14,7 @@ import sidelane
 from sidelane.cli.launch import Rank
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.cli import process_group as command
+from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 def test_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "process-group.json"
-    results = group_study.main(GroupOptions(**QUICK, sizes=(1000,), json=path, report=tmp_path / "report"))
+    results = running.run(GroupOptions(**QUICK, sizes=(1000,), json=path, report=tmp_path / "report"))
     assert results is not None
     rows = [row for row in read(path).rows if isinstance(row, GroupRow)]
     first, calls = rows[:4], rows[4:]
@@ -94,18 +95,3 @@ def test_what_is_wrong_has_no_time(pool: RankPool, raises: bool) -> None:
             assert (row.time_us is None) == (row.correct is not True)
             if row.time_us is None:
                 assert row.note.startswith("rank 1: " + ("RuntimeError: of no use" if raises else "1 of 4096"))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"operations": ("reduce",)}, "pg: operations (value=reduce, allowed=all_reduce, "),
-        ({"operations": ()}, "pg: operations (value=none, allowed=all_reduce, "),
-        ({"repeats": 0}, "repeats (value=0, allowed=1 and more)"),
-        ({"implementations": ("nccl",)}, "pg: implementations (value=nccl, allowed=gloo, sidelane)"),
-    ],
-)
-def test_what_is_refused(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        group_study.main(GroupOptions(**{**QUICK, **given}))
-    assert words in str(refused.value)

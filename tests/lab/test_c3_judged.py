@@ -18,6 +18,7 @@ from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import main
 from sidelane.program.collective import Kind
+from sidelane_lab.harness import running
 from sidelane_lab.harness.study import read
 from sidelane_lab.pairs.heuristics import (
     CHOICE,
@@ -29,7 +30,6 @@ from sidelane_lab.pairs.heuristics import (
     Sweep,
     judge,
 )
-from sidelane_lab.studies.c3 import heuristics
 from sidelane_lab.studies.c3.heuristics import HeuristicRow, HeuristicsOptions, sweeps_of
 from sidelane_lab.studies.c3.rows import C3Row
 
@@ -157,7 +157,7 @@ def test_a_result_file_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("machine", ["mi300x8", long("h200x4")])
 def test_a_described_machine(machine: str) -> None:
-    results = heuristics.main(HeuristicsOptions(machine=machine, quiet=True, command="test"))
+    results = running.run(HeuristicsOptions(machine=machine, quiet=True, command="test"))
     assert results is not None and "simulated" in results.device
     rows = [one for one in results.rows if isinstance(one, HeuristicRow)]
     assert len(rows) == 30 * len(HEURISTICS) and all(one.note for one in rows)

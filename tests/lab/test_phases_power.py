@@ -13,16 +13,14 @@ from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane.program.collective import Kind
-from sidelane_lab.cli.collectives import PHASED
-from sidelane_lab.harness import report
+from sidelane_lab.cli.collectives import PHASED, PhasesOptions, PowerOptions
+from sidelane_lab.harness import report, running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read, write
 from sidelane_lab.studies.phases import predict as phases_predict
-from sidelane_lab.studies.phases import study as phases_study
-from sidelane_lab.studies.phases.programs import OPERATIONS
+from sidelane_lab.studies.phases.programs import KIND_OF
 from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.power import predict as power_predict
-from sidelane_lab.studies.power import study as power_study
 from sidelane_lab.studies.power.rows import PowerRow
 
 MB = 1 << 20
@@ -148,29 +146,29 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.main, arguments)
 
 
+POWER_SIZES = (64 * MB, 256 * MB, 1024 * MB)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands in for the studies; holds the options that they were called with. Predictions return 3."""
     seen = SimpleNamespace(options=None)
 
-    def stand_in(options: object) -> int:
-        seen.options = options
+    def stand_in(*given: object) -> int:
+        *seen.machine, seen.options = given
         return 3
 
-    for module in (phases_study, phases_predict, power_study, power_predict):
+    monkeypatch.setattr(running, "run", stand_in)
+    for module in (phases_predict, power_predict):
         monkeypatch.setattr(module, "main", stand_in)
     return seen
 
 
 def test_the_names_of_operations_are_those_of_the_study() -> None:
-    assert PHASED == OPERATIONS
+    assert tuple(KIND_OF) == PHASED
 
 
 def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
-    assert run("phases", "--device", "cpu").exit_code == 0
-    defaults = asked.options
-    assert (defaults.operations, defaults.variants, defaults.launches) == (OPERATIONS, ("b2b",), ())
-    assert defaults.sizes == phases_study.default_sizes("cpu")
     result = run(
         *("phases", "--operation", "copy", "--operation", "all_to_all", "--min-bytes", "4K", "--max-bytes", "1M"),
         *("--factor", "16", "--variants", "b2b,pcpy", "--launch", "eager", "--calls", "5", "--warmup", "2"),
@@ -184,10 +182,6 @@ def test_phases_options(asked: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_power_options(asked: SimpleNamespace) -> None:
-    assert run("power").exit_code == 0
-    defaults = asked.options
-    assert defaults.sizes == power_study.DEFAULT_SIZES
-    assert (defaults.seconds, defaults.rounds, defaults.launch, defaults.places) == (0.7, 2, "graph", ())
     result = run(
         *("power", "--collective", "all_reduce", "--min-bytes", "1M", "--max-bytes", "16M", "--seconds", "1.5"),
         *(
@@ -210,13 +204,10 @@ def test_power_options(asked: SimpleNamespace) -> None:
 
 def test_predictions(asked: SimpleNamespace) -> None:
     assert run("phases", "--machine", "mi300x8", "--operation", "copy", "--max-bytes", "4K").exit_code == 0
-    assert asked.options == phases_predict.PhasePredictionOptions(
-        machine="mi300x8", operations=("copy",), sizes=(1024, 4096)
-    )
+    assert asked.options == PhasesOptions(operations=("copy",), sizes=(1024, 4096))
+    assert asked.machine == ["mi300x8"]
     assert run("power", "--machine", "mi300x8", "--collective", "all_gather").exit_code == 0
-    assert asked.options == power_predict.PowerPredictionOptions(
-        machine="mi300x8", collectives=(Kind.ALL_GATHER,), sizes=power_study.DEFAULT_SIZES
-    )
+    assert asked.options == PowerOptions(collectives=(Kind.ALL_GATHER,), sizes=POWER_SIZES)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import pytest
 import rich.console
 from matplotlib.axes import Axes
 
+from sidelane_lab.harness import drawing as pictures
 from sidelane_lab.harness import report
 from sidelane_lab.harness.drawing import label_ends
 from sidelane_lab.harness.report import draw, tables_of
 from sidelane_lab.harness.study import Results
-from sidelane_lab.studies import collectives as pictures
 from sidelane_lab.studies.c3.rows import C3Row
 from sidelane_lab.studies.chain.study import ChainRow
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps

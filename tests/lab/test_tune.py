@@ -79,8 +79,6 @@ def test_lists_are_no_times_to_choose_by() -> None:
     assert curves_of(listed, 4) == ()
     with pytest.raises(ValueError, match="one tensor a call"):
         profile_of(dataclasses.replace(RESULTS, rows=listed))
-    with pytest.raises(ValueError, match=r"tensors \(value=2, allowed=1"):
-        TuneOptions(tensors=2)
 
 
 def test_a_table_from_a_result_file(tmp_path: Path) -> None:

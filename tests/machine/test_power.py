@@ -15,11 +15,12 @@ from sidelane.machine import local, nvidia
 from sidelane.machine.nvidia import NvmlSensor
 from sidelane.program.builders import variants
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.power import REDUCE_UNITS, hybrid_power
 from sidelane_lab.studies.power import predict as power_predict
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Reading, Recorder, draw_of, figures_of
-from sidelane_lab.studies.power.predict import PowerPredictionOptions, predicted
+from sidelane_lab.studies.power.predict import predicted
 from sidelane_lab.studies.power.rows import PowerRow
 
 MB = 1 << 20
@@ -274,14 +275,13 @@ def test_a_reduction_takes_the_units_that_the_executor_gives_it() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
-    options = PowerPredictionOptions(
-        machine="mi300x8",
+    options = PowerOptions(
         collectives=(Kind.ALL_GATHER, Kind.ALL_TO_ALL),
         sizes=(MB, 64 * MB),
         json=tmp_path / "power.json",
         report=tmp_path / "report",
     )
-    power_predict.main(options)
+    power_predict.main("mi300x8", options)
     shown = capsys.readouterr().out
     assert "all_gather, in place" in shown and "all_to_all, out of place" in shown and "swap" in shown
     content = json.loads((tmp_path / "power.json").read_text())
@@ -289,9 +289,9 @@ def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
     assert len([PowerRow.from_dict(row) for row in content["rows"]]) == 16
     assert (tmp_path / "report" / "power-all_gather-in-place.png").stat().st_size > 5000
     reductions = dataclasses.replace(options, collectives=(Kind.REDUCE_SCATTER, Kind.ALL_REDUCE))
-    power_predict.main(reductions)
+    power_predict.main("mi300x8", reductions)
     shown = capsys.readouterr().out
     assert "all_reduce, in place" in shown and "reduce_scatter, out of place" in shown
     assert (tmp_path / "report" / "power-all_reduce-in-place.png").stat().st_size > 5000
     with pytest.raises(ValueError, match=r"no model .* \(value=broadcast, allowed=all_gather, .*without --machine"):
-        power_predict.main(dataclasses.replace(options, collectives=(Kind.BROADCAST,)))
+        power_predict.main("mi300x8", dataclasses.replace(options, collectives=(Kind.BROADCAST,)))

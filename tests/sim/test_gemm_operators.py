@@ -11,6 +11,7 @@ import pytest
 
 from sidelane.program.ir import Flag
 from sidelane.program.pieces import split_program
+from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.study import Results, write
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model.fused import FusedKernel, KernelWork, run_fused
@@ -27,7 +28,7 @@ from sidelane_lab.model.operators import (
 from sidelane_lab.model.split import chain_us, split_us
 from sidelane_lab.papers import operator_results, operators
 from sidelane_lab.sim import simulate
-from sidelane_lab.studies.fused.rows import FUSED_OPS, FusedRow
+from sidelane_lab.studies.fused.rows import FusedRow
 from sidelane_lab.studies.fused.shapes import MEANING, half_for_one
 
 H200 = named("h200x4")

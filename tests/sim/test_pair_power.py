@@ -12,10 +12,11 @@ import pytest
 from sidelane.c3.strategies import named as strategy_named
 from sidelane.c3.workload import Gemm, Workload, parse_gemm, parse_workload
 from sidelane.program.collective import Kind
+from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.power import dma_power, library_power, pair_power, powered
-from sidelane_lab.studies.power.predict import PowerPredictionOptions, main
+from sidelane_lab.studies.power.predict import main
 
 H200, MI300X = named("h200x2"), named("mi300x8")
 PROFILE = Path(__file__).parents[2] / "results" / "h200x2" / "fsdp-profile.json"
@@ -93,18 +94,17 @@ def test_what_is_not_described_is_refused(capsys):
     with pytest.raises(ValueError, match="node"):
         pair_power(dataclasses.replace(H200, nodes=2), pair, "conccl")
     with pytest.raises(ValueError, match=r"this collective \(value=broadcast, allowed=all_gather"):
-        PowerPredictionOptions(machine="h200x2", gemms=("cb1",), collectives=(Kind.BROADCAST,), sizes=(1 << 20,))
+        main("h200x2", PowerOptions(gemms=("cb1",), collectives=(Kind.BROADCAST,), sizes=(1 << 20,)))
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
-    options = PowerPredictionOptions(
-        machine="h200x4",
+    options = PowerOptions(
         gemms=("cb1", "512,4096,4096"),
         collectives=(Kind.ALL_TO_ALL,),
         sizes=(64 << 20,),
         report=tmp_path,
     )
-    main(options)
+    main("h200x4", options)
     shown = capsys.readouterr().out
     assert "plausible" in shown and "the cap 700 W" in shown and "conccl" in shown
     content = json.loads((tmp_path / "power_pairs.json").read_text())

@@ -13,11 +13,12 @@ from sidelane.choice.candidate import find
 from sidelane.collectives.plan import Agreement, make_program
 from sidelane.program.collective import Collective, Kind
 from sidelane.program.ir import Copy
+from sidelane_lab.cli.collectives import PHASED, PhasesOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.papers.dma import DmaContext
 from sidelane_lab.studies.phases import predict as phases_predict
-from sidelane_lab.studies.phases.predict import PhasePredictionOptions, predicted_row
-from sidelane_lab.studies.phases.programs import OPERATIONS, Operation, operations
+from sidelane_lab.studies.phases.predict import predicted_row
+from sidelane_lab.studies.phases.programs import Operation, operations
 from sidelane_lab.studies.phases.rows import PhaseRow
 from sidelane_lab.studies.phases.split import FIELDS, Sample, predict, slowest, split
 
@@ -86,7 +87,7 @@ def test_one_copy_has_the_phases_that_the_claims_of_the_dma_collectives_paper_ar
 @pytest.mark.parametrize("machine", [MI300X, H200], ids=lambda machine: machine.name)
 def test_predicted_phases_add_up_for_every_operation(machine) -> None:
     variants = ("b2b", "pcpy", "bcst", "swap", "b2b+prelaunch")
-    for operation in operations(OPERATIONS, variants, 64 * KB):
+    for operation in operations(PHASED, variants, 64 * KB):
         found = predict(operation.program(machine.gpus, stamped=True), machine)
         assert math.isclose(sum(getattr(found, name) for name in PHASES), found.total_us, abs_tol=1e-9)
         assert min(dataclasses.astuple(found)) > -1e-9, operation
@@ -146,15 +147,14 @@ def test_variants_go_to_the_operations_that_have_them() -> None:
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys) -> None:
-    options = PhasePredictionOptions(
-        machine="mi300x8",
+    options = PhasesOptions(
         operations=("copy", "all_gather"),
         variants=("b2b", "pcpy"),
         sizes=(4 * KB, MB),
         json=tmp_path / "phases.json",
         report=tmp_path / "report",
     )
-    phases_predict.main(options)
+    phases_predict.main("mi300x8", options)
     shown = capsys.readouterr().out
     assert "MI300X" in shown and "all_gather pcpy" in shown and "no stamps" not in shown
     content = json.loads((tmp_path / "phases.json").read_text())

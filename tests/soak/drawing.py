@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from expected import MOVING_DTYPES
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import candidates
@@ -18,7 +19,6 @@ from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind, ReduceOp
 from sidelane.program.shape import CallShape
 from sidelane.program.variant import PRELAUNCH
 from sidelane.session.prelaunch import prelaunchable
-from sidelane_lab.baselines.reference import MOVING_DTYPES
 from soak.calls import FRESH, Call, Form, Part, Spot
 from soak.memory import GUARD_BYTES
 

@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
+from expected import in_rank_order
 
 from sidelane.program.collective import Kind, ReduceOp
 from sidelane.session import Communicator
-from sidelane_lab.baselines.reference import POISON, in_rank_order
+from sidelane_lab.baselines.reference import POISON
 from soak.calls import FRESH, Call, Part, Spot
 
 GUARD_BYTES = 16

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.model.study import TABLE_II
 from sidelane_lab.papers.results import JUDGES
-from sidelane_lab.studies.fused.rows import FUSED_OPS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIDELANE = (sys.executable, "-m", "sidelane")

@@ -1,4 +1,4 @@
-"""The command ``sidelane info``."""
+"""Findings of ``sidelane info``: what this machine offers, and what Sidelane uses of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import rich.console
 import rich.table
 import torch.distributed as dist
@@ -15,10 +14,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, Command, how
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
-from sidelane.cli.options import json_option
 from sidelane.cli.output import write_json
 from sidelane.cli.provenance import software_versions
 from sidelane.cli.terminal import tables_console
@@ -195,19 +191,3 @@ def _probe(rank: Rank) -> list[str]:
     features = probe(exchange, rank.device, memory)
     memory.close()
     return features.lines()
-
-
-@click.command(
-    cls=Command,
-    heading=LOOK,
-    examples=(
-        ("sidelane info", "everything, in some seconds"),
-        ("sidelane info --no-probe --json -", "without trying the GPUs, as JSON"),
-    ),
-)
-@how("--probe/--no-probe", default=True, help="Ask the driver on every GPU what it can do; takes seconds.")
-@json_option
-def info(json: Path | None, probe: bool) -> None:
-    """Show what this machine offers, and what Sidelane will use of it."""
-    with plain_errors():
-        main(json, probe=probe)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import click
 
-from sidelane.cli.help import how, output, what, where
+from sidelane.cli.help import how, output, where
 from sidelane.cli.output import Written
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 
-C = TypeVar("C", bound=Callable[..., Any])
 DEVICES = ("auto", "gpu", "cpu")
 ALL = "all"
 VERSIONS = ("000", "002")
@@ -73,75 +72,6 @@ def shapes(context: click.Context, option: click.Parameter, value: tuple[str, ..
     return tuple(found)
 
 
-def names_option(flag: str, default: str, text: str, shown: str | bool = True) -> Callable[[C], C]:
-    """Return an option that takes names separated by commas; ``shown``: its default in words."""
-    return what(flag, metavar="NAME,...", callback=names, default=default, show_default=shown, help=text)
-
-
-def choice_option(
-    flag: str, choices: Sequence[str], default: str, text: str, name: str | None = None
-) -> Callable[[C], C]:
-    """Return an option that takes one of some words; ``name``: of the parameter, if it is not that of the option."""
-    declared = (flag,) if name is None else (flag, name)
-    return what(*declared, type=click.Choice(choices), default=default, help=text)
-
-
-def count_option(flag: str, default: int, text: str, least: int = 1, name: str | None = None) -> Callable[[C], C]:
-    """Return an option that takes a whole number from ``least`` on, which says how a study is run."""
-    declared = (flag,) if name is None else (flag, name)
-    return how(*declared, type=click.IntRange(min=least), default=default, help=text)
-
-
-def study_options(command: C, *, names_of: str = "nccl, nccl_ce, symm_mem, gloo, dma, sm, auto") -> C:
-    """Options that every study has that compares implementations."""
-    text = f"Measure only these: {names_of}."
-    return names_option("--implementations", "", text, "all that this machine has")(measuring_options(command))
-
-
-def measuring_options(command: C) -> C:
-    """Add the options of every study."""
-    for option in (timeout_option, report_option, json_option, device_option, ranks_option):
-        command = option(command)
-    return command
-
-
-def size_options(smallest: str, largest: str, *, fixed: bool = False) -> Callable[[C], C]:
-    """Return the options for a study's sizes: from one to another by a factor.
-
-    Args:
-        smallest: smallest size; in words if it depends on the device.
-        largest: largest size; in words if it depends on the device.
-        fixed: ``largest`` is a size, not words.
-    """
-    in_words = " " in smallest
-    options = (
-        what(
-            "--min-bytes",
-            metavar="SIZE",
-            callback=size,
-            default=None if in_words else smallest,
-            show_default=smallest if in_words else True,
-            help="Smallest size, such as 64K.",
-        ),
-        what(
-            "--max-bytes",
-            metavar="SIZE",
-            callback=size,
-            default=largest if fixed else None,
-            show_default=True if fixed else largest,
-            help="Largest size, such as 1.2G.",
-        ),
-        what("--factor", type=click.IntRange(min=2), default=4, help="Each size over the one before it."),
-    )
-
-    def with_sizes(command: C) -> C:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return with_sizes
-
-
 ranks_option = where(
     "--ranks", type=click.IntRange(min=1), show_default="every GPU, or a few on the CPU", help="Processes to start."
 )
@@ -162,16 +92,6 @@ report_option = output(
     type=Written(is_folder=True),
     metavar="FOLDER",
     help="Write a page with tables and pictures here.",
-)
-
-# For studies that can be predicted instead of measured.
-moved_collectives = what(
-    "--collective",
-    "collectives",
-    multiple=True,
-    type=click.Choice(KINDS),
-    default=("all_gather", "all_to_all"),
-    help="May be repeated.",
 )
 
 machine_option = where(

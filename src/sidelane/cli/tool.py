@@ -5,11 +5,14 @@ A command imports its modules when it runs, so that help appears at once.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from sidelane.cli.help import Commands
-from sidelane.cli.info import info
+from sidelane.cli.errors import plain_errors
+from sidelane.cli.help import LOOK, Command, Commands, how
 from sidelane.cli.nodes import verify
+from sidelane.cli.options import json_option
 from sidelane.version import VERSION
 
 
@@ -27,6 +30,24 @@ def main(context: click.Context, traceback: bool) -> None:
     Begin with: sidelane demo
     """
     context.obj = traceback
+
+
+@click.command(
+    cls=Command,
+    heading=LOOK,
+    examples=(
+        ("sidelane info", "everything, in some seconds"),
+        ("sidelane info --no-probe --json -", "without trying the GPUs, as JSON"),
+    ),
+)
+@how("--probe/--no-probe", default=True, help="Ask the driver on every GPU what it can do; takes seconds.")
+@json_option
+def info(json: Path | None, probe: bool) -> None:
+    """Show what this machine offers, and what Sidelane will use of it."""
+    with plain_errors():
+        from sidelane.cli import info as findings
+
+        findings.main(json, probe=probe)
 
 
 for _command in (info, verify):

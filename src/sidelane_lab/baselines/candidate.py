@@ -20,7 +20,7 @@ from sidelane.choice.candidate import DMA, SM
 from sidelane.program.collective import Kind
 from sidelane.program.variant import Variant
 from sidelane_lab.baselines.reference import ROOT, Case, fill_input, output_error, poison
-from sidelane_lab.harness.measure import Job
+from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.harness.study import SEPARATE
 
 # PyTorch 2.13 renamed both and warns of the old names.
@@ -330,6 +330,35 @@ class ReadyCall:
     def release(self) -> None:
         """Drop the graphs and what they hold."""
         self._one_call = self._all_calls = None
+
+
+def check_call(
+    meter: Meter, label: str, case: Case, tensors: Callable[[], Any], call: Callable[[], object], seed: int
+) -> Problem | None:
+    """Make a call on fresh input and poisoned output, and compare. Collective.
+
+    Args:
+        meter: of this rank.
+        label: name of the call, for errors.
+        case: what it does.
+        tensors: returns its ``output`` and ``input``; called first.
+        call: makes it, from beginning to end.
+        seed: of the input.
+    """
+    places: list[Any] = []
+
+    def run() -> None:
+        places.append(tensors())
+        if places[0].output is not None:
+            poison(places[0].output)
+        fill_input(case, places[0].input, seed)
+        call()
+
+    def compare() -> str | None:
+        output = places[0].output
+        return "there is no output" if output is None else output_error(case, output, seed)
+
+    return meter.check(label, run, compare)
 
 
 def captured(run: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:

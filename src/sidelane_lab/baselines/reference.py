@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from sidelane.program.collective import REDUCING, Kind, ReduceOp
+from sidelane.cli.launch import Rank
+from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.harness.options import MOST_TENSORS
 
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
 ROOT = 0
@@ -22,30 +24,6 @@ GRANULE_BYTES = 16
 
 APART_BYTES = 512
 """The tensors of a list begin at multiples of it, as do those that torch's allocator gives."""
-
-MOST_TENSORS = 1024
-"""Tensors of a list at the most: proving a program takes longer with each, and a study proves many."""
-
-MOVING_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-"""Dtypes that collectives that reduce nothing are tried with; they take any."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +54,13 @@ class Case:
     device: torch.device
     sizes: tuple[int, ...] = ()
     spot: ListSpot | None = None
+
+    @classmethod
+    def on(
+        cls, rank: Rank, kind: Kind, nbytes: int, dtype: torch.dtype = torch.bfloat16, sizes: tuple[int, ...] = ()
+    ) -> Case:
+        """Make the case of a rank."""
+        return cls(kind, nbytes, dtype, rank.rank, rank.world_size, rank.device, sizes)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -191,24 +176,6 @@ def output_error(case: Case, output: torch.Tensor, seed: int, *, own_part_left: 
         return None
     first = next(begin for (begin, _), count in zip(wrong, counts, strict=True) if count)
     return f"{int(sum(counts))} of {found.numel()} output bytes are wrong, the first at or behind {first}"
-
-
-def in_rank_order(rows: Sequence[torch.Tensor], op: ReduceOp) -> torch.Tensor:
-    """Reduce in the order of the ranks, floats in float32 and rounded once: bit for bit what a reduction must give."""
-    dtype = rows[0].dtype
-    wide = [row.float() for row in rows] if dtype.is_floating_point else list(rows)
-    if op in (ReduceOp.MIN, ReduceOp.MAX):
-        stack = torch.stack(wide)
-        return (stack.amin(0) if op is ReduceOp.MIN else stack.amax(0)).to(dtype)
-    total = wide[0].clone()
-    for row in wide[1:]:
-        total += row
-    if op is ReduceOp.AVG and dtype.is_floating_point:
-        # By a tensor: on GPUs torch divides by a number as it multiplies with its reciprocal, which rounds twice.
-        total /= torch.full((), len(rows), dtype=torch.float32, device=total.device)
-    elif op is ReduceOp.AVG:
-        total = torch.div(total, len(rows), rounding_mode="trunc")
-    return total.to(dtype)
 
 
 Part = tuple[int, int]

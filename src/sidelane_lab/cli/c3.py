@@ -2,233 +2,87 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, parse_gemm, parse_workload
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import MEASURE, Command, how, what
+from sidelane.cli.help import HOW, WHAT, what
 from sidelane.cli.options import (
+    KINDS,
     VERSIONS,
-    choice_option,
-    count_option,
     given,
     machine_option,
-    moved_collectives,
-    names_option,
     reasons,
     refuse_beside_machine,
     say_rounding,
     size,
-    study_options,
 )
-from sidelane.cli.output import Written
+from sidelane.cli.output import STDOUT, Written
 from sidelane.kernels.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.options import (
+    Declared,
+    Decorator,
+    StudyOptions,
+    command,
+    count,
+    declared,
+    declared_field,
+    file_read,
+    implementations,
+    kinds,
+    loaded,
+    names,
+    option,
+    run,
+    shared,
+    values_of,
+    word,
+)
 
+if TYPE_CHECKING:
+    from sidelane.c3.isolated_times import Isolated
+
+STRATEGIES = tuple(strategy.name for strategy in all_strategies())
+TILES = tuple(SHAPES)
 NAMES = "nccl, nccl_ctas, nccl_ce, symm_mem, gloo, dma, dma_left, dma_in_place, sm"
 """Implementations that run next to a GEMM."""
 
-PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
-OF_OCCUPANCY = ("shapes", "blocks", "iterations", "in_order")
-OF_PAIRS = ("strategies", "variants", "isolated", "timeline", "not_run", "resume", "budget_s", "third")
-"""Parameters that only one of the studies has."""
+Key = tuple[object, ...]
+"""The values that two rows of one thing have in common."""
 
 
-@click.command(
-    cls=Command,
-    heading=MEASURE,
-    examples=(
-        ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
-        ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
-        ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
-        ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
-        ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
-        ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
-        ("sidelane c3 cb1_896M --machine h200x4 --json -", "predict one pair, as JSON"),
-    ),
-)
-@click.argument("pairs", nargs=-1)
-@what("--gemm", "gemms", multiple=True, help=f"{', '.join(TABLE_I)} (paper's Table I), or m,n,k. May be repeated.")
-@what(
-    "--bytes",
-    "sizes",
-    multiple=True,
-    metavar="SIZE",
-    callback=size,
-    help="Of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs divided as the GEMM is, see "
-    "--full-size.",
-)
-@moved_collectives
-@what(
-    "--study",
-    type=click.Choice((PAIRS, OCCUPANCY, HEURISTICS)),
-    default=PAIRS,
-    help="occupancy: pipelined iterations, by the shape of a Triton GEMM and with priority (overlap paper); "
-    "collectives are all_reduce and all_to_all then. heuristics: what each would choose for the pairs, against the "
-    "best of all strategies.",
-)
-@what("--tile", "shapes", multiple=True, type=click.Choice(tuple(SHAPES)), help="Of the GEMM, with --study occupancy.")
-@what(
-    "--blocks",
-    multiple=True,
-    type=click.IntRange(min=0),
-    help="Of the GEMM's grid, with --study occupancy; 0: one for each tile. May be repeated.",
-)
-@what("--iterations", type=click.IntRange(min=2), default=6, help="Of a pipeline, with --study occupancy.")
-@what("--in-order", is_flag=True, help="GEMMs of a pipeline follow each other, with --study occupancy.")
-@choice_option("--dtype", GEMM_DTYPES, "bfloat16", "On GPUs; CPUs take float32.")
-@what(
-    "--strategy",
-    "strategies",
-    multiple=True,
-    type=click.Choice([strategy.name for strategy in all_strategies()]),
-    metavar="NAME",
-    show_default="all",
-    help="May be repeated. With --machine, of pairs.",
-)
-@names_option("--variants", "auto", "Of Sidelane's collectives; the best is reported.")
-@what(
-    "--full-size",
-    is_flag=True,
-    help="On CPUs: take GEMM and bytes as given. Otherwise every dimension of a GEMM that takes a core longer than "
-    "some tens of ms is divided by 2, 4, 8, ..., and the bytes by the same number; the table has the sizes that ran.",
-)
-@how(
-    "--isolated",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    show_default="the user's of this machine, if there is one",
-    help="Of `sidelane tune --study c3`: what the partition heuristic goes by.",
-)
-@what(
-    "--results",
-    type=click.Path(dir_okay=False, exists=True, path_type=Path),
-    metavar="FILE",
-    help="Of `sidelane c3 --json`: what --study heuristics judges instead of measuring, or what is held against "
-    "the predictions of --machine.",
-)
-@what(
-    "--timeline",
-    type=Written(is_folder=True),
-    metavar="DIR",
-    help="Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
-    "and a picture; with --report, the page has those of the fastest and the slowest strategy. Measured pairs.",
-)
-@what(
-    "--not-run",
-    multiple=True,
-    metavar="PAIR=REASON",
-    callback=reasons,
-    help="Leave a pair out, and write rows that say why. May be repeated. Measured pairs.",
-)
-@what("--third", is_flag=True, help="Next to a third kernel, too, in each order of launches. Measured pairs.")
-@how("--resume", is_flag=True, help="Keep what --json has; measure pairs that lack a strategy there.")
-@how("--budget", "budget_s", type=float, metavar="SECONDS", help="Begin no further pair after so much time.")
-@count_option("--warmup", 6, "Rounds before the measured.", 0)
-@count_option("--repeats", 9, "Measured rounds.")
-@machine_option
-@choice_option("--version", VERSIONS, "000", "Version of the ConCCL paper (docs/internals/model.md), with --machine.")
-@functools.partial(study_options, names_of=NAMES)
-def c3(
-    pairs: tuple[str, ...],
-    gemms: tuple[str, ...],
-    sizes: tuple[int, ...],
-    machine: str | None,
-    version: str,
-    study: str,
-    results: Path | None,
-    **options: Any,
-) -> None:
-    """Run a GEMM next to a collective, under every strategy.
+def _workloads() -> Any:
+    """Declare pairs: as they are written, or of every GEMM and every size."""
 
-    PAIRS are written as the paper does: cb1_896M, mb2_3.25G, 4096x4096x4096_64M. --gemm and --bytes give the same, each
-    GEMM with each size. Without any: cb1_896M.
+    def decorators(name: str) -> Sequence[Decorator]:
+        gemms = f"{', '.join(TABLE_I)} (paper's Table I), or m,n,k. May be repeated."
+        sizes = (
+            "Of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs divided as the GEMM is, see "
+            "--full-size."
+        )
+        return (
+            click.argument("pairs", nargs=-1),
+            what("--gemm", "gemms", multiple=True, help=gemms),
+            what("--bytes", "sizes", multiple=True, metavar="SIZE", callback=size, help=sizes),
+        )
 
-    With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
-    --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
-    whole study with --version, --json and --report.
-    """
-    with plain_errors():
-        options["strategies"] = tuple(dict.fromkeys(options["strategies"]))
-        options["collectives"] = tuple(map(Kind, options["collectives"]))
-        workloads = [*pairs, *pairs_of(gemms, sizes)]
-        for pair in workloads:
+    def read(parameters: Mapping[str, Any], name: str) -> tuple[str, ...]:
+        written = parameters["pairs"]
+        pairs = (*written, *pairs_of(parameters["gemms"], parameters["sizes"]))
+        for pair in pairs:
             parse_workload(pair)
-        say_rounding(*(pair.rpartition("_")[2] for pair in pairs))
-        if workloads:
-            options["workloads"] = tuple(workloads)
-        predicts = study == PAIRS and machine is not None
-        if results is not None and study != HEURISTICS and not predicts:
-            raise ValueError("--results goes with --study heuristics, or with --machine")
-        if study != OCCUPANCY:
-            _refuse(OCCUPANCY, *OF_OCCUPANCY)
-            for name in OF_OCCUPANCY:
-                options.pop(name)
-        if study == HEURISTICS:
-            _refuse(PAIRS, "resume")
-            from sidelane_lab.studies.c3 import heuristics
+        say_rounding(*(pair.rpartition("_")[2] for pair in written))
+        return pairs or PairOptions.workloads
 
-            heuristics.main(heuristics.HeuristicsOptions(machine=machine, results=results, **options))
-        elif study == OCCUPANCY:
-            if machine is not None:
-                raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
-            _refuse(PAIRS, *OF_PAIRS)
-            usual = [name for name in (*OF_OCCUPANCY, "collectives", "warmup", "repeats") if not given(name)]
-            for name in (*OF_PAIRS, *usual):
-                options.pop(name)
-            from sidelane_lab.studies.c3 import occupancy
-
-            occupancy.main(occupancy.OccupancyOptions(**options))
-        elif machine is not None:
-            predict_c3(machine, workloads, version, results, **options)
-        elif given("version"):
-            raise ValueError("--version chooses between versions of the paper; it needs --machine")
-        else:
-            from sidelane_lab.studies.c3 import study as c3_study
-
-            c3_study.main(c3_study.C3Options(**options))
-
-
-def _refuse(study: str, *names: str) -> None:
-    """Refuse what belongs to another study.
-
-    Raises:
-        ValueError: the caller gave one of these parameters.
-    """
-    options = {option.name: option.opts[0] for option in click.get_current_context().command.params}
-    for name in filter(given, names):
-        raise ValueError(f"{options[name]} goes with --study {study}")
-
-
-def predict_c3(
-    machine: str, pairs: list[str], version: str, results: Path | None, *,
-    collectives: tuple[Kind, ...], strategies: tuple[str, ...], report: Path | None, json: Path | None, **others: Any,
-) -> None:  # fmt: skip
-    """Predict, as ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
-
-    Raises:
-        ValueError: options that do not go together, or no such machine.
-    """
-    if results is not None:
-        refuse_beside_machine("results", "json", "report")
-        from sidelane_lab.studies.c3 import prediction
-
-        prediction.main(machine, results, report, json)
-        return
-    if pairs:
-        refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
-    else:
-        refuse_beside_machine("version", "json", "report")
-    from sidelane_lab.papers import predictions
-
-    workloads = [parse_workload(pair, kind) for kind in collectives for pair in pairs]
-    predictions.c3_main(predictions.PredictionOptions(machine, report, version, json, strategies), workloads)
+    return declared_field(("cb1_896M",), Declared(decorators=decorators, read=read))
 
 
 def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:
@@ -242,5 +96,266 @@ def pairs_of(gemms: tuple[str, ...], sizes: tuple[int, ...]) -> list[str]:
     """
     if bool(gemms) != bool(sizes):
         raise ValueError("--gemm and --bytes belong together (one of them is missing)")
-    names = [parse_gemm(text.replace(",", "x")).name for text in gemms]
-    return [f"{name}_{format_bytes(size)}" for name in names for size in sizes]
+    written = [parse_gemm(text.replace(",", "x")).name for text in gemms]
+    return [f"{name}_{format_bytes(nbytes)}" for name in written for nbytes in sizes]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairOptions(StudyOptions):
+    """GEMMs next to collectives."""
+
+    workloads: tuple[str, ...] = _workloads()
+    collectives: tuple[Kind, ...] = kinds((Kind.ALL_GATHER, Kind.ALL_TO_ALL), KINDS)
+    dtype: str = word("--dtype", GEMM_DTYPES, "bfloat16", "On GPUs; CPUs take float32.")
+    full_size: bool = option(
+        "--full-size",
+        False,
+        "On CPUs: take GEMM and bytes as given. Otherwise every dimension of a GEMM that takes a core longer than "
+        "some tens of ms is divided by 2, 4, 8, ..., and the bytes by the same number; the table has the sizes that "
+        "ran.",
+        is_flag=True,
+    )
+    implementations: tuple[str, ...] = implementations(NAMES)
+    warmup: int = count("--warmup", 6, "Rounds before the measured.", 0)
+    repeats: int = count("--repeats", 9, "Measured rounds.")
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if not self.workloads:
+            raise ValueError(f"{type(self).__name__}: at least one of workloads is needed (value=none)")
+        for text in self.workloads:
+            parse_workload(text, dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class C3Options(PairOptions):
+    """Run a GEMM next to a collective, under every strategy.
+
+    PAIRS are written as the paper does: cb1_896M, mb2_3.25G, 4096x4096x4096_64M. --gemm and --bytes give the same, each
+    GEMM with each size. Without any: cb1_896M.
+
+    With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
+    --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
+    whole study with --version, --json and --report.
+    """
+
+    study = "c3"
+    examples = (
+        ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
+        ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
+        ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
+        ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
+        ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
+        ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
+        ("sidelane c3 cb1_896M --machine h200x4 --json -", "predict one pair, as JSON"),
+    )
+
+    strategies: tuple[str, ...] = option(
+        "--strategy",
+        (),
+        "May be repeated. With --machine, of pairs.",
+        convert=lambda chosen: tuple(dict.fromkeys(chosen)),
+        multiple=True,
+        type=click.Choice(STRATEGIES),
+        metavar="NAME",
+        show_default="all",
+    )
+    # auto is what a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
+    variants: tuple[str, ...] = names("--variants", ("auto",), "Of Sidelane's collectives; the best is reported.")
+    isolated: Path | None = option(
+        "--isolated",
+        None,
+        "Of `sidelane tune --study c3`: what the partition heuristic goes by.",
+        group=HOW,
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        show_default="the user's of this machine, if there is one",
+    )
+    timeline: Path | None = option(
+        "--timeline",
+        None,
+        "Write when GEMM and collective ran, for every pair and strategy: a Chrome trace (chrome://tracing, Perfetto) "
+        "and a picture; with --report, the page has those of the fastest and the slowest strategy. Measured pairs.",
+        type=Written(is_folder=True),
+        metavar="DIR",
+    )
+    not_run: tuple[tuple[str, str], ...] = option(
+        "--not-run",
+        (),
+        "Leave a pair out, and write rows that say why. May be repeated. Measured pairs.",
+        multiple=True,
+        metavar="PAIR=REASON",
+        callback=reasons,
+    )
+    third: bool = option(
+        "--third", False, "Next to a third kernel, too, in each order of launches. Measured pairs.", is_flag=True
+    )
+    resume: bool = option(
+        "--resume", False, "Keep what --json has; measure pairs that lack a strategy there.", group=HOW, is_flag=True
+    )
+    budget_s: float | None = option(
+        "--budget", None, "Begin no further pair after so much time.", group=HOW, type=float, metavar="SECONDS"
+    )
+    known: Isolated | None = None  # isolated times and rows that are there: the study fills them in
+    done: frozenset[Key] = frozenset()
+
+    def __post_init__(self) -> None:
+        PairOptions.__post_init__(self)
+        for text, _ in self.not_run:
+            parse_workload(text, dtype=self.dtype)
+        both = [pair for pair, _ in self.not_run if pair in self.workloads]
+        if both or not all(reason.strip() for _, reason in self.not_run):
+            raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
+        for name in self.strategies:
+            named(name)
+        if self.resume and (self.json is None or self.json == STDOUT):
+            raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OccupancyOptions(PairOptions):
+    """Iterations in a pipeline, by the shape of the GEMM."""
+
+    study = "occupancy"
+
+    collectives: tuple[Kind, ...] = kinds((Kind.ALL_REDUCE, Kind.ALL_TO_ALL), KINDS)
+    shapes: tuple[str, ...] = option(
+        "--tile",
+        TILES,
+        "Of the GEMM, with --study occupancy.",
+        convert=lambda chosen: chosen or TILES,
+        allowed=TILES,
+        some=True,
+        default=(),
+        multiple=True,
+        type=click.Choice(TILES),
+    )
+    blocks: tuple[int, ...] = option(
+        "--blocks",
+        (),
+        "Of the GEMM's grid, with --study occupancy; 0: one for each tile. May be repeated.",
+        multiple=True,
+        type=click.IntRange(min=0),
+    )
+    iterations: int = count("--iterations", 6, "Of a pipeline, with --study occupancy.", least=2, group=WHAT)
+    in_order: bool = option(
+        "--in-order", False, "GEMMs of a pipeline follow each other, with --study occupancy.", is_flag=True
+    )
+    warmup: int = 2
+    repeats: int = 4
+
+    def __post_init__(self) -> None:
+        PairOptions.__post_init__(self)
+        if self.blocks and min(self.blocks) < 0:
+            raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")
+        if self.iterations < 2:
+            raise ValueError(f"OccupancyOptions: iterations (value={self.iterations}, allowed=2 or more)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeuristicsOptions(C3Options):
+    """Heuristics' choices against the best of all strategies, measured, of a file, or on a described machine."""
+
+    study = "heuristics"
+
+    results: Path | None = file_read(
+        "--results",
+        "Of `sidelane c3 --json`: what --study heuristics judges instead of measuring, or what is held against the "
+        "predictions of --machine.",
+    )
+    machine: str | None = shared(machine_option, None)
+
+    def __post_init__(self) -> None:
+        C3Options.__post_init__(self)
+        if self.results is not None and self.machine is not None:
+            raise ValueError("HeuristicsOptions: results and machine (allowed=one of the two: measured, or predicted)")
+
+
+PAIRS, OCCUPANCY, HEURISTICS = "pairs", "occupancy", "heuristics"
+USUAL = ("collectives", "warmup", "repeats")
+"""Parameters of which every study has its own defaults."""
+
+
+def _c3(study: str, machine: str | None, version: str, results: Path | None, **parameters: Any) -> None:
+    parameters |= {"machine": machine, "results": results}
+    predicts = study == PAIRS and machine is not None
+    if results is not None and study != HEURISTICS and not predicts:
+        raise ValueError("--results goes with --study heuristics, or with --machine")
+    if study != OCCUPANCY:
+        _refuse(OCCUPANCY, *_own(OccupancyOptions))
+    if study == HEURISTICS:
+        _refuse(PAIRS, "resume")
+        run(HeuristicsOptions(**values_of(HeuristicsOptions, parameters)))
+    elif study == OCCUPANCY:
+        if machine is not None:
+            raise ValueError("--study occupancy measures; sidelane pipeline --machine predicts")
+        _refuse(PAIRS, *_own(C3Options))
+        values = values_of(OccupancyOptions, parameters)
+        values |= {name: parameters[name] for name in ("warmup", "repeats")}
+        run(OccupancyOptions(**{name: value for name, value in values.items() if name not in USUAL or given(name)}))
+    elif machine is not None:
+        _predict(machine, version, results, values_of(C3Options, parameters))
+    elif given("version"):
+        raise ValueError("--version chooses between versions of the paper; it needs --machine")
+    else:
+        run(C3Options(**values_of(C3Options, parameters)))
+
+
+def _own(options: type[PairOptions]) -> list[str]:
+    """Return the fields that only these options have."""
+    return [name for name in declared(options) if name not in declared(PairOptions)]
+
+
+def _refuse(study: str, *names: str) -> None:
+    """Refuse what belongs to another study.
+
+    Raises:
+        ValueError: the caller gave one of these parameters.
+    """
+    options = {option.name: option.opts[0] for option in click.get_current_context().command.params}
+    for name in filter(given, names):
+        raise ValueError(f"{options[name]} goes with --study {study}")
+
+
+def _predict(machine: str, version: str, results: Path | None, values: dict[str, Any]) -> None:
+    """Predict, as ``sidelane c3 --machine`` does. Without pairs: the whole study, which has its own collectives.
+
+    Raises:
+        ValueError: options that do not go together, or no such machine.
+    """
+    report, json = values["report"], values["json"]
+    if results is not None:
+        refuse_beside_machine("results", "json", "report")
+        loaded("studies.c3.prediction").main(machine, results, report, json)
+        return
+    workloads = []
+    if any(map(given, ("pairs", "gemms", "sizes"))):
+        refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
+        workloads = [parse_workload(pair, kind) for kind in values["collectives"] for pair in values["workloads"]]
+    else:
+        refuse_beside_machine("version", "json", "report")
+    predictions = loaded("papers.predictions")
+    predictions.c3_main(predictions.PredictionOptions(machine, report, version, json, values["strategies"]), workloads)
+
+
+c3 = command(
+    "c3",
+    _c3,
+    (C3Options, OccupancyOptions, HeuristicsOptions),
+    besides=(
+        what(
+            "--study",
+            type=click.Choice((PAIRS, OCCUPANCY, HEURISTICS)),
+            default=PAIRS,
+            help="occupancy: pipelined iterations, by the shape of a Triton GEMM and with priority (overlap paper); "
+            "collectives are all_reduce and all_to_all then. heuristics: what each would choose for the pairs, against "
+            "the best of all strategies.",
+        ),
+        what(
+            "--version",
+            type=click.Choice(VERSIONS),
+            default="000",
+            help="Version of the ConCCL paper (docs/internals/model.md), with --machine.",
+        ),
+    ),
+)

@@ -10,6 +10,8 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command, output
 from sidelane.cli.options import device_option, json_option, ranks_option
 from sidelane.cli.output import Written
+from sidelane_lab.cli.c3 import C3Options
+from sidelane_lab.harness.options import loaded, run
 
 DEMO_WORKLOADS = ("cb1_512M", "cb1_896M")
 
@@ -42,15 +44,10 @@ def demo(ranks: int | None, device: str, json: Path | None, report: Path) -> Non
         from sidelane.cli.launch import choose_target
 
         if choose_target(ranks, device).on_cpu:
-            from sidelane_lab.studies.demo import show
-
-            show.main(report, ranks, json)
+            loaded("studies.demo.show").main(report, ranks, json)
             return
         from sidelane.cli import info
         from sidelane.cli.terminal import tables_console
-        from sidelane_lab.studies.c3 import study as c3_study
 
         info.show(info.look(probe=False), tables_console(json))
-        c3_study.main(
-            c3_study.C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, json=json, report=report)
-        )
+        run(C3Options(workloads=DEMO_WORKLOADS, ranks=ranks, device=device, json=json, report=report))

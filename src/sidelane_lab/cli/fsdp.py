@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import click
 
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import MEASURE, Command, how, what
-from sidelane.cli.options import count_option, measuring_options, names, names_option
+from sidelane.cli.help import HOW
+from sidelane_lab.harness.options import StudyOptions, count, loaded, names, option, study_command, word
+
+DEFAULT = ("8b:2x4096", "8b:1x4096", "8b:1x8192", "70b:1x2048", "70b:1x4096")
+REDUCE_DTYPES = ("bfloat16", "float32")
 
 
-@click.command(
-    cls=Command,
-    heading=MEASURE,
-    examples=(
-        ("sidelane fsdp --json fsdp.json", "five cases, every implementation; with --report a page and a picture"),
-        ("sidelane fsdp --cases 8b:1x4096 --profile", "one case, and where its time goes"),
-        ("sidelane fsdp --cases 70b:1x2048 --layers 8 --optimizer", "more layers, and steps that end with AdamW's"),
-        ("sidelane fsdp --device cpu --ranks 2", "the same between CPU processes, with small layers"),
-    ),
-)
-@what(
-    "--cases",
-    metavar="CASE,...",
-    callback=names,
-    default="8b:2x4096,8b:1x4096,8b:1x8192,70b:1x2048,70b:1x4096",
-    help="Model, and sequences x tokens of a rank.",
-)
-@what("--layers", type=click.IntRange(min=1), default=None, show_default="10 of 8b, 4 of 70b", help="Of each model.")
-@names_option(
-    "--implementations",
-    "",
-    "Measure only these, next to nccl (gloo): nccl_ce, sidelane_ag, sidelane, sidelane_copies, compute_only, "
-    "compute_only_straight.",
-    "all that this machine has",
-)
-@how(
-    "--reduce-dtype",
-    type=click.Choice(("bfloat16", "float32")),
-    default="bfloat16",
-    help="In which gradients are added.",
-)
-@how("--optimizer", is_flag=True, help="Steps end with the optimizer's.")
-@how("--profile", is_flag=True, help="Look into one step of each; what is timed later is slower: best with one case.")
-@count_option("--warmup", 1, "Rounds before the measured, behind two compared steps.", 0)
-@count_option("--repeats", 7, "Rounds that are measured.")
-@measuring_options
-def fsdp(**options: Any) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FsdpOptions(StudyOptions):
     """Measure a training step with FSDP2, by who makes its collectives.
 
     Loss and gradients are compared with those of NCCL (on CPUs Gloo) before any time is shown.
     """
-    with plain_errors():
-        from sidelane_lab.studies.fsdp import study as fsdp_study
 
-        fsdp_study.main(fsdp_study.FsdpOptions(**options))
+    study = "fsdp"
+    examples = (
+        ("sidelane fsdp --json fsdp.json", "five cases, every implementation; with --report a page and a picture"),
+        ("sidelane fsdp --cases 8b:1x4096 --profile", "one case, and where its time goes"),
+        ("sidelane fsdp --cases 70b:1x2048 --layers 8 --optimizer", "more layers, and steps that end with AdamW's"),
+        ("sidelane fsdp --device cpu --ranks 2", "the same between CPU processes, with small layers"),
+    )
+
+    cases: tuple[str, ...] = names(
+        "--cases", DEFAULT, "Model, and sequences x tokens of a rank.", metavar="CASE,...", some=True
+    )
+    layers: int | None = option(
+        "--layers", None, "Of each model.", type=click.IntRange(min=1), show_default="10 of 8b, 4 of 70b"
+    )
+    implementations: tuple[str, ...] = names(
+        "--implementations",
+        (),
+        "Measure only these, next to nccl (gloo): nccl_ce, sidelane_ag, sidelane, sidelane_copies, compute_only, "
+        "compute_only_straight.",
+        shown="all that this machine has",
+    )
+    reduce_dtype: str = word("--reduce-dtype", REDUCE_DTYPES, "bfloat16", "In which gradients are added.", group=HOW)
+    optimizer: bool = option("--optimizer", False, "Steps end with the optimizer's.", group=HOW, is_flag=True)
+    profile: bool = option(
+        "--profile",
+        False,
+        "Look into one step of each; what is timed later is slower: best with one case.",
+        group=HOW,
+        is_flag=True,
+    )
+    warmup: int = count("--warmup", 1, "Rounds before the measured, behind two compared steps.", 0)
+    repeats: int = count("--repeats", 7, "Rounds that are measured.")
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        self.parsed()
+
+    def parsed(self) -> list[Any]:
+        """Return the cases, of type ``StepCase``."""
+        cases = loaded("studies.fsdp.cases")  # models take a while to load, for help
+        return [cases.parse_case(text, self.layers) for text in dict.fromkeys(self.cases)]
+
+
+fsdp = study_command("fsdp", FsdpOptions)

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import dataclasses
 
-import click
-
-from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import MEASURE, Command, how, what
-from sidelane.cli.options import measuring_options, names
+from sidelane_lab.harness.options import StudyOptions, count, names, study_command
 
 
-@click.command(
-    cls=Command,
-    heading=MEASURE,
-    examples=(
-        ("sidelane gemms --json gemms.json", "the layers of eight models, on one GPU"),
-        ("sidelane gemms --device cpu --models llama-8b", "those of one model, divided to suit a CPU core"),
-    ),
-)
-@what("--models", metavar="NAME,...", callback=names, default="", show_default="all", help="Whose layers.")
-@how("--warmup", type=click.IntRange(min=0), default=2, help="Samples before the measured.")
-@how("--repeats", type=click.IntRange(min=1), default=9, help="Measured samples.")
-@measuring_options
-def gemms(json: Path | None, **others: Any) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmOptions(StudyOptions):
     """Time the GEMMs of language models alone, which predictions are held against.
 
     `sidelane claims --machine` compares them with what the machine's description predicts.
     """
-    with plain_errors():
-        from sidelane_lab.studies import gemms as gemm_study
 
-        gemm_study.main(gemm_study.GemmOptions(json=json, **others))
+    study = "gemms"
+    examples = (
+        ("sidelane gemms --json gemms.json", "the layers of eight models, on one GPU"),
+        ("sidelane gemms --device cpu --models llama-8b", "those of one model, divided to suit a CPU core"),
+    )
+
+    models: tuple[str, ...] = names("--models", (), "Whose layers.", shown="all")
+    warmup: int = count("--warmup", 2, "Samples before the measured.", 0)
+    repeats: int = count("--repeats", 9, "Measured samples.")
+
+
+gemms = study_command("gemms", GemmOptions)

@@ -10,6 +10,7 @@ import click
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, PREDICT, Command, how, what, where
 from sidelane.cli.options import VERSIONS, json_option, report_option
+from sidelane_lab.harness.options import loaded
 
 DEMO_MACHINE = "mi300x8"
 
@@ -29,9 +30,7 @@ PLANNED = ("llama-8b-like", "llama-70b-like")
 def machines(json: Path | None) -> None:
     """List the machines that can be predicted, and where their numbers come from."""
     with plain_errors():
-        from sidelane_lab.studies import machine_list
-
-        machine_list.main(json)
+        loaded("studies.machine_list").main(json)
 
 
 @click.command(
@@ -71,8 +70,7 @@ def claims(
     shown, not punished.
     """
     with plain_errors():
-        from sidelane_lab.papers import command
-
+        command = loaded("papers.command")
         with_ranges = (json is None or report is not None) if ranges is None else ranges
         sys.exit(command.main(command.ClaimsOptions(machine, json, results, version, report, with_ranges)))
 
@@ -91,9 +89,7 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     By tile, number of thread blocks and priority, as the overlap paper measured them.
     """
     with plain_errors():
-        from sidelane_lab.papers import overlap
-
-        overlap.main(machine, report, json)
+        loaded("papers.overlap").main(machine, report, json)
 
 
 @click.command(
@@ -120,6 +116,5 @@ def plan(
     reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does.
     """
     with plain_errors():
-        from sidelane_lab.papers import plan as planning
-
+        planning = loaded("papers.plan")
         planning.main(planning.PlanOptions(machine, model, tokens, sequence, layers, fsdp, json))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import rich.console
@@ -21,9 +23,10 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.list_calls import LISTED, ListAgreement, ListEntry
+from sidelane.collectives.learning.protocol import choice_of
+from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped
+from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped, copies_suit, way_of
 from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
@@ -34,7 +37,7 @@ from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
-from sidelane_lab.explain.reach import SAID, mappable, ways_of
+from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.sim import simulate
@@ -46,59 +49,8 @@ UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
 """Collectives that take any number of elements: of the others every rank gets as many."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExplainOptions:
-    """A call, and where it would be made.
-
-    Attributes:
-        kind: which collective.
-        nbytes: gathered size of an all_gather, local buffer of the others; rounded up to whole elements, and to as many
-            for each rank where the collective gives all of them the same.
-        dtype: of the elements.
-        in_place: input and output share memory.
-        captured: into a graph.
-        ordinary: the tensors are not in symmetric memory.
-        map_memory: value of ``Config.map_memory`` to explain a call on ordinary tensors under, once addresses have come
-            again where it waits for that; None: as the settings have it, which stage unless they say otherwise.
-        beside: ``nothing`` or ``compute``.
-        beside_us: time of a computation that runs next to it, instead; None: not known.
-        world_size: ranks; None takes those that the profile was measured with, or those of this machine.
-        machine: a built-in table, or a machine of the catalogue that is simulated; None for this machine.
-        profile: file to choose by, whatever machine it is of.
-        tensors: a list of that many of these in one call; None for one that is no list.
-        json: file for what was found out, or ``written.STDOUT``; None writes none.
-    """
-
-    kind: Kind
-    nbytes: int
-    dtype: str = "bfloat16"
-    in_place: bool = False
-    captured: bool = False
-    ordinary: bool = False
-    map_memory: MapMemory | None = None
-    beside: str = NOTHING
-    beside_us: float | None = None
-    world_size: int | None = None
-    machine: str | None = None
-    profile: Path | None = None
-    tensors: int | None = None
-    json: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.nbytes < 1:
-            raise ValueError(f"explain: SIZE (value={self.nbytes}, allowed=1 byte and more)")
-        if self.beside_us is not None and self.beside != NOTHING:
-            raise ValueError("explain: --beside and --beside-us exclude each other")
-        if self.machine is not None and self.profile is not None:
-            raise ValueError("explain: --machine and --profile exclude each other")
-        if self.map_memory is not None and not self.ordinary:
-            raise ValueError("explain: --map-memory is about ordinary tensors (--ordinary)")
-        if self.tensors is not None and (self.tensors < 1 or self.kind not in LISTED):
-            raise ValueError(
-                f"explain: tensors of {self.kind} (value={self.tensors}, allowed={', '.join(LISTED)}: 1..)"
-            )
-        if self.in_place and self.kind in (Kind.SCATTER, Kind.GATHER):
-            raise ValueError(f"explain: {self.kind} has no in-place form")
+SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
+"""Values of ``Config.map_memory`` as ``SIDELANE_MAP_MEMORY`` has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,3 +337,27 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
 def _one_of(plan: Plan) -> Program | AnyKernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
     return plan.turns[0] if isinstance(plan, Alternation) else plan
+
+
+def ways_of(
+    agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choice], *, hosts_meet: bool
+) -> tuple[tuple[ReachMode, Choice], ...]:
+    """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
+    found = []
+    settings: tuple[MapMemory, ...] = (False, True, "learn") if hosts_meet else (False, True)
+    for setting in settings:
+        way = way_of(agreement, setting, lambda call: copies_suit(call, chooses), hosts_meet=hosts_meet)
+        choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
+        if way.goes_ahead:
+            ahead = choice_of(misses=False)
+            choice = dataclasses.replace(ahead, table=choice.table)
+        found.append((way, choice))
+    return tuple(found)
+
+
+def mappable(device_type: str) -> tuple[str, ...]:
+    """Which ordinary tensors peers can map."""
+    if not device_type:  # a machine that nobody has run on
+        return ()
+    which = "those in shared memory" if device_type == CPU else "those of cudaMalloc and torch's allocator"
+    return (f"mapped are {which}, if they are so on all ranks: Communicator.reach says it of a tensor",)

@@ -7,7 +7,8 @@ name or its value, so that no picture needs its colours.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from sidelane.c3.strategies import strategies
+from sidelane.cli.table import grouped
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.study import Picture
+from sidelane_lab.harness.study import Picture, Results
 
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 BLACK, GREY = "#000000", "#666666"
@@ -136,3 +138,40 @@ def save_both(figure: Figure, name: str, folder: Path, dpi: int = 150) -> Path:
     figure.savefig(folder / f"{name}.png", dpi=dpi)
     figure.savefig(folder / f"{name}.svg", dpi=dpi, metadata={"Date": None})
     return folder / f"{name}.png"
+
+
+def draw_sizes(
+    way: str, rows: Sequence[Any], results: Results, directory: Path, line_of: Callable[[Any], str]
+) -> Picture:
+    """Bus bandwidth over size and time over size, one line an implementation and what ``line_of`` says of a row."""
+    lines = grouped(rows, lambda row: (row.implementation, line_of(row), row.prelaunch))
+    lines.sort(key=lambda line: list(COLOURS).index(line[0][0]))
+    styles = {name: cycle(STYLES) for name in COLOURS}
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    bandwidth, time = figure.subplots(1, 2)
+    ends: list[tuple[float, float, str, str]] = []
+    starts: list[tuple[float, float, str, str]] = []
+    for (implementation, variant, prelaunch), points in lines:
+        points = sorted(points, key=lambda row: row.bytes)
+        style, marker = next(styles[implementation])
+        colour = COLOURS[implementation]
+        name = " ".join(filter(None, [implementation, variant]))
+        name += "+prelaunch" if prelaunch and "prelaunch" not in name else ""
+        sizes = [row.bytes for row in points]
+        rates, times = [row.bus_gbps or 0.0 for row in points], [row.time_us or 0.0 for row in points]
+        looks = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.4}
+        bandwidth.plot(sizes, rates, **looks)
+        time.plot(sizes, times, **looks)
+        ends.append((sizes[-1], rates[-1], name, colour))
+        starts.append((sizes[0], times[0], name, colour))
+    time.set_yscale("log")
+    for axes, title in ((bandwidth, "Bus bandwidth, GB/s (more is better)"), (time, "Time, us (less is better)")):
+        size_axis(axes, sorted({row.bytes for row in rows}))
+        axes.set_title(title)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    bandwidth.set_ylim(bottom=0)
+    label_ends(bandwidth, ends, side="right")
+    label_ends(time, starts, side="left")
+    title = f"{way}: {results.where}"
+    text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
+    return save_titled(figure, file_name(way), title, text, directory)

@@ -17,7 +17,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -117,6 +117,37 @@ def outcome(rounds: Rounds | None, problem: Problem | None, said: str = "") -> d
         "correct": True if problem is None else False if problem.wrong else None,
         "note": said if problem is None else problem.text,
     }
+
+
+class WayComparison(Generic[K, T]):
+    """Ways to do one thing: each is prepared and checked, those that are right are timed, and checked once more.
+
+    Attributes:
+        ready: ways that are right, by their keys.
+        problems: why others have no time, by their keys.
+        rounds: times, by the keys of the ways.
+    """
+
+    def __init__(self) -> None:
+        self.ready: dict[K, T] = {}
+        self.problems: dict[K, Problem] = {}
+        self.rounds: Mapping[K, Rounds] = {}
+
+    def add(self, key: K, found: T | Problem | None) -> None:
+        """Take a way in, or what is wrong with it."""
+        if isinstance(found, Problem):
+            self.problems[key] = found
+        elif found is not None:
+            self.ready[key] = found
+
+    def check_again(self, check: Callable[[K, T], Problem | None]) -> None:
+        """Check every way that was right once more: after hundreds of calls, what a first one does not show."""
+        for key, way in self.ready.items():
+            self.add(key, check(key, way))
+
+    def __iter__(self) -> Iterator[tuple[K, T | None, Rounds | None, Problem | None]]:
+        for key in dict.fromkeys((*self.ready, *self.problems)):
+            yield key, self.ready.get(key), self.rounds.get(key), self.problems.get(key)
 
 
 class Meter:
@@ -261,12 +292,7 @@ class Meter:
                 pause = min(pause + 2e-5, 1e-3)
 
     def rounds(
-        self,
-        jobs: Mapping[K, Job],
-        *,
-        warmup: int,
-        repeats: int,
-        on_round: Callable[[int], None] | None = None,
+        self, jobs: Mapping[K, Job], *, warmup: int, repeats: int, on_round: Callable[[int], None] | None = None
     ) -> dict[K, Rounds]:
         """Time all jobs, interleaved. Every rank passes the same jobs in the same order.
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import html
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import rich.console
 
 from sidelane.cli.table import MISSING, Line, Table, grouped, notes_of, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import Picture, R, Results, study_of
 
 CPU_WARNING = (
@@ -40,34 +37,6 @@ tr.best td { font-weight: 600; background: #e8f1f8 } tr.rule td { border-bottom:
 .warn { background: #fff3d6; padding: .6em 1em } .about td { text-align: left } img { max-width: 100%; margin: .6em 0 }
 code { background: #f2f2f2; padding: .1em .3em } .note { color: #555; font-size: 13px }
 """
-
-
-def lines_of(
-    rows: Iterable[R],
-    by: Callable[[R], Any],
-    value: Callable[[R], float | None],
-    cells: Callable[[R], tuple[str, ...]],
-    *,
-    ordered: bool = True,
-) -> tuple[Line, ...]:
-    """Lines of a table in groups, each by value; the first of a group is set off if it has one.
-
-    Args:
-        rows: to show.
-        by: what rows of a group have in common.
-        value: the less of it the better; None: there is none.
-        cells: of a row.
-        ordered: by ``by`` and by value; else groups and rows stay in their order, and all with the least are set off.
-    """
-    lines: list[Line] = []
-    for _, same in grouped(rows, by, ordered=ordered):
-        shown = sorted(same, key=lambda row: (value(row) is None, value(row) or 0.0)) if ordered else same
-        least = min((found for row in same if (found := value(row)) is not None), default=None)
-        best = [row for row in shown if least is not None and value(row) == least]
-        if ordered:
-            best = best[:1]
-        lines += [Line(cells(row), any(row is one for one in best), row is shown[-1]) for row in shown]
-    return tuple(lines)
 
 
 Cell = str | Callable[[Any, Sequence[Any]], str]
@@ -153,7 +122,7 @@ def tables_by(
     rows: Iterable[R],
     by: Callable[[R], Any],
     title: Callable[[R], str],
-    columns: Mapping[str, Callable[[R], str]],
+    columns: Mapping[str, Cell],
     *,
     keys: int,
     groups: Callable[[R], Any],
@@ -166,21 +135,18 @@ def tables_by(
         rows: the rows of a study.
         by: key of a table, in whose order, or that of their first rows, tables come.
         title: the heading of a table, from its first row.
-        columns: heading and cell, column by column (see ``Table``).
+        columns: by heading (see ``Table``).
         keys: columns, the first ones, that name a row.
         groups: key of rows that stand together, a rule below them.
         least: figure, of which the least of a group is set off.
-        ordered: tables by ``by``, lines as :func:`lines_of` orders them; else in the order of the rows.
+        ordered: tables by ``by``, and lines by ``groups`` and ``least``; else in the order of the rows.
     """
-    cells: dict[str, Cell] = {
-        heading: functools.partial(lambda row, _, text: text(row), text=text) for heading, text in columns.items()
-    }
     tables = []
     for _, alike in grouped(rows, by, ordered=ordered):
         said = [str(getattr(row, "note", "")) for row in alike]
         differ = len(set(said)) > 1
         table = table_of(
-            *(title(alike[0]), alike, cells),
+            *(title(alike[0]), alike, columns),
             keys=keys,
             by=groups,
             value=least,
@@ -200,6 +166,10 @@ def tables_of(results: Results) -> list[Table]:
 
 def draw(results: Results, folder: Path) -> list[Picture]:
     """Draw every picture of a study into a folder, as ``name.png`` and ``name.svg``."""
+    import matplotlib as mpl  # takes a while, and tables do without
+
+    from sidelane_lab.harness.drawing import RC
+
     study = study_of(results.study)
     with mpl.rc_context(RC):
         return study.plots(study.rows_of(results), results, folder)

@@ -24,57 +24,8 @@ from sidelane.cli.terminal import progress_console, tables_console
 from sidelane.machine import local
 from sidelane_lab.harness import report
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect
-
-LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
-"""The least value of options that a study may have, and of the members of a tuple."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Options of every study. ``LEAST`` holds options that many of them have; ``budget_s`` is above 0.
-
-    Attributes:
-        ranks: processes; None takes every accelerator, or a few processes on the CPU.
-        device: ``auto``, ``gpu`` or ``cpu`` (see ``launch.choose_target``).
-        implementations: names to keep; empty keeps all of this machine.
-        json: file for the results, or ``written.STDOUT``, which then has nothing else; None writes none.
-        report: folder for the page and the pictures; None writes none.
-        timeout_s: for the whole study.
-        step_timeout_s: for one sample, check or allocation; a device that takes longer counts as hanging.
-        seed: of the random inputs.
-        command: what to type to run it again; empty takes this process's command line.
-        quiet: neither progress nor tables.
-    """
-
-    ranks: int | None = None
-    device: str = "auto"
-    implementations: tuple[str, ...] = ()
-    json: Path | None = None
-    report: Path | None = None
-    timeout_s: float = 600.0
-    step_timeout_s: float = 60.0
-    seed: int = 0
-    command: str = ""
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        if self.timeout_s <= 0 or self.step_timeout_s <= 0:
-            raise ValueError(
-                f"{type(self).__name__}: time-outs must be positive (value={self.timeout_s}, {self.step_timeout_s})"
-            )
-        for name, least in LEAST.items():
-            given = getattr(self, name, least)
-            if min(given if isinstance(given, tuple) else (given,), default=least) < least:
-                raise ValueError(f"{type(self).__name__}: {name} (value={given}, allowed={least} and more)")
-        budget_s = getattr(self, "budget_s", None)
-        if budget_s is not None and not budget_s > 0:
-            raise ValueError(f"{type(self).__name__}: budget_s (value={budget_s}, allowed=more than 0)")
-
-    @property
-    def step_s(self) -> float:
-        """The time-out of a step, which is never longer than that of the study."""
-        return min(self.step_timeout_s, self.timeout_s)
+from sidelane_lab.harness.options import StudyOptions
+from sidelane_lab.harness.study import FlatRow, Picture, R, Results, Study, collect, study_of
 
 
 class Sender:
@@ -172,6 +123,12 @@ class StudyFollower(Generic[R]):
             self._console.print(text, markup=False, highlight=False)
 
 
+def run(options: StudyOptions) -> object:
+    """Run the study that the options are of, as its command does. Returns what the study returns."""
+    study = study_of(options.study)
+    return run_study(study, options) if study.main is None else study.main(options)
+
+
 def run_study(
     study: Study[R],
     options: StudyOptions,
@@ -200,6 +157,7 @@ def run_study(
         ValueError: options do not fit this machine, or leave nothing to measure.
     """
     place = place or choose_target(options.ranks, options.device)
+    study.check(options, place)
     check_targets(options)
     refuse_unwritable(study.name, grows)
     progress, tables = (None, None) if options.quiet else (progress_console(), tables_console(options.json))

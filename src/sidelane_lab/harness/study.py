@@ -14,18 +14,19 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from sidelane.cli import provenance
+from sidelane.cli.launch import LaunchTarget
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Table
 from sidelane.machine.inventory import machine_name
 from sidelane.user_files import json_of, text_of
+from sidelane_lab.harness.options import require
 
 IMPLEMENTATIONS = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "dma", "sm", "auto")
-LAUNCHES = ("eager", "graph")
 MODEL = "model"
 """Launch of a row that is predicted."""
 
@@ -90,19 +91,6 @@ def _plain(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def require_all(where: str, name: str, values: Collection[str], allowed: Collection[str]) -> None:
-    """Refuse values that are not among ``allowed``, saying where and which."""
-    unknown = [value for value in values if value not in allowed]
-    if unknown:
-        raise ValueError(f"{where}: {name} (value={', '.join(unknown)}, allowed={', '.join(allowed)})")
-
-
-def require(where: str, name: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a value that is not one of ``allowed``, saying where and which."""
-    if value not in allowed:
-        raise ValueError(f"{where}: {name} (value={value!r}, allowed={', '.join(allowed)})")
-
-
 R = TypeVar("R", bound=FlatRow)
 ROOM = "sidelane_lab.studies"
 
@@ -131,6 +119,8 @@ class Study(Generic[R]):
         measure: every rank's part, ``measure(rank, options, sender)``, which makes the rows; None where another study
             measures.
         progress: what is measured, in a few words, for the bar.
+        check: refuses options that do not fit where the ranks would run, by ``ValueError``, before one starts.
+        main: runs the study for its command, where more has to be done than ``running.run_study``; None elsewhere.
         key: what two rows of one thing have in common; None where no run goes on with the file of another.
     """
 
@@ -143,6 +133,8 @@ class Study(Generic[R]):
     warning: Callable[[Results], str] = lambda results: ""
     measure: Callable[..., Any] | None = None
     progress: str = ""
+    check: Callable[[Any, LaunchTarget], object] = lambda options, place: None
+    main: Callable[[Any], object] | None = None
     key: Callable[[R], Hashable] | None = None
 
     def rows_of(self, results: Results) -> tuple[R, ...]:

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.table import Line, Table, grouped, number
 from sidelane.cli.terminal import progress_console, say_written, tables_console
+from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import RC, file_name, save_both
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import bands, ends, variations
@@ -47,7 +48,6 @@ from sidelane_lab.papers.fused import MACHINE, PAPER, SECTIONS
 from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.papers.predictions import write_timeline
 from sidelane_lab.studies.fused.pictures import draw_skew, skew_percent
-from sidelane_lab.studies.fused.rows import FUSED_OPS
 from sidelane_lab.studies.fused.shapes import MEANING, ON_GPUS, half_for_one
 
 TRACED = "embedding_all_to_all"

@@ -7,13 +7,12 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
-from matplotlib.figure import Figure
 
 from sidelane.choice.candidate import DMA
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.cli.table import (
     MISSING,
     Line,
@@ -23,7 +22,7 @@ from sidelane.cli.table import (
     place_of,
 )
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
-from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
+from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
     HIDDEN_LAUNCH_US,
@@ -32,22 +31,15 @@ from sidelane_lab.baselines.candidate import (
     ReadyCall,
     candidates_of,
 )
-from sidelane_lab.baselines.reference import KINDS, MOST_TENSORS, Case, rounded_bytes
+from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
-from sidelane_lab.harness.drawing import (
-    COLOURS,
-    STYLES,
-    file_name,
-    label_ends,
-    save_titled,
-    size_axis,
-)
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, spread, table_of
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
+from sidelane_lab.harness.running import Sender
 from sidelane_lab.harness.study import (
     IMPLEMENTATIONS,
-    LAUNCHES,
     OF_LIBRARY,
     SEPARATE,
     Allowed,
@@ -55,7 +47,6 @@ from sidelane_lab.harness.study import (
     Picture,
     Results,
     Study,
-    require_all,
 )
 
 
@@ -179,9 +170,6 @@ def way_to_call(row: CollectiveRow) -> str:
     return f"{row.collective}, {row.dtype}, {place_of(row.in_place)}, {row.launch}{listed}"
 
 
-R = TypeVar("R", bound=CollectiveRow)
-
-
 def _variant(row: CollectiveRow) -> str:
     """The variant; one line for what auto chose, whatever that was at each size."""
     return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""
@@ -189,46 +177,10 @@ def _variant(row: CollectiveRow) -> str:
 
 def draw_ways(rows: Sequence[CollectiveRow], results: Results, folder: Path) -> list[Picture]:
     """A picture for each way to call a collective."""
-    return [
-        draw_sizes(way, alike, results, folder) for way, alike in grouped([r for r in rows if r.time_us], way_to_call)
-    ]
+    from sidelane_lab.harness.drawing import draw_sizes  # ranks do without what draws
 
-
-def draw_sizes(
-    way: str, rows: Sequence[R], results: Results, directory: Path, *, line_of: Callable[[R], str] = _variant
-) -> Picture:
-    """Bus bandwidth over size and time over size, one line an implementation and what ``line_of`` says of a row."""
-    lines = grouped(rows, lambda row: (row.implementation, line_of(row), row.prelaunch))
-    lines.sort(key=lambda line: list(COLOURS).index(line[0][0]))
-    styles = {name: itertools.cycle(STYLES) for name in COLOURS}
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    bandwidth, time = figure.subplots(1, 2)
-    ends: list[tuple[float, float, str, str]] = []
-    starts: list[tuple[float, float, str, str]] = []
-    for (implementation, variant, prelaunch), points in lines:
-        points = sorted(points, key=lambda row: row.bytes)
-        style, marker = next(styles[implementation])
-        colour = COLOURS[implementation]
-        name = " ".join(filter(None, [implementation, variant]))
-        name += "+prelaunch" if prelaunch and "prelaunch" not in name else ""
-        sizes = [row.bytes for row in points]
-        rates, times = [row.bus_gbps or 0.0 for row in points], [row.time_us or 0.0 for row in points]
-        looks = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.4}
-        bandwidth.plot(sizes, rates, **looks)
-        time.plot(sizes, times, **looks)
-        ends.append((sizes[-1], rates[-1], name, colour))
-        starts.append((sizes[0], times[0], name, colour))
-    time.set_yscale("log")
-    for axes, title in ((bandwidth, "Bus bandwidth, GB/s (more is better)"), (time, "Time, us (less is better)")):
-        size_axis(axes, sorted({row.bytes for row in rows}))
-        axes.set_title(title)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    bandwidth.set_ylim(bottom=0)
-    label_ends(bandwidth, ends, side="right")
-    label_ends(time, starts, side="left")
-    title = f"{way}: {results.where}"
-    text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
-    return save_titled(figure, file_name(way), title, text, directory)
+    ways = grouped([row for row in rows if row.time_us], way_to_call)
+    return [draw_sizes(way, alike, results, folder, _variant) for way, alike in ways]
 
 
 MOST_CALLS = 20
@@ -248,66 +200,10 @@ PRELAUNCHED_BYTES = 1 << 20
 """Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CollectiveOptions(StudyOptions):
-    """Options of the study; ``sidelane collective --help`` explains them.
-
-    Attributes:
-        sizes: bytes: gathered size of an all_gather, local buffer of the others; empty takes ``default_sizes``. A size
-            that does not divide among the ranks (and tensors) is rounded up.
-        tensors: that share the bytes of a size evenly: more than 1 measures calls with lists of them, and separate
-            calls for comparison. What takes one tensor a call (``roster.ONE_TENSOR``) takes no part then.
-        variants: of Sidelane's collectives, ``pcpy+prelaunch`` and so on included; empty takes all without prelaunch,
-            and ``b2b+prelaunch`` up to ``PRELAUNCHED_BYTES``.
-        repeats: measured rounds; from 256 MiB up at most 9. On GPUs ``HOST_ROUNDS`` times as many of what the host
-            limits.
-    """
-
-    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    sizes: tuple[int, ...] = ()
-    tensors: int = 1
-    dtype: str = "bfloat16"
-    variants: tuple[str, ...] = ()
-    launches: tuple[str, ...] = ()
-    places: tuple[str, ...] = ()
-    warmup: int = 3
-    repeats: int = 15
-    profile: bool = True
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        where = type(self).__name__
-        require_all(where, "collectives", self.collectives, KINDS)
-        require_all(where, "places", self.places, ("in", "out"))
-        require_all(where, "dtype", (self.dtype,), ELEMENT_BYTES)
-        if not 1 <= self.tensors <= MOST_TENSORS:
-            raise ValueError(f"CollectiveOptions: tensors (value={self.tensors}, allowed=1..{MOST_TENSORS})")
-
-
-def main(options: CollectiveOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        ValueError: also for an implementation, a variant or a launch that is not known here.
-    """
-    check_asked(
-        choose_target(options.ranks, options.device).device_type,
-        options.collectives,
-        implementations=options.implementations,
-        variants=options.variants,
-        launches=options.launches,
-        listed=options.tensors > 1,
-    )
-    return run_study(STUDY, options)
-
-
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Powers of 4: 1 KB to 4 GB on an accelerator, 1 KB to 16 MB on a CPU.
-
-    >>> default_sizes("cpu")[-1] == 16 << 20
-    True
-    """
-    return tuple(1024 * 4**exponent for exponent in range(8 if device_type == "cpu" else 12))
+def _check(options: CollectiveOptions, place: LaunchTarget) -> None:
+    """Refuse names that are not known on this kind of device."""
+    names = {name: getattr(options, name) for name in ("implementations", "variants", "launches")}
+    check_asked(place.device_type, options.collectives, **names, listed=options.tensors > 1)
 
 
 def calls_per_sample(kind: Kind, nbytes: int, device_type: str, tensors: int = 1) -> int:
@@ -332,9 +228,8 @@ def _expected_us(kind: Kind, nbytes: int, device_type: str, calls: int = 1) -> f
 
 def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator[CollectiveRow]:
     """Make the rows. Collective."""
-    asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size, tensors=options.tensors)
-    sizes = sender.rounded(asked, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     sender.steps = len(sizes) * len(options.collectives)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s, listed=options.tensors > 1)
     cases = [_case(rank, options, kind, nbytes) for kind in options.collectives for nbytes in sizes]
@@ -354,7 +249,7 @@ def _measure(rank: Rank, options: CollectiveOptions, sender: Sender) -> Iterator
 
 def _case(rank: Rank, options: CollectiveOptions, kind: Kind, nbytes: int) -> Case:
     sizes = (nbytes // options.tensors,) * options.tensors if options.tensors > 1 else ()
-    return Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device, sizes)
+    return Case.on(rank, kind, nbytes, getattr(torch, options.dtype), sizes)
 
 
 def _kernels(roster: Roster, cases: Sequence[Case], options: CollectiveOptions, seed: int) -> Iterator[str]:
@@ -391,29 +286,24 @@ def measure_case(
     roster: Roster, case: Case, options: CollectiveOptions, seeds: Iterator[int]
 ) -> Iterator[CollectiveRow]:
     """Prepare and check everything, time what is right, check once more, and make rows. Collective."""
-    meter = roster.meter
+    meter, found = roster.meter, WayComparison[Entrant, ReadyCall]()
     calls = calls_per_sample(case.kind, case.nbytes, case.device.type, case.tensors)
-    prepared: dict[Entrant, ReadyCall] = {}
-    problems: dict[Entrant, Problem] = {}
+
+    def check(_: Entrant, call: ReadyCall) -> Problem | None:
+        problem = checked(meter, call, next(seeds), runs=2 if call.repeatable else 1)  # back to back where that can be
+        call.release()
+        return problem
+
     with meter.on_stream():
         for implementation in roster.implementations.values():
             for candidate in wanted_candidates(implementation, case, options):
-                bound = ready(meter, functools.partial(ReadyCall, candidate, case, implementation, calls), next(seeds))
-                if isinstance(bound, Problem):
-                    problems[candidate] = bound
-                else:
-                    bound.settle()
-                    prepared[candidate] = bound
-        rounds = time_candidates(meter, prepared, case, options)
-        for candidate, bound in prepared.items():
-            # After hundreds of calls, and twice back to back where that can be: what a first call does not show.
-            problem = checked(meter, bound, next(seeds), runs=2 if bound.repeatable else 1)
-            if problem is not None:
-                problems[candidate] = problem
-            bound.release()
-    for candidate in (*prepared, *(c for c in problems if c not in prepared)):
-        row = _row(case, candidate, rounds.get(candidate), problems.get(candidate))
-        yield dataclasses.replace(row, variant=prepared[candidate].variant) if candidate in prepared else row
+                make = functools.partial(ReadyCall, candidate, case, implementation, calls)
+                found.add(candidate, ready(meter, make, next(seeds)))
+        found.rounds = time_candidates(meter, found.ready, case, options)
+        found.check_again(check)
+    for candidate, call, rounds, problem in found:
+        row = _row(case, candidate, rounds, problem)
+        yield row if call is None else dataclasses.replace(row, variant=call.variant)
 
 
 def wanted_candidates(implementation: Implementation, case: Case, options: CollectiveOptions) -> list[Entrant]:
@@ -451,6 +341,7 @@ def ready(meter: Meter, make: Callable[[], ReadyCall], seed: int) -> ReadyCall |
     if problem is not None:
         prepared.release()
         return problem
+    prepared.settle()
     return prepared
 
 
@@ -525,5 +416,6 @@ STUDY = Study(
     tables=collective_tables,
     plots=draw_ways,
     measure=_measure,
+    check=_check,
     progress="collectives",
 )

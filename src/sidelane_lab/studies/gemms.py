@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm
 from sidelane.cli.launch import Rank
-from sidelane.cli.table import number, verdict
 from sidelane.machine import local
 from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US
+from sidelane_lab.cli.gemms import GemmOptions
 from sidelane_lab.harness.measure import Job, Meter, Problem, outcome
-from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import FlatRow, Results, Study, require_all
+from sidelane_lab.harness.options import require_all
+from sidelane_lab.harness.report import Cell, tables_by
+from sidelane_lab.harness.running import Sender, run_study
+from sidelane_lab.harness.study import FlatRow, Results, Study
 
 COLD_BYTES = 256 << 20
 """Matrices of a sample together: five times the last-level cache of the largest GPU here."""
@@ -153,19 +154,6 @@ class GemmRow(FlatRow):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmOptions(StudyOptions):
-    """The options of ``sidelane gemms``, whose help says what they are."""
-
-    models: tuple[str, ...] = ()
-    warmup: int = 2
-    repeats: int = 9
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        projections(self.models)
-
-
 def main(options: GemmOptions) -> Results | None:
     """Run the study on one GPU, or on a CPU core with GEMMs that are divided to suit it.
 
@@ -279,15 +267,15 @@ class _Layers:
         return good
 
 
-COLUMNS: dict[str, Callable[[GemmRow], str]] = {
-    "<layer": lambda row: row.layer,
-    "tokens": lambda row: str(row.m),
-    "outputs": lambda row: str(row.n),
-    "inputs": lambda row: str(row.k),
-    "us": lambda row: number(row.time_us),
-    "TFLOP/s": lambda row: number(row.tflops),
-    "GB/s": lambda row: number(row.gbps),
-    "<correct": lambda row: verdict(row.correct),
+COLUMNS: Mapping[str, Cell] = {
+    "<layer": "layer",
+    "tokens": "m",
+    "outputs": "n",
+    "inputs": "k",
+    "us": "time_us",
+    "TFLOP/s": "tflops",
+    "GB/s": "gbps",
+    "<correct": "correct",
 }
 
 STUDY = Study(
@@ -307,5 +295,7 @@ STUDY = Study(
         groups=lambda row: row.layer,
     ),
     measure=_measure,
+    check=lambda options, place: projections(options.models),
+    main=main,
     progress="GEMMs",
 )

@@ -20,12 +20,12 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from sidelane.cli.launch import Rank
-from sidelane.cli.table import Table, number, verdict
+from sidelane.cli.table import Table
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
@@ -35,15 +35,17 @@ from sidelane_lab.baselines.candidate import (
     Implementation,
     Tensors,
     candidates_of,
+    check_call,
     nothing_to_wait_for,
     views,
 )
-from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Own, OwnDma, make_roster
+from sidelane_lab.cli.collectives import HostOptions
 from sidelane_lab.harness.measure import SPIN_CYCLES_PER_US, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.report import spread, tables_by
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Results, Study
+from sidelane_lab.harness.report import Cell, spread, tables_by
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import IMPLEMENTATIONS, FlatRow, Study
 
 BLOCKS = "on CPUs the call returns when the collective is done: it has no host time of its own"
 MOST_SPIN_US = 50_000.0
@@ -85,34 +87,18 @@ class HostRow(FlatRow):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostOptions(StudyOptions):
-    """The options of ``sidelane host``, whose help says what they are."""
-
-    sizes: tuple[int, ...] = (1 << 10, 64 << 10)
-    variants: tuple[str, ...] = ("one_shot", "b2b", "alternating", "striped")
-    calls: int = 40
-    warmup: int = 5
-    repeats: int = 50
-
-
-def main(options: HostOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.study.run_study`."""
-    return run_study(STUDY, options)
-
-
 def _measure(rank: Rank, options: HostOptions, sender: Sender) -> Iterator[HostRow]:
     """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
-    sender.steps = len(options.sizes)
     if on_cpu:
         sender.note(f"{BLOCKS}; only trigger_from_host is timed")
     # What blocks anyway has nothing to be compared with.
     wanted = options.implementations or (("dma", "auto") if on_cpu else ())
     roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes, rounded)
-    cases = [Case(Kind.ALL_GATHER, size, torch.bfloat16, rank.rank, rank.world_size, rank.device) for size in sizes]
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
+    sender.steps = len(sizes)
+    cases = [Case.on(rank, Kind.ALL_GATHER, size) for size in sizes]
     roster.reserve_for(cases, sender.note)
     study = _Study(roster.meter, rank, options)
     for case in cases:
@@ -149,26 +135,16 @@ class _Study:
 
     def _check(self, case: Case, way: HostWay, armed: Armed | None) -> Problem | None:
         """Run once on a fresh input and compare."""
-        seed = next(self._seeds)
 
-        def run() -> None:
-            if way.tensors.output is not None:
-                poison(way.tensors.output)
-            fill_input(case, way.tensors.input, seed)
+        def call() -> None:
             if armed is not None:
                 armed.arm()
                 armed.trigger()
                 armed.settle()
-            else:
-                end = way.call()
-                if callable(end):
-                    end()
+            elif callable(end := way.call()):
+                end()
 
-        def compare() -> str | None:
-            output = way.tensors.output
-            return "there is no output" if output is None else output_error(case, output, seed)
-
-        return self._meter.check(str(way), run, compare)
+        return check_call(self._meter, str(way), case, lambda: way.tensors, call, next(self._seeds))
 
     def _samples(self, way: HostWay, armed: Armed | None) -> list[list[float]]:
         """Microseconds by rank and batch."""
@@ -346,16 +322,16 @@ def _baseline(implementation: Implementation, candidate: Entrant, case: Case) ->
     return HostWay("all_gather", implementation.name, candidate.variant, symmetric, tensors, call)
 
 
-COLUMNS: dict[str, Callable[[HostRow], str]] = {
-    "bytes": lambda row: format_bytes(row.bytes),
-    "<implementation": lambda row: row.implementation,
-    "<variant": lambda row: row.variant,
-    "<tensors": lambda row: "symmetric" if row.symmetric else "ordinary",
-    "driver\ncalls": lambda row: "" if row.driver_calls is None else str(row.driver_calls),
-    "host\nus": lambda row: number(row.host_us),
+COLUMNS: Mapping[str, Cell] = {
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<variant": "variant",
+    "<tensors": lambda row, _: "symmetric" if row.symmetric else "ordinary",
+    "driver\ncalls": lambda row, _: "" if row.driver_calls is None else str(row.driver_calls),
+    "host\nus": "host_us",
     "p10-p90\nus": spread,
-    "best\nus": lambda row: number(row.best_us),
-    "<correct": lambda row: verdict(row.correct),
+    "best\nus": "best_us",
+    "<correct": "correct",
 }
 
 

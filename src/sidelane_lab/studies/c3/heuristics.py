@@ -22,6 +22,7 @@ from sidelane.choice.hidden import hidden_shares
 from sidelane.cli import provenance
 from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import tables_console
+from sidelane_lab.cli.c3 import C3Options, HeuristicsOptions
 from sidelane_lab.harness.drawing import BLACK, BLUE, ORANGE, save_titled
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.running import check_targets, publish
@@ -168,19 +169,6 @@ LIBRARY_WORKGROUPS = {"cpu": 1, "gpu": 32}
 NO_THIRD = "the file has no third kernel (sidelane c3 --third measures one, --machine simulates one)"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeuristicsOptions(c3_study.C3Options):
-    """Options of the study; ``sidelane c3 --help`` explains them."""
-
-    results: Path | None = None
-    machine: str | None = None
-
-    def __post_init__(self) -> None:
-        c3_study.C3Options.__post_init__(self)
-        if self.results is not None and self.machine is not None:
-            raise ValueError("HeuristicsOptions: results and machine (allowed=one of the two: measured, or predicted)")
-
-
 def main(options: HeuristicsOptions) -> Results | None:
     """Judge the heuristics, and show how they did.
 
@@ -210,8 +198,8 @@ def _measured(options: HeuristicsOptions) -> Results | None:
         raise ValueError("heuristics: there are no isolated times to go by (value=none, allowed=--isolated FILE of "
                          "sidelane tune --study c3, or that command first)")  # fmt: skip
     if options.results is None:
-        plain = {f.name: getattr(options, f.name) for f in dataclasses.fields(c3_study.C3Options)}
-        measured = c3_study.main(c3_study.C3Options(**{**plain, "json": None, "report": None}))
+        plain = {f.name: getattr(options, f.name) for f in dataclasses.fields(C3Options)}
+        measured = c3_study.main(C3Options(**{**plain, "json": None, "report": None}))
         if measured is None:
             return None
         found = measured
@@ -227,7 +215,7 @@ def _measured(options: HeuristicsOptions) -> Results | None:
 
 
 def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
-    if options.workloads == c3_study.C3Options.workloads:
+    if options.workloads == C3Options.workloads:
         workloads = [table_ii_workload(name, kind) for name in TABLE_II for kind in KINDS]
     else:
         workloads = [parse_workload(text, kind, options.dtype) for text in options.workloads for kind in KINDS]
@@ -328,4 +316,5 @@ STUDY = Study(
     row=HeuristicRow,
     tables=heuristic_tables,
     plots=draw_heuristics,
+    main=main,
 )

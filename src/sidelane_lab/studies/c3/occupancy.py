@@ -19,16 +19,16 @@ import torch
 
 from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategy import LIBRARY
-from sidelane.c3.workload import Gemm, Workload, parse_workload
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.c3.workload import Gemm, Workload
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane.kernels.gemm_shape import SHAPES, GemmShape
-from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
+from sidelane_lab.cli.c3 import OccupancyOptions
 from sidelane_lab.harness.measure import Job
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.pairs.run import GemmRun, Workers, check_launch
 from sidelane_lab.pairs.spans import Span, Trace
 from sidelane_lab.studies.c3.occupancy_rows import OccupancyRow, draw_occupancy, occupancy_tables
@@ -162,42 +162,9 @@ HIDE_LAUNCH_US = 150.0
 """For each operation of a pipeline that the host queues before the clock starts."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OccupancyOptions(StudyOptions):
-    """Options of the study; ``sidelane c3 --help`` explains them.
-
-    Attributes:
-        blocks: of grids; empty takes ``BLOCKS``.
-    """
-
-    workloads: tuple[str, ...] = ("cb1_896M",)
-    collectives: tuple[Kind, ...] = (Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
-    dtype: str = "bfloat16"
-    full_size: bool = False
-    shapes: tuple[str, ...] = tuple(SHAPES)
-    blocks: tuple[int, ...] = ()
-    iterations: int = 6
-    in_order: bool = False
-    warmup: int = 2
-    repeats: int = 4
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        for text in self.workloads:
-            parse_workload(text, dtype=self.dtype)
-        require_all("OccupancyOptions", "shapes", self.shapes or ("none",), SHAPES)
-        if not self.workloads or not self.collectives:
-            raise ValueError("OccupancyOptions: at least one workload and one collective are needed (value=none)")
-        if self.blocks and min(self.blocks) < 0:
-            raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")
-        Schedule(self.iterations)
-
-
-def main(options: OccupancyOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
-    device_type = choose_target(options.ranks, options.device).device_type
-    check_asked(device_type, options.collectives, implementations=options.implementations, with_auto=True)
-    return run_study(STUDY, options)
+def _check(options: OccupancyOptions, place: LaunchTarget) -> None:
+    """Refuse names that are not known on this kind of device."""
+    check_asked(place.device_type, options.collectives, implementations=options.implementations, with_auto=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -435,5 +402,6 @@ STUDY = Study(
     tables=occupancy_tables,
     plots=draw_occupancy,
     measure=_measure,
+    check=_check,
     progress="pipelined iterations",
 )

@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from sidelane.c3.strategy import LIBRARY, percent_of_ideal
 from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank, choose_target
-from sidelane.cli.output import STDOUT
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.machine.inventory import machine_name
@@ -29,7 +27,8 @@ from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
-from sidelane_lab.harness.running import Sender, StudyOptions, rows_there, run_study
+from sidelane_lab.cli.c3 import C3Options, Key
+from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
@@ -41,50 +40,6 @@ from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class C3Options(StudyOptions):
-    """Options of the study; ``sidelane c3 --help`` explains them.
-
-    Attributes:
-        variants: of Sidelane's collectives; its best is reported, as every implementation's best is. ``auto`` is what
-            a caller gets who asks for none: on copy engines its choice, of kernels all that there are.
-        known: what is in it; filled in by :func:`main`.
-        not_run: pairs that are left out, and why: they become rows with that reason.
-        done: rows that are there; filled in by :func:`main`.
-    """
-
-    workloads: tuple[str, ...] = ("cb1_896M",)
-    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    strategies: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ("auto",)
-    dtype: str = "bfloat16"
-    full_size: bool = False
-    isolated: Path | None = None
-    known: Isolated | None = None
-    warmup: int = 6
-    repeats: int = 9
-    timeline: Path | None = None
-    not_run: tuple[tuple[str, str], ...] = ()
-    resume: bool = False
-    third: bool = False
-    budget_s: float | None = None
-    done: frozenset[Key] = frozenset()
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        if not self.workloads or not self.collectives:
-            raise ValueError("C3Options: at least one workload and one collective are needed (value=none)")
-        for text in (*self.workloads, *(pair for pair, _ in self.not_run)):
-            parse_workload(text, dtype=self.dtype)
-        both = [pair for pair, _ in self.not_run if pair in self.workloads]
-        if both or not all(reason.strip() for _, reason in self.not_run):
-            raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
-        for name in self.strategies:
-            named(name)
-        if self.resume and (self.json is None or self.json == STDOUT):
-            raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
 
 
 def main(options: C3Options) -> Results | None:
@@ -229,7 +184,7 @@ def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -
 def case_of(rank: Rank, workload: Workload) -> Case:
     """The collective of a pair."""
     dtype = getattr(torch, workload.gemm.dtype)
-    return Case(workload.collective, workload.nbytes, dtype, rank.rank, rank.world_size, rank.device)
+    return Case.on(rank, workload.collective, workload.nbytes, dtype)
 
 
 def _runs(roster: Roster, case: Case, options: C3Options) -> Iterator[ReadyCall]:
@@ -275,9 +230,6 @@ FIGURES = (
 )
 NOT_RUN = "not run: "
 """Begins the notes of rows of pairs that were left out."""
-
-Key = tuple[object, ...]
-"""The values that two rows of one thing have in common."""
 
 
 def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
@@ -415,5 +367,6 @@ STUDY = Study(
     warning=too_few_cores,
     key=key_of_row,
     measure=_measure,
+    main=main,
     progress="computation and communication",
 )

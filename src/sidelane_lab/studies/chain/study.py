@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from sidelane.choice.candidate import applicable
-from sidelane.cli.launch import Rank
-from sidelane.cli.table import MISSING, Line, Table, grouped, number, verdict
+from sidelane.cli.launch import LaunchTarget, Rank
+from sidelane.cli.table import MISSING, Line, Table, grouped, number
 from sidelane.program.collective import Kind
 from sidelane.session.prelaunch import prelaunchable
 from sidelane.sizes import format_bytes
@@ -35,17 +35,17 @@ from sidelane_lab.baselines.candidate import (
     captured,
 )
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.baselines.roster import OwnDma, Roster, make_roster
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import IMPLEMENTATIONS, LAUNCHES, OF_LIBRARY, FlatRow, Results, Study, require_all
+from sidelane_lab.baselines.roster import OwnDma, Roster, check_asked, make_roster
+from sidelane_lab.cli.collectives import PRELAUNCHED, ChainOptions
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
+from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.report import Cell, tables_by, text_of
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Study
 from sidelane_lab.studies.chain.ways import CALLS, WIDTH, Chain, Gemms, PrelaunchedChain
 
 ALONE = Entrant("", "GEMMs alone")
 ALONE_AS_GRAPH = dataclasses.replace(ALONE, launch="graph")
-
-PRELAUNCHED = "prelaunched"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,24 +79,10 @@ class ChainRow(FlatRow):
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChainOptions(StudyOptions):
-    """The options of ``sidelane chain``, whose help says what they are."""
-
-    sizes: tuple[int, ...] = tuple(1 << power for power in range(20, 29, 2))
-    variants: tuple[str, ...] = ()
-    launches: tuple[str, ...] = ()
-    warmup: int = 3
-    repeats: int = 11
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("ChainOptions", "launches", self.launches, (*LAUNCHES, PRELAUNCHED))
-
-
-def main(options: ChainOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
-    return run_study(STUDY, options)
+def _check(options: ChainOptions, place: LaunchTarget) -> None:
+    """Refuse names that are not known on this kind of device."""
+    names = {name: getattr(options, name) for name in ("implementations", "variants", "launches")}
+    check_asked(place.device_type, (Kind.ALL_GATHER,), **names)
 
 
 def _measure(rank: Rank, options: ChainOptions, sender: Sender) -> Iterator[ChainRow]:
@@ -107,10 +93,10 @@ def _measure(rank: Rank, options: ChainOptions, sender: Sender) -> Iterator[Chai
     def rounded(nbytes: int) -> int:
         return -(-nbytes // step) * step
 
-    sizes = sender.rounded(options.sizes, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     sender.steps = len(sizes)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
-    cases = [Case(Kind.ALL_GATHER, size, dtype, rank.rank, rank.world_size, rank.device) for size in sizes]
+    cases = [Case.on(rank, Kind.ALL_GATHER, size, dtype) for size in sizes]
     roster.reserve_for(cases, sender.note)
     seeds = itertools.count(options.seed + 1)
     for case in cases:
@@ -131,9 +117,13 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
     Yields:
         Rows, the same on every rank.
     """
-    meter = roster.meter
-    ready: dict[Entrant, Chain] = {}
-    problems: dict[Entrant, Problem] = {}
+    meter, found = roster.meter, WayComparison[Entrant, Chain]()
+
+    def check(candidate: Entrant, chain: Chain) -> Problem | None:
+        problem = _checked(meter, gemms, chain.sample, candidate, next(seeds))
+        chain.release()
+        return problem
+
     with meter.on_stream():
         gemms = Gemms(case, meter)
         for implementation in roster.implementations.values():
@@ -142,26 +132,20 @@ def measure_case(roster: Roster, case: Case, options: ChainOptions, seeds: Itera
                 if chain.collective.tensors.output is None:
                     continue
                 problem = _prepare(meter, gemms, chain, candidate.launch == "graph", seeds)
-                if problem is None:
-                    ready[candidate] = chain
-                else:
-                    problems[candidate] = problem
+                found.add(candidate, problem or chain)
+                if problem is not None:
                     chain.release()
         jobs = {ALONE: Job(gemms.alone, repeats=CALLS, calls=CALLS, ahead=CALLS_AHEAD)}
-        if any(candidate.launch == "graph" for candidate in ready):
+        if any(candidate.launch == "graph" for candidate in found.ready):
             graph = captured(gemms.alone, CALLS)
             jobs[ALONE_AS_GRAPH] = Job(graph.replay, calls=CALLS, hide_launch_us=HIDDEN_LAUNCH_US)
-        jobs |= {candidate: chain.job() for candidate, chain in ready.items()}
-        rounds = meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats)
-        for candidate, chain in ready.items():
-            problem = _check(meter, gemms, chain.sample, candidate, next(seeds))
-            if problem is not None:
-                problems[candidate] = problem
-            chain.release()
-    for candidate in (*ready, *(c for c in problems if c not in ready)):
-        variant = ready[candidate].collective.variant if candidate in ready else candidate.variant
-        alone = rounds.get(ALONE_AS_GRAPH, rounds[ALONE]) if candidate.launch == "graph" else rounds[ALONE]
-        yield _row(case, candidate, variant, rounds.get(candidate), alone, problems.get(candidate))
+        jobs |= {candidate: chain.job() for candidate, chain in found.ready.items()}
+        found.rounds = timed = meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats)
+        found.check_again(check)
+    for candidate, ran, rounds, problem in found:
+        alone = timed.get(ALONE_AS_GRAPH, timed[ALONE]) if candidate.launch == "graph" else timed[ALONE]
+        variant = candidate.variant if ran is None else ran.collective.variant
+        yield _row(case, candidate, variant, rounds, alone, problem)
 
 
 def _candidates(implementation: Implementation, options: ChainOptions) -> list[Entrant]:
@@ -190,7 +174,7 @@ def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: It
         refused = meter.attempt(step)
         if refused is not None:
             return Problem(f"{step.__name__}: {refused}")
-    problem = _check(meter, gemms, chain.run, candidate, next(seeds))
+    problem = _checked(meter, gemms, chain.run, candidate, next(seeds))
     if problem is None and as_graph:
         refused = meter.attempt(chain.capture)
         problem = None if refused is None else Problem(f"capture: {refused}")
@@ -198,7 +182,7 @@ def _prepare(meter: Meter, gemms: Gemms, chain: Chain, as_graph: bool, seeds: It
     return problem
 
 
-def _check(meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int) -> Problem | None:
+def _checked(meter: Meter, gemms: Gemms, run: Callable[[], None], candidate: Entrant, seed: int) -> Problem | None:
     """Run on a fresh input and compare. Collective."""
 
     def step() -> None:
@@ -234,15 +218,15 @@ def _row(
     )
 
 
-COLUMNS: dict[str, Callable[[ChainRow], str]] = {
-    "bytes": lambda row: format_bytes(row.bytes),
-    "<implementation": lambda row: row.implementation,
-    "<variant": lambda row: row.variant,
-    "<place": lambda row: "in" if row.in_place else "out",
-    "chain\nus": lambda row: number(row.time_us),
-    "GEMMs\nalone us": lambda row: number(row.gemms_us),
-    "between\nus": lambda row: number(None if row.time_us is None else row.time_us - row.gemms_us),
-    "<correct": lambda row: verdict(row.correct),
+COLUMNS: Mapping[str, Cell] = {
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<variant": "variant",
+    "<place": lambda row, _: "in" if row.in_place else "out",
+    "chain\nus": "time_us",
+    "GEMMs\nalone us": "gemms_us",
+    "between\nus": lambda row, _: number(None if row.time_us is None else row.time_us - row.gemms_us),
+    "<correct": "correct",
 }
 BEST_COLUMNS = (
     *("bytes", "<launch", "<fastest of\nSidelane", "us", "auto\nus", "<fastest of\nthe library", "us", "ratio"),
@@ -280,7 +264,7 @@ def _chain_summary(rows: Sequence[ChainRow]) -> Table:
         theirs = fastest(nbytes, "eager" if launch == PRELAUNCHED else launch, OF_LIBRARY)
         us = [number(row.time_us if row else None) for row in (ours, auto, theirs)]
         # On our side without the implementation: the variant tells it.
-        named = [[cell(row) for cell in COLUMNS.values()] if row else [] for row in (ours, theirs)]
+        named = [[text_of(row, (), cell) for cell in COLUMNS.values()] if row else [] for row in (ours, theirs)]
         names = [" ".join(filter(None, each[first:4])) for each, first in zip(named, (2, 1), strict=True)]
         ratio = theirs.time_us / ours.time_us if theirs and theirs.time_us and ours and ours.time_us else None
         cells = (format_bytes(nbytes), launch, names[0], us[0], us[1], names[1], us[2])
@@ -302,5 +286,6 @@ STUDY = Study(
     row=ChainRow,
     tables=chain_tables,
     measure=_measure,
+    check=_check,
     progress="producer, all-gather, consumer",
 )

@@ -24,7 +24,8 @@ from sidelane.program.ir import Program, Wait
 from sidelane.program.verify import Verification, verify
 from sidelane.session import Communicator
 from sidelane.sizes import format_bytes
-from sidelane_lab.explain.call import ExplainOptions, explain
+from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.explain.call import explain
 from sidelane_lab.harness.report import STYLE, inline
 from sidelane_lab.harness.study import Picture
 from sidelane_lab.studies.demo import figures

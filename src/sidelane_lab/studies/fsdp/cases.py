@@ -19,8 +19,6 @@ LAYERS = {"llama-8b-like": 10, "llama-70b-like": 4}
 FEW_LAYERS, DIVISOR, FEW_HEADS = 3, 64, (4, 2)
 """Sizes of CPU ranks: layers, what sizes are divided by, heads of queries and of keys."""
 
-DEFAULT = ("8b:2x4096", "8b:1x4096", "8b:1x8192", "70b:1x2048", "70b:1x4096")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepCase:
@@ -66,7 +64,7 @@ def parse_case(text: str, layers: int | None = None) -> StepCase:
     found = re.fullmatch(r"(\w+):([1-9]\d*)x([1-9]\d*)", text)
     if found is None or found[1] not in SHORT:
         models = " or ".join(SHORT)
-        raise ValueError(f"fsdp: case (value={text!r}, allowed={models} and sequences x tokens, as in {DEFAULT[0]})")
+        raise ValueError(f"fsdp: case (value={text!r}, allowed={models} and sequences x tokens, as in 8b:2x4096)")
     model = MODELS[SHORT[found[1]]]
     if layers is not None and layers < 1:
         raise ValueError(f"fsdp: layers (value={layers}, allowed=1 or more)")

@@ -19,51 +19,23 @@ from typing import Any
 
 import torch
 
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane_lab.baselines.roster import make_meter
+from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, require_all
-from sidelane_lab.studies.fsdp.cases import DEFAULT, StepCase, parse_case
+from sidelane_lab.harness.options import require_all
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
+from sidelane_lab.studies.fsdp.cases import StepCase
 from sidelane_lab.studies.fsdp.kernels import ATTENTION, COPY_IN, COPY_OUT, GEMM, Profiled, profiled
 from sidelane_lab.studies.fsdp.rows import FsdpRow, draw_steps, fsdp_tables
 from sidelane_lab.studies.fsdp.step import TOLERANCE, StepOutcome, Stepper
 from sidelane_lab.studies.fsdp.ways import FLOORS, STILL, STRAIGHT_STILL, CommunicationWays, names_on
 
-REDUCE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FsdpOptions(StudyOptions):
-    """Options of the study; ``sidelane fsdp --help`` explains them."""
-
-    cases: tuple[str, ...] = DEFAULT
-    layers: int | None = None
-    reduce_dtype: str = "bfloat16"
-    optimizer: bool = False
-    profile: bool = False
-    warmup: int = 1
-    repeats: int = 7
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("fsdp", "reduce_dtype", (self.reduce_dtype,), REDUCE_DTYPES)
-        self.parsed()
-
-    def parsed(self) -> list[StepCase]:
-        """Return the cases."""
-        return [parse_case(text, self.layers) for text in dict.fromkeys(self.cases)]
-
-
-def main(options: FsdpOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
-    """
-    known = names_on(choose_target(options.ranks, options.device).device_type)
-    require_all("fsdp", "implementations", options.implementations, known)
-    return run_study(STUDY, options)
+def _check(options: FsdpOptions, place: LaunchTarget) -> None:
+    """Refuse an implementation that is not known on this kind of device."""
+    require_all("fsdp", "implementations", options.implementations, names_on(place.device_type))
 
 
 def _measure(rank: Rank, options: FsdpOptions, sender: Sender) -> Iterator[FsdpRow]:
@@ -266,7 +238,7 @@ class _Study:
             found.
         """
         options, made = self._options, list[Trial]()
-        dtype = REDUCE_DTYPES[options.reduce_dtype]
+        dtype = getattr(torch, options.reduce_dtype)
         make = functools.partial(
             Stepper, case, self._rank, self.meter, dtype, optimizer=options.optimizer, seed=options.seed
         )
@@ -387,5 +359,6 @@ STUDY = Study(
     tables=fsdp_tables,
     plots=lambda rows, results, folder: draw_steps(rows, results.where, folder),
     measure=_measure,
+    check=_check,
     progress="training steps",
 )

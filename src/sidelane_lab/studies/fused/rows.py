@@ -14,15 +14,13 @@ from sidelane.choice.fused_heuristic import ROUTED, WITHOUT_KERNEL
 from sidelane.choice.fused_order import ORDERS
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import Table, grouped, verdict
+from sidelane_lab.cli.collectives import FUSED_OPS
 from sidelane_lab.harness.drawing import BLUE, ORANGE, save
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.harness.report import Cell, table_of
-from sidelane_lab.harness.study import LAUNCHES, FlatRow, Picture, Results
+from sidelane_lab.harness.study import FlatRow, Picture, Results
 from sidelane_lab.studies.fused.shapes import EVENLY, EXPERTS, MEANING
 
-FUSED_OPS = (
-    *("gemv_all_reduce", "all_reduce_rms_norm", "embedding_all_to_all", "gemm_all_to_all", "all_to_all_gemm"),
-    *("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"),
-)
 ALONE = ("compute", "collective")
 """Implementations of rows that are a part of an operator."""
 

@@ -27,13 +27,13 @@ from sidelane.config import current, profile_folder
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import CALLS_AHEAD, HIDDEN_LAUNCH_US, captured
 from sidelane_lab.baselines.roster import make_meter
+from sidelane_lab.cli.collectives import FusedOptions
 from sidelane_lab.harness.drawing import file_name
 from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, read, require_all
+from sidelane_lab.harness.running import Sender, run_study
+from sidelane_lab.harness.study import Results, Study, read
 from sidelane_lab.studies.fused.rows import (
     ALONE,
-    FUSED_OPS,
     FusedRow,
     draw_fused,
     element_bytes_of,
@@ -58,28 +58,10 @@ Key = tuple[str, str, str]
 """Implementation or part, of what it is made or how it is scheduled, launch."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FusedOptions(StudyOptions):
-    """Options of the study; ``sidelane fused --help`` explains them."""
-
-    ops: tuple[str, ...] = ()
-    warmup: int = 3
-    repeats: int = 21
-    timeline: Path | None = None
-    keep: bool = False
-    results: Path | None = None
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("FusedOptions", "ops", self.ops, FUSED_OPS)
-        if self.results is not None and not self.keep:
-            raise ValueError(
-                "fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)"
-            )
-
-
 def main(options: FusedOptions) -> Results | None:
     """Run the study; see :func:`sidelane_lab.harness.running.run_study`. On CPUs kernels are interpreted."""
+    if options.results is not None and not options.keep:
+        raise ValueError("fused: --results (allowed=with --machine, to hold predictions against it, or with --keep)")
     if options.keep:
         refuse_unwritable("--keep", required("--keep", profile_folder()), is_folder=True)
     if options.results is not None:
@@ -301,5 +283,6 @@ STUDY = Study(
     tables=fused_tables,
     plots=lambda rows, results, folder: draw_fused(rows, results.where, folder),
     measure=_measure,
+    main=main,
     progress="fused operators",
 )

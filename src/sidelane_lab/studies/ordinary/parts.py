@@ -15,9 +15,9 @@ from sidelane.c3.lanes import Lanes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import ideal_speedup, speedup
 from sidelane.c3.workload import Workload
-from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall
-from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison
-from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, outcome
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall, Tensors, check_call
+from sidelane_lab.baselines.reference import Case
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
 from sidelane_lab.pairs.outcome import median_of_rounds, percent_of_rounds
 from sidelane_lab.pairs.run import HIDE_LAUNCH_US, GemmRun, Pairs, Workers, check_launch
 from sidelane_lab.studies.collectives import bus_gbps, calls_per_sample, checked, hides_launches
@@ -88,26 +88,31 @@ class Parts:
         """Measure every way in and out of place. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
         candidates = candidates_for(self.ways, case, PLACES[case.kind])
-        runs = {candidate: ReadyCall(candidate, case, way, calls) for candidate, way in candidates.items()}
         said: dict[Entrant, Said] = {}
+        compared = WayComparison[Entrant, ReadyCall]()
+
+        def check(candidate: Entrant, call: ReadyCall) -> Problem | None:
+            problem = checked(self.meter, call, next(self.seeds), runs=2 if call.repeatable else 1)
+            if problem is None:
+                said[candidate] = candidates[candidate].said()
+            return problem
+
         with self.meter.on_stream():
-            found = {candidate: self._ready(way, runs[candidate]) for candidate, way in candidates.items()}
-            problems = {candidate: problem for candidate, problem in found.items() if problem is not None}
-            jobs = {
-                candidate: run.job(HIDDEN_LAUNCH_US if hides_launches(case, candidate) else 0.0)
-                for candidate, run in runs.items()
-                if candidate not in problems
-            }
-            rounds = self._rounds(jobs)
-            for candidate in jobs:
-                run = runs[candidate]
-                problem = checked(self.meter, run, next(self.seeds), runs=2 if run.repeatable else 1)
-                self._note(candidate, candidates[candidate], problem, problems, said)
+            for candidate, way in candidates.items():
+                call = ReadyCall(candidate, case, way, calls)
+                compared.add(candidate, self._ready(way, call) or call)
+            compared.rounds = self._rounds(
+                {
+                    candidate: call.job(HIDDEN_LAUNCH_US if hides_launches(case, candidate) else 0.0)
+                    for candidate, call in compared.ready.items()
+                }
+            )
+            compared.check_again(check)
         for candidate, way in candidates.items():
+            timed, problem = compared.rounds.get(candidate), compared.problems.get(candidate)
             variant, reason = said.get(candidate, ("", ""))
-            timed = rounds.get(candidate)
             note = _with_late(reason, timed)
-            yield row_of(case, way, variant, timed, problems.get(candidate), note, in_place=candidate.in_place)
+            yield row_of(case, way, variant, timed, problem, note, in_place=candidate.in_place)
 
     def pair(self, workload: Workload, case: Case, lanes: Lanes | None) -> Iterator[OrdinaryRow]:
         """Measure every way alone and next to a GEMM, as the strategy ``conccl`` has it. Collective.
@@ -271,21 +276,12 @@ class Parts:
 
     def _checked(self, label: str, program: ChangingProgram, case: Case) -> Problem | None:
         """Make the next call on fresh input and poisoned output, and compare. Collective."""
-        kept, seed = [], next(self.seeds)
 
-        def execute() -> None:
+        def tensors() -> Tensors:
             program.stock(1)
-            kept.append(program.tensors)
-            assert kept[0].output is not None
-            poison(kept[0].output)
-            fill_input(case, kept[0].input, seed)
-            program.run()
+            return program.tensors
 
-        def compare() -> str | None:
-            output = kept[0].output
-            return "there is no output" if output is None else output_error(case, output, seed)
-
-        return self.meter.check(label, execute, compare)
+        return check_call(self.meter, label, case, tensors, program.run, next(self.seeds))
 
 
 def candidates_for(ways: Mapping[str, Way], case: Case, places: tuple[bool, ...]) -> dict[Entrant, Way]:

@@ -13,10 +13,11 @@ from sidelane.cli.table import (
     place_of,
 )
 from sidelane.sizes import format_bytes
+from sidelane_lab.harness.drawing import draw_sizes
 from sidelane_lab.harness.report import Cell, spread, table_of
 from sidelane_lab.harness.study import OF_LIBRARY, Picture, Results
 from sidelane_lab.studies.c3.rows import TOGETHER_COLUMNS, alone_words, lost_percent, pair_words
-from sidelane_lab.studies.collectives import CollectiveRow, draw_sizes
+from sidelane_lab.studies.collectives import CollectiveRow
 
 SYMMETRIC, LEARNED, MAPPED, STAGED = "symmetric", "learned", "mapped", "staged"
 REACHES = (SYMMETRIC, LEARNED, MAPPED, STAGED, "")
@@ -125,4 +126,4 @@ def draw_alone(rows: Sequence[OrdinaryRow], results: Results, folder: Path) -> l
     """A picture for each way to call a collective that ran alone."""
     alone = [row for row in rows if row.time_us and not row.gemm and not is_changing(row)]
     ways = grouped(alone, way_to_call)
-    return [draw_sizes(way, alike, results, folder, line_of=lambda row: row.reach) for way, alike in ways]
+    return [draw_sizes(way, alike, results, folder, lambda row: row.reach) for way, alike in ways]

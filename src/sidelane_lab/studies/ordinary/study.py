@@ -15,66 +15,27 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.workload import Workload, parse_workload
+from sidelane.c3.workload import Workload
 from sidelane.cli.launch import Rank
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.cli.ordinary import ALONE, BESIDE, CHANGING, OrdinaryOptions
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.c3.rows import too_few_cores
 from sidelane_lab.studies.c3.study import case_of, scaled_workload
 from sidelane_lab.studies.ordinary.parts import Parts
 from sidelane_lab.studies.ordinary.rows import OrdinaryRow, draw_alone, ordinary_tables
-from sidelane_lab.studies.ordinary.ways import PLACES, make_ways
+from sidelane_lab.studies.ordinary.ways import make_ways
 
-ALONE, BESIDE, CHANGING = "alone", "beside", "changing"
-PARTS = (ALONE, BESIDE, CHANGING)
 MOVING = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 """Collectives that run next to a GEMM: copy engines move bytes, and add none."""
 
 GEMM_DTYPE = "bfloat16"
-SIZES = {
-    kind: tuple(smallest * 4**exponent for exponent in range(4))
-    for kind, smallest in (("cpu", 64 << 10), ("cuda", 16 << 20))
-}
 PAIRS = {"cpu": ("8192x8192x8192_97M",), "cuda": tuple(f"8192x8192x8192_{size}" for size in ("97M", "330M", "1.2G"))}
-CHANGING_SIZES = {"cpu": (64 << 10,), "cuda": (1 << 20, 64 << 20)}
-"""Bytes and pairs where nobody says. On tensors that change there is one size that the host limits, and a large one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OrdinaryOptions(StudyOptions):
-    """Options of the study; ``sidelane ordinary --help`` explains them.
-
-    Attributes:
-        sizes: bytes of collectives alone; empty takes ``SIZES``.
-        pairs: of a GEMM and a size, as Table II of the ConCCL paper writes them; empty takes ``PAIRS``.
-        changing: bytes of collectives on tensors that change; empty takes ``CHANGING_SIZES``.
-    """
-
-    collectives: tuple[Kind, ...] = tuple(PLACES)
-    sizes: tuple[int, ...] = ()
-    pairs: tuple[str, ...] = ()
-    changing: tuple[int, ...] = ()
-    parts: tuple[str, ...] = PARTS
-    warmup: int = 2
-    repeats: int = 9
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("OrdinaryOptions", "collectives", self.collectives or ("none",), PLACES)
-        require_all("OrdinaryOptions", "parts", self.parts or ("none",), PARTS)
-        for pair in self.pairs:
-            parse_workload(pair)
-        if min(self.changing, default=1) < 1:
-            raise ValueError(f"OrdinaryOptions: changing (value={self.changing}, allowed=1 and more)")
-
-
-def main(options: OrdinaryOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`."""
-    return run_study(STUDY, options)
+"""Pairs where nobody says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +69,16 @@ def plan_of(rank: Rank, options: OrdinaryOptions) -> OrdinaryPlan:
 
     def cases(kinds: Iterable[Kind], sizes: Iterable[int]) -> tuple[Case, ...]:
         rounded = sorted({rounded_bytes(size, rank.world_size) for size in sizes})
-        return tuple(
-            Case(kind, size, torch.bfloat16, rank.rank, rank.world_size, device) for kind in kinds for size in rounded
-        )
+        return tuple(Case.on(rank, kind, size) for kind in kinds for size in rounded)
 
     asked = options.pairs or PAIRS[device.type]
     workloads = [
         scaled_workload(text, kind, dtype=GEMM_DTYPE, full_size=False, rank=rank) for kind in moving for text in asked
     ]
     return OrdinaryPlan(
-        cases(options.collectives, options.sizes or SIZES[device.type]) if ALONE in options.parts else (),
+        cases(options.collectives, options.sizes_on(device.type)) if ALONE in options.parts else (),
         tuple((one, case_of(rank, one)) for one in workloads) if BESIDE in options.parts else (),
-        cases(moving[:1], options.changing or CHANGING_SIZES[device.type]) if CHANGING in options.parts else (),
+        cases(moving[:1], options.sizes_on(device.type, "changing")) if CHANGING in options.parts else (),
     )
 
 

@@ -3,53 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import matplotlib as mpl
 
 from sidelane.cli.terminal import say_written, tables_console
+from sidelane_lab.cli.collectives import PhasesOptions
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers.numbers import write_report
-from sidelane_lab.studies.phases.programs import OPERATIONS, Operation, operations
+from sidelane_lab.studies.phases.programs import Operation, operations
 from sidelane_lab.studies.phases.rows import PREDICTED, PhaseRow, draw_phases, phase_tables
 from sidelane_lab.studies.phases.split import Phases, predict
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhasePredictionOptions:
-    """Operations to predict.
-
-    Attributes:
-        machine: name in the catalogue, or a TOML or JSON file.
-        operations: names (``phases_programs.OPERATIONS``).
-        variants: of the programs.
-        sizes: bytes.
-        json: file for the rows, or ``written.STDOUT``; None writes none.
-        report: folder for pictures and the rows; None writes none.
-    """
-
-    machine: str
-    operations: tuple[str, ...] = OPERATIONS
-    variants: tuple[str, ...] = ("b2b",)
-    sizes: tuple[int, ...] = tuple(1024 * 4**exponent for exponent in range(11))
-    json: Path | None = None
-    report: Path | None = None
-
-
-def main(options: PhasePredictionOptions) -> None:
+def main(machine_name: str, options: PhasesOptions) -> None:
     """Print, and write what the options ask for.
+
+    Args:
+        machine_name: in the catalogue, or a TOML or JSON file.
+        options: operations, variants, sizes, and where to write.
 
     Raises:
         ValueError: no such machine, operation or variant.
     """
-    machine = find(options.machine)
+    machine = find(machine_name)
     console = tables_console(options.json)
     rows = [
         predicted_row(machine, operation, machine.gpus)
-        for nbytes in options.sizes
+        for nbytes in options.sizes_on("cuda")
         for operation in operations(options.operations, options.variants, nbytes)
     ]
     console.print(f"Phases predicted for {machine.title}", style="bold")

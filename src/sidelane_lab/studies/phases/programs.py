@@ -17,7 +17,8 @@ from sidelane.program.collective import REDUCING, Collective, Kind, all_gather, 
 from sidelane.program.ir import MOVES, Move, Program, has_epochs
 from sidelane.program.transform import freeze, lower, prelaunch, stamp
 from sidelane.program.variant import PRELAUNCH, Variant
-from sidelane_lab.harness.study import LAUNCHES
+from sidelane_lab.cli.collectives import PHASED
+from sidelane_lab.harness.options import LAUNCHES
 from sidelane_lab.model.collectives import bare
 
 ALL_MOVES: frozenset[type[Move]] = frozenset(MOVES)
@@ -33,7 +34,6 @@ KIND_OF: Mapping[str, Kind] = MappingProxyType(
         "all_to_all": Kind.ALL_TO_ALL,
     }
 )
-OPERATIONS = tuple(KIND_OF)
 _ADDS = (
     "compute units add between two handshakes, beside the copies of other pieces, which is none of the four phases; "
     "sidelane collective and sidelane power measure it"
@@ -125,9 +125,9 @@ class Operation:
 
 
 def _check_name(name: str) -> None:
-    if name not in OPERATIONS:
+    if name not in PHASED:
         why = f": {NO_PHASES[name]}" if name in NO_PHASES else ""
-        raise ValueError(f"Operation: name (value={name!r}, allowed={', '.join(OPERATIONS)}){why}")
+        raise ValueError(f"Operation: name (value={name!r}, allowed={', '.join(PHASED)}){why}")
 
 
 def base_of(variant: str) -> str:

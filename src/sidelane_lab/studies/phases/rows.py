@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import Table, grouped, number, verdict
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, VERMILLION, file_name, save
-from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.study import LAUNCHES, MODEL, FlatRow, Picture
+from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.report import Cell, tables_by
+from sidelane_lab.harness.study import MODEL, FlatRow, Picture
 
 PREDICTED = "predicted"
 SOURCES = ("measured", PREDICTED)
@@ -60,22 +61,18 @@ class PhaseRow(FlatRow):
     stage_us: float | None = None
 
 
-def _looked(cell: Callable[[PhaseRow], str]) -> Callable[[PhaseRow], str]:
-    return lambda row: "" if row.source == PREDICTED else cell(row)
-
-
-COLUMNS: dict[str, Callable[[PhaseRow], str]] = {
-    "bytes": lambda row: format_bytes(row.bytes),
-    "<launch": lambda row: PREDICTED if row.source == PREDICTED else row.launch,
-    "control\nus": lambda row: number(row.control_us),
-    "schedule\nus": lambda row: number(row.schedule_us),
-    "copy\nus": lambda row: number(row.copy_us),
-    "slot\nus": lambda row: number(row.stage_us) if row.stage_us else "",
-    "sync\nus": lambda row: number(row.sync_us),
-    "total\nus": lambda row: number(row.total_us),
-    "no stamps\nus": _looked(lambda row: number(row.total_unstamped_us)),
-    "host\nus": lambda row: number(row.host_us),
-    "<correct": _looked(lambda row: verdict(row.correct)),
+COLUMNS: Mapping[str, Cell] = {
+    "bytes": "bytes",
+    "<launch": lambda row, _: PREDICTED if row.source == PREDICTED else row.launch,
+    "control\nus": "control_us",
+    "schedule\nus": "schedule_us",
+    "copy\nus": "copy_us",
+    "slot\nus": lambda row, _: number(row.stage_us) if row.stage_us else "",
+    "sync\nus": "sync_us",
+    "total\nus": "total_us",
+    "no stamps\nus": lambda row, _: "" if row.source == PREDICTED else number(row.total_unstamped_us),
+    "host\nus": "host_us",
+    "<correct": lambda row, _: "" if row.source == PREDICTED else verdict(row.correct),
 }
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.machine.inventory import machine_name
 from sidelane.program.batch import Definition
 from sidelane.program.collective import Collective
@@ -17,17 +21,18 @@ from sidelane.program.verify import verify
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import check_asked
+from sidelane_lab.cli.collectives import PhasesOptions
 from sidelane_lab.harness.measure import Meter
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import LAUNCHES, Results, Study
+from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
-from sidelane_lab.studies.phases.pace import Pacer
 from sidelane_lab.studies.phases.predict import phase_row, predicted_row
-from sidelane_lab.studies.phases.programs import GRAPH, OPERATIONS, TRANSFERS, Operation, operations
+from sidelane_lab.studies.phases.programs import GRAPH, TRANSFERS, Operation, operations
 from sidelane_lab.studies.phases.rig import Rig, TimedCall, error, fill
 from sidelane_lab.studies.phases.rows import PhaseRow, draw_phases, phase_tables
-from sidelane_lab.studies.phases.split import slowest, split
+from sidelane_lab.studies.phases.split import FIELDS, slowest, split
 
 FALLBACK_MACHINE = "h200x4"
 """Predicted next to measurements on a machine that the catalogue does not have."""
@@ -37,55 +42,19 @@ FEW_CALLS = 9
 MEASURED = "measured"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhasesOptions(StudyOptions):
-    """The options of ``sidelane phases``, whose help says what they are."""
-
-    operations: tuple[str, ...] = OPERATIONS
-    sizes: tuple[int, ...] = ()
-    variants: tuple[str, ...] = ("b2b",)
-    launches: tuple[str, ...] = ()
-    calls: int = 31
-    warmup: int = 4
-    predict: str = ""
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        if not self.operations or not self.variants:
-            raise ValueError("PhasesOptions: at least one operation and one variant are needed (value=none)")
-        operations(self.operations, self.variants, 1)
-        if self.warmup < 1:
-            raise ValueError(f"PhasesOptions: warmup (value={self.warmup}, allowed=1 and more)")
-        if self.predict:
-            find(self.predict)
-
-
-def main(options: PhasesOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        ValueError: also for a launch that is not known here.
-    """
-    place = choose_target(options.ranks, options.device)
+def _check(options: PhasesOptions, place: LaunchTarget) -> None:
+    """Refuse operations and variants that there are not, a launch that is not known here, and machines."""
+    operations(options.operations, options.variants, 1)
     check_asked(place.device_type, (), launches=options.launches)
-    return run_study(STUDY, options)
-
-
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Powers of 4: 1 KB to 1 GB on an accelerator, 1 KB to 4 MB on a CPU.
-
-    >>> default_sizes("cuda")[-1] == 1 << 30
-    True
-    """
-    return tuple(1024 * 4**exponent for exponent in range(7 if device_type == "cpu" else 11))
+    if options.predict:
+        find(options.predict)
 
 
 def _measure(rank: Rank, options: PhasesOptions, sender: Sender) -> Iterator[PhaseRow]:
     """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
-    asked = options.sizes or default_sizes(rank.device.type)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(asked, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     launches = [name for name in LAUNCHES if not (on_cpu and name == "graph")]
     if options.launches:
         launches = [name for name in launches if name in options.launches]
@@ -225,6 +194,103 @@ class _Study:
         return self._epoch
 
 
+# Single calls on ranks that begin together, at moments that they have agreed on: all processes of a machine share one
+# monotonic clock, so nothing is exchanged around a call and no barrier runs on the devices. What is timed is a call on
+# an idle machine.
+
+LATE_US = {"cpu": 500.0, "gpu": 5.0}
+"""A call that begins this much too late on some rank does not count."""
+SPARE_US = {"cpu": 3_000.0, "gpu": 250.0}
+"""Between two calls, beyond what the slowest took."""
+_LEAD_NS = 5_000_000
+_SPIN_NS = 300_000
+
+
+class Pacer:
+    """Runs calls one at a time, taking turns, on all ranks alike.
+
+    Args:
+        meter: carries what the ranks tell each other.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._kind = "cpu" if meter.device.type == "cpu" else "gpu"
+        self._meter = meter
+
+    def run(
+        self,
+        calls: Sequence[TimedCall | None],
+        next_epoch: Callable[[], int],
+        *,
+        warmup: int,
+        repeats: int,
+        gap_us: float,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Time every call ``repeats`` times. Collective.
+
+        Args:
+            calls: the same number on every rank, in the same order; None where a rank has no part.
+            next_epoch: number of the next call, the same on every rank.
+            warmup: rounds before the measured ones, which also tell how far apart the calls have to be.
+            repeats: measured rounds.
+            gap_us: between calls in the warm-up.
+
+        Returns:
+            ``[ranks, calls, repeats, fields of Sample]`` with NaN where a rank had no part, and ``[calls, repeats]``,
+            true where every rank began in time.
+        """
+        with _without_collections():
+            first, _ = self._rounds(calls, next_epoch, warmup, [gap_us] * len(calls))
+            totals = first[:, :, 1] if warmup else np.full((len(calls), 1), gap_us)
+            worst = self._of_all_ranks(np.nan_to_num(np.median(totals, axis=1))).max(axis=0)
+            gaps = [1.3 * float(us) + SPARE_US[self._kind] for us in worst]
+            values, late = self._rounds(calls, next_epoch, repeats, gaps)
+        return self._of_all_ranks(values), self._of_all_ranks(late).max(axis=0) == 0
+
+    def _rounds(
+        self, calls: Sequence[TimedCall | None], next_epoch: Callable[[], int], count: int, gaps: Sequence[float]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        values = np.full((len(calls), count, FIELDS), np.nan)
+        late = np.zeros((len(calls), count), dtype=bool)
+        at = int(self._of_all_ranks(np.array([time.perf_counter_ns() + _LEAD_NS], dtype=np.float64)).max())
+        for number in range(count):
+            for index, call in enumerate(calls):
+                epoch = next_epoch()
+                if call is not None:
+                    call.arm(epoch)
+                    _wait_until(at)
+                    begin = time.perf_counter_ns()
+                    call.begin(epoch)
+                    returned = time.perf_counter_ns()
+                    call.finish()
+                    known = time.perf_counter_ns()
+                    values[index, number] = call.sample(begin, returned, known).values()
+                    late[index, number] = begin - at > 1e3 * LATE_US[self._kind]
+                at += int(1e3 * gaps[index])
+        return values, late
+
+    def _of_all_ranks(self, mine: np.ndarray) -> np.ndarray:
+        """Return every rank's array, by rank."""
+        return np.array(self._meter.of_all_ranks(mine.ravel().tolist())).reshape(-1, *mine.shape)
+
+
+def _wait_until(at_ns: int) -> None:
+    while (left := at_ns - time.perf_counter_ns()) > 0:
+        if left > _SPIN_NS:
+            time.sleep((left - _SPIN_NS) / 1e9)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collecting garbage takes longer than what is timed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 STUDY = Study(
     name="phases",
     title="Where one transfer and one collective spend their time",
@@ -239,5 +305,6 @@ STUDY = Study(
     tables=phase_tables,
     plots=lambda rows, results, folder: draw_phases(rows, results.where, folder),
     measure=_measure,
+    check=_check,
     progress="phases",
 )

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -18,6 +17,7 @@ from sidelane.c3.workload import Workload, parse_gemm
 from sidelane.cli.table import Line, Table, number
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import REDUCING, Kind
+from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.harness.drawing import RC
 from sidelane_lab.harness.study import MODEL
 from sidelane_lab.machines.load import find
@@ -42,42 +42,23 @@ COLUMNS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerPredictionOptions:
-    """Collectives to predict, alone or next to GEMMs.
-
-    Attributes:
-        machine: name in the catalogue, or a TOML or JSON file with a section ``power``.
-        collectives: keys of ``PREDICTED_VARIANTS``.
-        sizes: bytes.
-        gemms: tags of the ConCCL paper's Table I, or ``m,n,k``; empty: collectives alone.
-        json: file for the rows, or ``written.STDOUT``; None writes none.
-        report: folder for pictures and the rows; None writes none.
-    """
-
-    machine: str
-    collectives: tuple[Kind, ...]
-    sizes: tuple[int, ...]
-    gemms: tuple[str, ...] = ()
-    json: Path | None = None
-    report: Path | None = None
-
-    def __post_init__(self) -> None:
-        for kind in self.collectives:
-            if kind not in PREDICTED_VARIANTS:
-                measured = "" if self.gemms else "; without --machine it is measured"
-                allowed = f"{', '.join(PREDICTED_VARIANTS)}{measured}"
-                raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
-
-
-def main(options: PowerPredictionOptions) -> None:
+def main(machine_name: str, options: PowerOptions) -> None:
     """Print, and write what the options ask for.
 
+    Args:
+        machine_name: in the catalogue, or a TOML or JSON file with a section ``power``.
+        options: collectives, sizes, GEMMs next to them, and where to write.
+
     Raises:
-        ValueError: no such machine, no power figures in its description, or no such GEMM.
+        ValueError: no such machine, no power figures in its description, no such GEMM, or no model of a collective.
     """
-    machine, console = find(options.machine), tables_console(options.json)
-    asked = itertools.product(options.collectives, options.sizes)
+    for kind in options.collectives:
+        if kind not in PREDICTED_VARIANTS:
+            measured = "" if options.gemms else "; without --machine it is measured"
+            allowed = f"{', '.join(PREDICTED_VARIANTS)}{measured}"
+            raise ValueError(f"power: no model speaks to this collective (value={kind}, allowed={allowed})")
+    machine, console = find(machine_name), tables_console(options.json)
+    asked = itertools.product(options.collectives, options.sizes_on("cuda"))
     if options.gemms:
         gemms = [parse_gemm(text.replace(",", "x")) for text in options.gemms]
         workloads = [Workload(gemm, kind, nbytes) for gemm, (kind, nbytes) in itertools.product(gemms, asked)]

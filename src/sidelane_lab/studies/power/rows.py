@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from sidelane.cli.table import Table, grouped, number, place_of, verdict
-from sidelane.sizes import format_bytes
+from sidelane.cli.table import Table, grouped, place_of, verdict
 from sidelane_lab.harness.drawing import (
     COLOURS,
     GREY,
@@ -22,8 +21,9 @@ from sidelane_lab.harness.drawing import (
     save,
     size_axis,
 )
-from sidelane_lab.harness.report import tables_by
-from sidelane_lab.harness.study import IMPLEMENTATIONS, LAUNCHES, MODEL, FlatRow, Picture
+from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.report import Cell, tables_by
+from sidelane_lab.harness.study import IMPLEMENTATIONS, MODEL, FlatRow, Picture
 
 LIBRARY = "library"
 
@@ -67,16 +67,16 @@ class PowerRow(FlatRow):
     note: str = ""
 
 
-COLUMNS: dict[str, Callable[[PowerRow], str]] = {
-    "bytes": lambda row: format_bytes(row.bytes),
-    "<implementation": lambda row: row.implementation,
-    "<variant": lambda row: row.variant,
-    "time\nus": lambda row: number(row.time_us),
-    "W": lambda row: number(row.watts),
-    "read/\ncount %": lambda row: "" if row.counters_agree_percent is None else f"{row.counters_agree_percent:.0f}",
-    "energy\nmJ": lambda row: number(row.energy_mj),
-    "above\nidle mJ": lambda row: number(row.energy_above_idle_mj),
-    "<correct": lambda row: "" if row.launch == MODEL else verdict(row.correct),
+COLUMNS: Mapping[str, Cell] = {
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<variant": "variant",
+    "time\nus": "time_us",
+    "W": "watts",
+    "read/\ncount %": "counters_agree_percent:.0f",
+    "energy\nmJ": "energy_mj",
+    "above\nidle mJ": "energy_above_idle_mj",
+    "<correct": lambda row, _: "" if row.launch == MODEL else verdict(row.correct),
 }
 
 

@@ -13,88 +13,45 @@ import numpy as np
 import torch
 
 from sidelane.choice.candidate import DMA
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.errors import UnavailableError
 from sidelane.machine import local
-from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.collective import REDUCING
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import Entrant, Implementation, ReadyCall, candidates_of
-from sidelane_lab.baselines.reference import KINDS, Case, rounded_bytes
+from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import Roster, check_asked, make_roster
-from sidelane_lab.harness.measure import Job, Problem
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import LAUNCHES, Results, Study, require_all
+from sidelane_lab.cli.collectives import SETTLE_S, PowerOptions
+from sidelane_lab.harness.measure import Job, Problem, WayComparison
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.collectives import calls_per_sample, checked, ready
 from sidelane_lab.studies.power.meter import MeanPower, PowerRound, Recorder, figures_of
 from sidelane_lab.studies.power.rows import PowerRow, draw_power, power_tables
 
-DEFAULT_SIZES = (64 << 20, 256 << 20, 1 << 30)
 OWN = ("dma", "sm", "auto")
-SETTLE_S = 0.15
-"""Power follows load with a delay, and readings follow power: the beginning of a run does not count."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerOptions(StudyOptions):
-    """The options of ``sidelane power``, whose help says what they are."""
-
-    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-    sizes: tuple[int, ...] = DEFAULT_SIZES
-    variants: tuple[str, ...] = ("b2b",)
-    launch: str = "graph"
-    places: tuple[str, ...] = ()
-    seconds: float = 0.7
-    rounds: int = 2
-    idle_s: float = 1.5
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("PowerOptions", "collectives", self.collectives or ("none",), KINDS)
-        require_all("PowerOptions", "launch", (self.launch,), LAUNCHES)
-        require_all("PowerOptions", "places", self.places, ("in", "out"))
-        if self.seconds <= 2 * SETTLE_S or self.rounds < 1 or self.idle_s < SETTLE_S or not self.sizes:
-            raise ValueError(
-                f"PowerOptions: seconds, rounds, idle_s and sizes (value={self.seconds}, {self.rounds}, {self.idle_s}, "
-                f"{self.sizes}, allowed=more than {2 * SETTLE_S}, 1 and more, {SETTLE_S} and more, at least one)"
-            )
-
-
-def main(options: PowerOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        UnavailableError: nothing here tells its power.
-        ValueError: a name is not known here.
-    """
-    place = choose_target(options.ranks, options.device)
+def _check(options: PowerOptions, place: LaunchTarget) -> None:
+    """Refuse a machine on which nothing tells its power, and names that are not known here."""
     problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
     if problem is not None:
         raise UnavailableError(f"power: {problem} (sidelane power --machine h200x4 predicts instead)")
-    check_asked(
-        place.device_type,
-        options.collectives,
-        implementations=options.implementations,
-        variants=options.variants,
-        chosen_from=(DMA,),
-    )
-    return run_study(STUDY, options)
+    names = {name: getattr(options, name) for name in ("implementations", "variants")}
+    check_asked(place.device_type, options.collectives, **names, chosen_from=(DMA,))
 
 
 def _measure(rank: Rank, options: PowerOptions, sender: Sender) -> Iterator[PowerRow]:
     """Make the rows. Collective."""
     sensor = local.power_sensor(rank.device.index)
     roster = make_roster(rank, wanted=options.implementations, timeout_s=options.step_s)
-    sender.steps = len(options.sizes) * len(options.collectives)
     if sensor.averaged:
         sender.note("these GPUs give power as a mean over a second only: trust the energy counter")
     recorder = Recorder(sensor)
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    sizes = sender.rounded(options.sizes, rounded)
-    cases = [
-        Case(kind, nbytes, torch.bfloat16, rank.rank, rank.world_size, rank.device)
-        for kind in options.collectives
-        for nbytes in sizes
-    ]
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
+    cases = [Case.on(rank, kind, nbytes) for kind in options.collectives for nbytes in sizes]
+    sender.steps = len(cases)
     roster.reserve_for(cases, sender.note)
     bench = PowerBench(roster, recorder, options)
     sender.note(f"idle: {bench.idle_w:.0f} W a GPU")
@@ -129,19 +86,22 @@ class PowerBench:
     def rows(self, case: Case) -> Iterator[PowerRow]:
         """Prepare and check every candidate, run what is right in rounds, and make rows. Collective."""
         meter, options = self._meter, self._options
-        good: dict[Entrant, ReadyCall] = {}
-        problems: dict[Entrant, Problem] = {}
+        compared = WayComparison[Entrant, ReadyCall]()
+
+        def check(_: Entrant, call: ReadyCall) -> Problem | None:
+            problem = checked(meter, call, next(self._seeds))
+            call.release()
+            return problem
+
         with meter.on_stream():
             inputs: list[ReducedInput] = []
             refused: str | None = None
             if case.kind in REDUCING:
                 refused = meter.attempt(lambda: inputs.append(ReducedInput(case, next(self._seeds))))
             for candidate, implementation in self._candidates(case):
-                found = Problem(refused) if refused else self._prepare(candidate, case, implementation)
-                if isinstance(found, ReadyCall):
-                    good[candidate] = found
-                else:
-                    problems[candidate] = found
+                prepared = None if refused else self._prepare(candidate, case, implementation)
+                compared.add(candidate, prepared or Problem(refused or ""))
+            good = compared.ready
             replays = self._replays(good)
             points: dict[Entrant, list[PowerRound]] = {candidate: [] for candidate in good}
             names = list(good)
@@ -149,15 +109,10 @@ class PowerBench:
                 shift = number % max(1, len(names))
                 for candidate in names[shift:] + names[:shift]:  # each round begins with another one
                     points[candidate].append(self._run(good[candidate], replays[candidate], *inputs))
-            for candidate, prepared in good.items():
-                wrong = checked(meter, prepared, next(self._seeds))
-                if wrong is not None:
-                    problems[candidate] = wrong
-                prepared.release()
-        for candidate in (*names, *(c for c in problems if c not in good)):
-            variant = good[candidate].variant if candidate in good else candidate.variant
-            row = self._row(case, candidate, points.get(candidate, []), problems.get(candidate))
-            yield dataclasses.replace(row, variant=variant)
+            compared.check_again(check)
+        for candidate, call, _, problem in compared:
+            row = self._row(case, candidate, points.get(candidate, []), problem)
+            yield row if call is None else dataclasses.replace(row, variant=call.variant)
 
     def _candidates(self, case: Case) -> Iterator[tuple[Entrant, Implementation]]:
         options = self._options
@@ -178,10 +133,7 @@ class PowerBench:
         """Run once, capture, check. If that fails: what is wrong. Collective."""
         calls = calls_per_sample(case.kind, case.nbytes, case.device.type)
         make = functools.partial(ReadyCall, candidate, case, implementation, calls)
-        found = ready(self._meter, make, next(self._seeds))
-        if isinstance(found, ReadyCall):
-            found.settle()
-        return found
+        return ready(self._meter, make, next(self._seeds))
 
     def _replays(self, good: Mapping[Entrant, ReadyCall]) -> dict[Entrant, int]:
         """How often each has to run its sample to last as long as asked, the same on every rank."""
@@ -315,5 +267,6 @@ STUDY = Study(
     tables=power_tables,
     plots=lambda rows, results, folder: draw_power(rows, results.where, folder),
     measure=_measure,
+    check=_check,
     progress="power",
 )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
-from sidelane.cli.table import MISSING, Table, number, verdict
-from sidelane.sizes import format_bytes
-from sidelane_lab.harness.report import spread, tables_by
+from sidelane.cli.table import MISSING, Table, number
+from sidelane_lab.cli.process_group import OPERATIONS
+from sidelane_lab.harness.report import Cell, spread, tables_by
 from sidelane_lab.harness.study import OF_LIBRARY, FlatRow
 
-OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 FIRST_CALLS, FIRST_STEP = "first_calls", "first_fsdp_step"
 EAGER, ASYNC, GRAPH, FIRST = "eager", "async", "graph", "first"
 ORDINARY, LEARNED, POOLED = "ordinary", "learned", "pooled"
@@ -74,32 +73,32 @@ def group_tables(rows: Sequence[GroupRow]) -> list[Table]:
         """Return the time of the library's group, in rows of Sidelane's that have one, too."""
         return None if row.implementation in OF_LIBRARY or row.time_us is None else times.get(_alike(row))
 
-    def over(row: GroupRow) -> str:
+    def over(row: GroupRow, _: object) -> str:
         theirs = library(row)
         return f"{theirs / row.time_us:.2f}" if theirs and row.time_us else ""
 
-    def more(row: GroupRow) -> str:
+    def more(row: GroupRow, _: object) -> str:
         theirs = library(row)
         return "" if theirs is None or row.time_us is None else f"{(row.time_us - theirs) / 1e6:+.2f}"
 
-    calls: dict[str, Callable[[GroupRow], str]] = {
-        "bytes": lambda row: format_bytes(row.bytes or 0),
-        "<launch": lambda row: row.launch,
-        "<group": lambda row: row.implementation,
-        "<tensors": lambda row: row.tensors,
-        "<variant": lambda row: row.variant or ("" if row.made_by in ("", row.implementation) else row.made_by),
-        "time\nus": lambda row: number(row.time_us),
+    calls: Mapping[str, Cell] = {
+        "bytes": "bytes",
+        "<launch": "launch",
+        "<group": "implementation",
+        "<tensors": "tensors",
+        "<variant": lambda row, _: row.variant or ("" if row.made_by in ("", row.implementation) else row.made_by),
+        "time\nus": "time_us",
         "p10-p90\nus": spread,
-        "host\nus": lambda row: "" if row.host_us is None else number(row.host_us),
+        "host\nus": lambda row, _: "" if row.host_us is None else number(row.host_us),
         "library\nover it": over,
-        "<correct": lambda row: verdict(row.correct),
+        "<correct": "correct",
     }
-    first: dict[str, Callable[[GroupRow], str]] = {
-        "<first use": lambda row: row.operation,
-        "<group": lambda row: row.implementation,
-        "s": lambda row: MISSING if row.time_us is None else f"{row.time_us / 1e6:.2f}",
+    first: Mapping[str, Cell] = {
+        "<first use": "operation",
+        "<group": "implementation",
+        "s": lambda row, _: MISSING if row.time_us is None else f"{row.time_us / 1e6:.2f}",
         "more than\nthe library": more,
-        "memory\nMB": lambda row: "" if row.held_mb is None else f"{row.held_mb:.0f}",
+        "memory\nMB": lambda row, _: "" if row.held_mb is None else f"{row.held_mb:.0f}",
     }
     of_first = [row for row in rows if row.launch == FIRST]
     return [

@@ -20,16 +20,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.integrations import fsdp
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.sizes import format_bytes
-from sidelane_lab.baselines.candidate import captured
-from sidelane_lab.baselines.reference import Case, fill_input, output_error, poison, rounded_bytes
+from sidelane_lab.baselines.candidate import captured, check_call
+from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.roster import make_meter
+from sidelane_lab.cli.process_group import OPERATIONS, GroupOptions
 from sidelane_lab.harness.measure import MOST_HIDDEN_US, SPIN_CYCLES_PER_US, Job, Meter, Problem, Rounds, outcome
-from sidelane_lab.harness.running import Sender, StudyOptions, run_study
-from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.harness.options import require_all
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import Study
 from sidelane_lab.studies.fsdp.cases import parse_case
 from sidelane_lab.studies.fsdp.step import Stepper
 from sidelane_lab.studies.process_group.rows import (
@@ -39,7 +42,6 @@ from sidelane_lab.studies.process_group.rows import (
     FIRST_CALLS,
     FIRST_STEP,
     GRAPH,
-    OPERATIONS,
     ORDINARY,
     GroupRow,
     group_tables,
@@ -63,56 +65,20 @@ CALL_US = 80.0
 """Microseconds that a call may take the host at most, for what has to be hidden."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupOptions(StudyOptions):
-    """The options of ``sidelane pg``, whose help says what they are."""
-
-    operations: tuple[str, ...] = OPERATIONS
-    sizes: tuple[int, ...] = ()
-    first: bool = True
-    warmup: int = 2
-    repeats: int = 9
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("pg", "operations", self.operations or ("none",), OPERATIONS)
-
-
-def default_sizes(device_type: str) -> tuple[int, ...]:
-    """Sizes of a study where none are given."""
-    return (16 << 10, 1 << 20) if device_type == "cpu" else (64 << 10, 1 << 20, 16 << 20, 256 << 20)
-
-
-def main(options: GroupOptions) -> Results | None:
-    """Run the study; see :func:`sidelane_lab.harness.running.run_study`.
-
-    Raises:
-        ValueError: an implementation that is not known on this kind of device, or as ``run_study``.
-    """
-    device_type = choose_target(options.ranks, options.device).device_type
-    known = list(dict.fromkeys(name for name, _ in wanted((), device_type)))
+def _check(options: GroupOptions, place: LaunchTarget) -> None:
+    """Refuse an implementation that is not known on this kind of device."""
+    known = list(dict.fromkeys(name for name, _ in wanted((), place.device_type)))
     require_all("pg", "implementations", options.implementations, known)
-    return run_study(STUDY, options)
 
 
 def _measure(rank: Rank, options: GroupOptions, sender: Sender) -> Iterator[GroupRow]:
     """Make the rows. Collective."""
     rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
-    asked = options.sizes or default_sizes(rank.device.type)
-    sizes = sender.rounded(asked, rounded)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
     operations = [name for name in OPERATIONS if name in options.operations]
-    cases = [
-        (name, Case(KINDS[name], nbytes, DTYPE, rank.rank, rank.world_size, rank.device))
-        for name in operations
-        for nbytes in sizes
-    ]
+    cases = [(name, Case.on(rank, KINDS[name], nbytes, DTYPE)) for name in operations for nbytes in sizes]
     sender.steps = len(cases) + options.first
-    barrier = None
-    if rank.device.type != "cpu":
-        from sidelane_lab.baselines.baselines_cuda import device_barrier
-
-        barrier = device_barrier(rank.device)
-    meter, groups = Meter(rank.device, device_barrier=barrier, timeout_s=options.step_s), StudyGroups(rank)
+    meter, groups = make_meter(rank, options.step_s), StudyGroups(rank)
     groups.reserve(max(case.output_bytes for _, case in cases), max(case.input_bytes for _, case in cases))
     study = _Study(rank, meter, groups, options)
     if options.first:
@@ -211,19 +177,14 @@ class _Study:
 
     def _check(self, operation: str, case: Case, one: _Program) -> Problem | None:
         """Run once on a fresh input and compare."""
-        seed = next(self._seeds)
 
-        def run() -> None:
-            poison(one.buffers.output)
-            fill_input(case, one.buffers.input, seed)
+        def call() -> None:
             one.once()
-
-        def compare() -> str | None:
             if one.launch != GRAPH:  # a replay is in no report
                 one.made_by = one.way.made_by(operation)
-            return output_error(case, one.buffers.output, seed)
 
-        return self._meter.check(f"{operation} of {one.way.name}", run, compare)
+        label = f"{operation} of {one.way.name}"
+        return check_call(self._meter, label, case, lambda: one.buffers, call, next(self._seeds))
 
     def _timed(self, programs: list[_Program], calls: int) -> dict[str, Rounds]:
         hidden_us = min(CALL_US * calls, MOST_HIDDEN_US)
@@ -344,5 +305,6 @@ STUDY = Study(
     row=GroupRow,
     tables=group_tables,
     measure=_measure,
+    check=_check,
     progress="process groups",
 )

@@ -19,7 +19,8 @@ from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane.session.pools import pool
 from sidelane_lab.baselines.reference import Case
-from sidelane_lab.studies.process_group.rows import ASYNC, LEARNED, OPERATIONS, ORDINARY, POOLED
+from sidelane_lab.cli.process_group import OPERATIONS
+from sidelane_lab.studies.process_group.rows import ASYNC, LEARNED, ORDINARY, POOLED
 
 KINDS = dict(zip(OPERATIONS, (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL), strict=True))
 

@@ -31,9 +31,10 @@ from sidelane.program.shape import CallShape
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
+from sidelane_lab.cli.tuning import TuneOptions
 from sidelane_lab.harness.running import Sender, StudyFollower, follow
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.studies.collectives import CollectiveOptions, CollectiveRow, measure_case
+from sidelane_lab.studies.collectives import CollectiveRow, measure_case
 
 COLUMNS = ("<collective", "<call", "bytes", "<before", "<now", "us", "instead of")
 
@@ -145,29 +146,6 @@ SETUP_S = 120.0
 """On top of the budget, before the whole is given up as hanging."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TuneOptions(CollectiveOptions):
-    """Options of the study; ``sidelane tune --help`` explains them.
-
-    Attributes:
-        budget_s: seconds for measuring; None takes ``BUDGET_S``, or ``QUICK_S``.
-        json: another file for it, or ``written.STDOUT``.
-    """
-
-    collectives: tuple[Kind, ...] = tuple(kind for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
-    repeats: int = 7
-    warmup: int = 2
-    budget_s: float | None = None
-    quick: bool = False
-    output: Path | None = None
-    profile: bool = False
-
-    def __post_init__(self) -> None:
-        CollectiveOptions.__post_init__(self)
-        if self.tensors != 1:
-            raise ValueError(f"TuneOptions: tensors (value={self.tensors}, allowed=1: no choice is made by lists)")
-
-
 def main(options: TuneOptions) -> Profile | None:
     """Measure, keep the profile, and say what it changes.
 
@@ -261,9 +239,7 @@ def _measure(rank: Rank, options: TuneOptions, sender: Sender) -> Iterator[Colle
     """Make the rows. Collective."""
     sizes = list(dict.fromkeys(rounded_bytes(nbytes, rank.world_size) for nbytes in options.sizes))
     cases = [
-        Case(kind, nbytes, getattr(torch, options.dtype), rank.rank, rank.world_size, rank.device)
-        for nbytes in sizes
-        for kind in options.collectives
+        Case.on(rank, kind, nbytes, getattr(torch, options.dtype)) for nbytes in sizes for kind in options.collectives
     ]
     sender.steps = len(cases)
     wanted = (DMA,) if rank.device.type == "cpu" else (DMA, SM)

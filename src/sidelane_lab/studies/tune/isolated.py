@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from sidelane.c3.measured_curves import BESIDE, COLLECTIVE, GEMM, MEMORY, PAIR, isolated_file
 from sidelane.c3.strategy import LIBRARY, Means
-from sidelane.c3.workload import CPU_GEMM_FLOPS, GEMM_DTYPES, Gemm, parse_gemm
+from sidelane.c3.workload import CPU_GEMM_FLOPS, Gemm, parse_gemm
 from sidelane.choice.candidate import DMA, SM
 from sidelane.choice.store import required
 from sidelane.cli.launch import Rank, choose_target
@@ -21,18 +20,13 @@ from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.reference import rounded_bytes
 from sidelane_lab.baselines.roster import make_roster
-from sidelane_lab.harness.running import (
-    Sender,
-    StudyOptions,
-    rows_there,
-    run_study,
-)
-from sidelane_lab.harness.study import Results, Study, require_all
+from sidelane_lab.cli.tuning import IsolatedOptions
+from sidelane_lab.harness.running import Sender, rows_there, run_study
+from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.studies.tune.isolated_measure import Bench, IsolatedBatch
-from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, Key, draw_isolated, isolated_tables, key_of
+from sidelane_lab.studies.tune.isolated_rows import IsolatedRow, draw_isolated, isolated_tables, key_of
 
 GEMMS = {"cpu": ("cb1", "mb1"), "gpu": ("cb1", "cb3", "cb5", "mb1", "mb2")}
-SIZES = {"cpu": (1 << 12, 1 << 20), "gpu": (1 << 16, 1 << 20, 16 << 20, 128 << 20, 896 << 20)}
 BUDGET_S = {"cpu": 60.0, "gpu": 240.0}
 SETUP_S = 120.0
 """On top of the budget, before the whole is given up as hanging."""
@@ -44,33 +38,6 @@ PAIR_BYTES = {"cpu": 8 << 20, "gpu": 896 << 20}
 PAIRED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
 """Those of the collectives that run next to GEMMs under every strategy: one that moves, one that also copies inside the
 GPU, and one that reduces."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IsolatedOptions(StudyOptions):
-    """Options of the study; ``sidelane tune --help`` explains them.
-
-    Attributes:
-        done: what the file has; filled in by :func:`main`.
-    """
-
-    gemms: tuple[str, ...] = ()
-    collectives: tuple[Kind, ...] = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-    sizes: tuple[int, ...] = ()
-    dtype: str = "bfloat16"
-    full_size: bool = False
-    output: Path | None = None
-    fresh: bool = False
-    budget_s: float | None = None
-    warmup: int = 2
-    repeats: int = 5
-    done: frozenset[Key] = frozenset()
-
-    def __post_init__(self) -> None:
-        StudyOptions.__post_init__(self)
-        require_all("IsolatedOptions", "dtype", (self.dtype,), GEMM_DTYPES)
-        for text in self.gemms:
-            parse_gemm(text, self.dtype)
 
 
 def main(options: IsolatedOptions) -> Results | None:
@@ -94,7 +61,7 @@ def main(options: IsolatedOptions) -> Results | None:
         budget_s=seconds,
         timeout_s=max(options.timeout_s, seconds + SETUP_S),
         gemms=options.gemms or GEMMS[where],
-        sizes=options.sizes or SIZES[where],
+        sizes=options.sizes_on(place.device_type),
         output=path,
         done=frozenset(key_of(row) for row in known if row.dtype == dtype and row.time_us is not None),
     )
@@ -174,5 +141,6 @@ STUDY = Study(
     plots=draw_isolated,
     key=key_of,
     measure=_measure,
+    main=main,
     progress="isolated times",
 )

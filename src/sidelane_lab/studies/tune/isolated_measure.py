@@ -330,7 +330,7 @@ class Bench:
     def _case(self, batch: IsolatedBatch) -> Case:
         kind = batch.collective or Kind.ALL_GATHER
         dtype = getattr(torch, self._dtype)
-        return Case(kind, batch.nbytes, dtype, self._rank.rank, self._rank.world_size, self._rank.device)
+        return Case.on(self._rank, kind, batch.nbytes, dtype)
 
     def times(self, launches: Mapping[K, Callable[[], object]]) -> dict[K, float]:
         """Return the median time of each, in microseconds, of the slowest rank."""
