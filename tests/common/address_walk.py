@@ -249,7 +249,7 @@ class Walk:
             self.own.pop(0).close()
             self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
         elif chance < 0.0175:  # as if thousands of other calls had come
-            self.comm.lane.preparer._recent.clear()
+            self.comm.lane.preparer.cache._entries.clear()
             gc.collect()
 
     def keep_graph(self, needs: object) -> None:
@@ -340,8 +340,8 @@ def main() -> None:
         if number == steps // 2 and sabotage == "flags":
             checker.checker_forbid(comm.lane.preparer._flags.memory.data_ptr())
         if number == steps // 2 and sabotage == "events":
-            for prepared in comm.lane.preparer._recent.values():
-                for event in getattr(prepared.loaded, "_events", ()):
+            for entry in comm.lane.preparer.cache:
+                for event in getattr(entry.prepared and entry.prepared.loaded, "_events", ()):
                     checker.cuEventDestroy_v2(ctypes.c_uint64(event))
         walk.step()
         if checker.checker_violations():

@@ -15,7 +15,7 @@ from sidelane import forks
 from sidelane.choice import Choice
 from sidelane.collectives.agreement import compare
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.prepare import PreparedCall
+from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import (

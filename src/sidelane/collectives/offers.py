@@ -13,6 +13,9 @@ import torch
 from sidelane.memory.ordinary import Allocation
 from sidelane.program.collective import Buffer
 
+OFFER = " offer "
+"""Separator in a post between what the call itself exchanges and the offer."""
+
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
 HANDLES, GONE = "handles", "gone"

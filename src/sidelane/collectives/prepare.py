@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -15,12 +14,21 @@ from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, CallTurns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
+from sidelane.collectives.call_cache import (
+    LIST_PLACES,
+    AnyRequest,
+    CallCache,
+    Key,
+    PreparedCall,
+    Shape,
+    ShapeProgram,
+    places_of,
+)
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
 from sidelane.collectives.reach_rules import copies_suit
-from sidelane.collectives.shape_cache import Seen, Shape, ShapeEntry, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -41,29 +49,6 @@ flags. Two further regions of ``TURN_FLAGS`` each follow, for alternating progra
 
 REGIONS = 2
 
-MOST_RECENT = 4096
-"""Largest number of calls cached by the addresses of their tensors; the oldest is dropped first."""
-
-MOST_RECENT_LISTS = 512
-"""Largest number of calls with lists among them: each may hold a table of some hundred kilobytes on the device."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """A call ready to run.
-
-    Attributes:
-        loaded: its program, loaded at the addresses of its tensors.
-        signature: text that the ranks compare.
-        frozen: it is for a graph under capture.
-        choice: candidate that runs it, and the reason.
-    """
-
-    loaded: Runnable
-    signature: str
-    frozen: bool
-    choice: Choice
-
 
 class OwnProgram(Protocol):
     """A program that the caller has loaded and that has its own flags."""
@@ -81,8 +66,8 @@ class Preparer:
     """Loads programs for calls, and owns the memory that they share: flags, staging, and the arena of kernels.
 
     Attributes:
+        cache: the calls that were prepared; it is cleared when staging moves.
         own_programs: programs that callers have loaded; their flags are renewed with the others.
-        keepers: functions to call when prepared calls become invalid, for objects that hold some of them.
     """
 
     def __init__(self, rank: int, heap: SymmetricHeap, backend: Backend, planner: Planner) -> None:
@@ -106,42 +91,31 @@ class Preparer:
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._captures_have_room: set[AnyAgreement] = set()
         self._kept: list[object] = []
-        self._recent: dict[Hashable, PreparedCall] = {}
-        self._recent_lists: collections.deque[Hashable] = collections.deque()
-        self._shaped: dict[Hashable, ShapeEntry] = {}
-        self._seen = Seen()
+        self.cache = CallCache()
         self.own_programs: set[OwnProgram] = set()
-        self.keepers: list[Callable[[], object]] = []
-
-    def recall(self, key: Hashable) -> PreparedCall | None:
-        """Return the call that was prepared under a key, if it is still valid; else None."""
-        return self._recent.get(key)
 
     def known(self, agreement: AnyAgreement) -> bool:
         """Return True if no rank needs another agreement or allocation for this call."""
         return self._planner.known(agreement)
 
-    def shaped(self, shape: Shape) -> ShapeEntry | None:
+    def program_of(self, shape: Shape) -> ShapeProgram | None:
         """Return the program of a shape, if a call of it was prepared and is still agreed on; else None."""
-        found = self._shaped.get(shape.key)
+        entry = self.cache.get(shape.key)
+        found = None if entry is None else entry.shape
         return found if found is not None and self._planner.known(found.agreement) else None
-
-    def knows_shape(self, shape: Shape, shaped: ShapeEntry) -> bool:
-        """Return True while calls of a shape still run the same program."""
-        return self._shaped.get(shape.key) is shaped
 
     @property
     def turn(self) -> int:
         """Turn number of the next eager call of an alternating program."""
         return self._turns.next_eager
 
-    def prepare_shaped(
-        self, shaped: ShapeEntry, shape: Shape, key: Hashable, *, comes_again: bool
+    def prepare_at(
+        self, known: ShapeProgram, shape: Shape, key: Key, *, comes_again: bool
     ) -> tuple[PreparedCall, bool]:
         """Load the program of a shape at the addresses of a call. Not collective.
 
         Args:
-            shaped: the program of the shape.
+            known: the program of the shape.
             shape: shape and addresses of the call.
             key: cache key of the call, with its addresses.
             comes_again: the call was made before, by compiled code.
@@ -149,18 +123,18 @@ class Preparer:
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
-        loaded = self._load_at(shaped.program, shaped.at(shape.addresses), False, again=True)
-        prepared = PreparedCall(loaded, shaped.signature, False, shaped.choice)
-        again = comes_again or self._seen.again(key)
+        loaded = self._load_at(known.program, known.at(shape.addresses), False, again=True)
+        prepared = PreparedCall(loaded, known.signature, False, known.choice)
+        again = comes_again or self.cache.comes_again(key)
         if again:
-            self._remember(key, prepared)
+            self.cache.entry(key).prepared = prepared
         return prepared, again
 
     def prepare(
         self,
         agreement: AnyAgreement,
-        request: Request | ListRequest,
-        key: Hashable = None,
+        request: AnyRequest,
+        key: Key | None = None,
         shape: Shape | None = None,
     ) -> PreparedCall:
         """Plan a call, allocate staging, load its program, and cache it under ``key``. Collective for new agreements.
@@ -185,18 +159,12 @@ class Preparer:
             self._kept.append(loaded)
         prepared = PreparedCall(loaded, agreement.text(), agreement.frozen, choice)
         if key is not None:
-            if isinstance(request, ListRequest):
-                if len(self._recent_lists) >= MOST_RECENT_LISTS:
-                    self._recent.pop(self._recent_lists.popleft(), None)
-                self._recent_lists.append(key)
-            self._remember(key, prepared)
+            self.cache.entry(key, LIST_PLACES if isinstance(request, ListRequest) else 1).prepared = prepared
         if shape is not None and isinstance(agreement, Agreement) and isinstance(request, Request):
             places = places_of(request, self._rank, shape.addresses)
             if places is not None:
-                if len(self._shaped) >= MOST_PROGRAMS:
-                    del self._shaped[next(iter(self._shaped))]
-                asked = (request, shape.addresses, agreement, prepared.signature)
-                self._shaped[shape.key] = ShapeEntry(program, addresses, places, *asked, choice)
+                first = (request, shape.addresses, agreement, prepared.signature, choice)
+                self.cache.entry(shape.key).shape = ShapeProgram(program, addresses, places, *first)
         return prepared
 
     def copies_mapped(self, agreement: AnyAgreement) -> bool:
@@ -213,20 +181,15 @@ class Preparer:
         buffers: Mapping[tuple[int, str], int],
         signature: str,
         choice: Choice,
-        key: Hashable,
+        key: Key,
         *,
         pieces: Mapping[tuple[int, str], Pieces] = NO_PIECES,
     ) -> PreparedCall:
         """Load a program with epochs at given addresses, after :meth:`make_room`. Not collective."""
         addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
         prepared = PreparedCall(self._backend.executor.load(program, addresses), signature, False, choice)
-        self._remember(key, prepared)
+        self.cache.entry(key, LIST_PLACES if pieces else 1).prepared = prepared
         return prepared
-
-    def _remember(self, key: Hashable, prepared: PreparedCall) -> None:
-        if len(self._recent) >= MOST_RECENT:
-            del self._recent[next(iter(self._recent))]
-        self._recent[key] = prepared
 
     def _plan(self, agreement: AnyAgreement) -> tuple[Plan, Choice]:
         """Return the program of a call, and its choice."""
@@ -238,7 +201,7 @@ class Preparer:
             self._reserve_for_captures(agreement)
         return program, choice
 
-    def _place(self, program: Plan, request: Request | ListRequest, frozen: bool) -> Addresses:
+    def _place(self, program: Plan, request: AnyRequest, frozen: bool) -> Addresses:
         """Allocate the staging of a program, and return the addresses of all its buffers and flags."""
         if isinstance(program, KernelProgram | KernelListProgram):
             return self._addresses_of_kernel(program, request, frozen)
@@ -314,13 +277,11 @@ class Preparer:
 
     def close(self) -> None:
         """Forget every loaded program, and release the memory."""
-        self._recent.clear()
-        self._recent_lists.clear()
-        self._shaped.clear()
+        self.cache.clear()
+        self.cache.keepers.clear()
         self._kept.clear()
         for program in list(self.own_programs):
             program.close()
-        self.keepers.clear()
         for staging in (self._staging, self._kernel_staging, self._slots):
             staging.close()
         self._arena = None
@@ -330,15 +291,9 @@ class Preparer:
         if staging.reserve(nbytes, frozen):
             # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
             # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
-            self._recent.clear()
-            self._recent_lists.clear()
-            self._shaped.clear()
-            for forget in self.keepers:
-                forget()
+            self.cache.clear()
 
-    def _addresses_of_kernel(
-        self, program: AnyKernelProgram, request: Request | ListRequest, frozen: bool
-    ) -> Addresses:
+    def _addresses_of_kernel(self, program: AnyKernelProgram, request: AnyRequest, frozen: bool) -> Addresses:
         assert self._arena is not None, "backends that have kernels have an arena for them"
         self._reserve(self._kernel_staging, program.staging_bytes, frozen)
         arenas = self._arena.addresses
@@ -349,9 +304,7 @@ class Preparer:
         assert isinstance(request, Request), "calls with lists have others"
         return Addresses(self._buffers(program, request, self._kernel_staging), (), arenas)
 
-    def _addresses_in_turns(
-        self, alternation: Alternation, request: Request | ListRequest, captured: bool
-    ) -> Addresses:
+    def _addresses_in_turns(self, alternation: Alternation, request: AnyRequest, captured: bool) -> Addresses:
         assert isinstance(request, Request), "lists do not take turns"
         program = alternation.turns[0]
         if program.world_size > 1:
@@ -361,7 +314,7 @@ class Preparer:
         buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
         return Addresses(buffers, flags, spread=self._slots.is_spread)
 
-    def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
+    def _addresses(self, program: Program, request: AnyRequest, captured: bool) -> Addresses:
         offset = 4 * FLAGS * captured
         assert program.flag_count <= CONFIRMATIONS <= FLAGS
         flags = tuple(base + offset for base in self._flags.addresses)

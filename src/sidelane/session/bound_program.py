@@ -16,10 +16,11 @@ from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.backend import Marked
+from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region
-from sidelane.collectives.prepare import PreparedCall, Preparer
+from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place

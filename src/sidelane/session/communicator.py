@@ -214,9 +214,9 @@ class Communicator:
         if output_split_sizes is None and input_split_sizes is None:
             return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
-        uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes), copy_own_part)
-        run = leaving_modes(self._path.run_exchanged) if is_in_modes() else self._path.run_exchanged
-        return run(uneven, variant=variant, beside=beside, async_op=async_op)
+        splits = output_split_sizes, input_split_sizes
+        uneven = UnevenCall(tensors, splits, copy_own_part, self.world_size)
+        return self._run(uneven, variant, beside, async_op)
 
     @repeated_entry
     def reduce_scatter(
@@ -573,8 +573,13 @@ class Communicator:
             asked: CallForm = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
         else:
             asked = SingleCall(kind, tensors, details)
+        return self._run(asked, variant, beside, async_op, remember=repeats is not None)
+
+    def _run(
+        self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
+    ) -> Work | None:
         run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
-        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
+        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from functools import cached_property
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.collectives.arguments import Arguments, Request, identity
-from sidelane.collectives.call_forms import CallRequest
+from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.call_cache import LIST_PLACES
+from sidelane.collectives.call_forms import CallForm, CallRequest
 from sidelane.collectives.heap import Region
 from sidelane.collectives.list_calls import BATCH, LISTED, ListAgreement, ListEntry, ListRequest
 from sidelane.collectives.plan import check_variant
@@ -25,7 +26,7 @@ def holds_lists(kind: Kind, arguments: Sequence[object]) -> bool:
     return kind in LISTED and any(isinstance(argument, list | tuple) for argument in arguments)
 
 
-class ListedCall:
+class ListedCall(CallForm):
     """Collectives on lists of tensors that run as one call; under the name ``BATCH`` of several kinds.
 
     Args:
@@ -34,9 +35,11 @@ class ListedCall:
         world_size: number of ranks.
     """
 
+    name = BATCH
+    places = LIST_PLACES
+
     def __init__(self, name: str, asked: Sequence[CallRequest], world_size: int) -> None:
-        self.name = name
-        self._asked, self._world_size = asked, world_size
+        self.name, self._asked, self._world_size = name, asked, world_size
 
     @cached_property
     def _lists(self) -> list[list[Sequence[torch.Tensor]]]:
@@ -56,9 +59,6 @@ class ListedCall:
     @property
     def repeated_as(self) -> CallRequest | None:
         return self._asked[0]
-
-    def identities(self) -> Hashable:
-        return tuple(map(identity, self.tensors))
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
         for kind in dict.fromkeys(each.kind for each in self._asked):

@@ -11,10 +11,11 @@ from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
+from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import SymmetricHeap
-from sidelane.collectives.prepare import PreparedCall, Preparer
+from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,

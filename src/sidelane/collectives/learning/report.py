@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from sidelane.collectives.call_forms import AnyRequest
+from sidelane.collectives.call_cache import AnyRequest, CallEntry
 from sidelane.collectives.heap import Region
-from sidelane.collectives.learning.board import room
 from sidelane.collectives.learning.knowledge import (
-    Inputs,
+    CallReport,
     Names,
     Places,
     Sources,
@@ -25,7 +24,7 @@ from sidelane.collectives.learning.knowledge import (
 from sidelane.collectives.learning.mappings import Mappings
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.offers import BUFFERS, TensorPlace
-from sidelane.memory.ordinary import Allocation, OrdinaryMemory
+from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.memory.posts import MOST_TEXT_BYTES
 from sidelane.program.collective import Buffer
 
@@ -74,22 +73,6 @@ def read_round(payloads: Sequence[bytes]) -> Round:
     return Round(posts, names, is_plain, not any(each.is_async for each in posts))
 
 
-class CallReport(NamedTuple):
-    """The report of a call, which holds as long as the memory of its tensors is what it was.
-
-    Attributes:
-        allocations: in which they lie.
-        post: as text.
-        inputs: where the inputs lie, as ``TrackedSignature.inputs``.
-        outputs: names of the outputs' allocations, once each; None if one is not offered.
-    """
-
-    allocations: tuple[Allocation, ...]
-    post: bytes
-    inputs: Inputs
-    outputs: tuple[str, ...] | None
-
-
 class Reporter:
     """Reports calls of one rank; ``is_pooled`` tells of a tensor if it lies in a pool, which is no ordinary memory."""
 
@@ -97,28 +80,24 @@ class Reporter:
         self, rank: int, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]
     ) -> None:
         self._rank, self._memory, self._mappings, self._is_pooled = rank, memory, mappings, is_pooled
-        self._reports: dict[Hashable, CallReport] = {}
 
     @property
     def has_news(self) -> bool:
         """There is something to say besides where tensors lie."""
         return bool(self._mappings.freed or self._mappings.failed or self._mappings.is_pending)
 
-    def known(self, key: Hashable) -> CallReport | None:
-        """Return the report of a call that is not asynchronous, if it will be the same again."""
-        return self._reports.get((key, False))
-
     def report(
         self,
         signature: TrackedSignature,
-        key: Hashable,
+        entry: CallEntry,
         asked: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         is_async: bool,
     ) -> CallReport:
         """Report a call; see ``Learning.attend``."""
-        report = self._reports.get((key, is_async))
-        if report is not None and not self.has_news and all(map(self._mappings.stands, report.allocations)):
+        report = entry.report
+        fits = report is not None and report.is_async == is_async
+        if report is not None and fits and not self.has_news and all(map(self._mappings.stands, report.allocations)):
             return report
         mappings = self._mappings
         pending = mappings.is_pending  # before what has failed is looked at
@@ -130,20 +109,16 @@ class Reporter:
         rows = found if places else ()
         allocations = {each[0].name: each[0] for row in rows for each in row.values() if isinstance(each, TensorPlace)}
         inputs = signature.inputs(places, self._rank)
-        report = CallReport(tuple(allocations.values()), post, inputs, outputs_of(places))
+        report = CallReport(tuple(allocations.values()), post, inputs, outputs_of(places), is_async)
         is_plain = report.allocations and not (freed or failed or pending)
         if is_plain and all(each.kept is None for each in report.allocations):
-            room(self._reports)[key, is_async] = report
+            entry.report = report
         return report
 
     def heard(self, post: TrackedPost) -> None:
         """Say no more what all have read in a post of this rank."""
         _strike(self._mappings.freed, post.freed)
         _strike(self._mappings.failed, post.failed)
-
-    def forget(self) -> None:
-        """Forget all reports."""
-        self._reports.clear()
 
     def _found(
         self, request: AnyRequest, tensors: Sequence[torch.Tensor | None]
