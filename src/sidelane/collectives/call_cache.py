@@ -1,11 +1,13 @@
 """The cache of calls of a lane: all that this rank knows of a call that it has made before, under one key.
 
 The key of a call has its arguments with the addresses of its tensors; where peers reach tensors, or split sizes of
-peers count, it is followed by these. A second kind of key, the *shape*, has sizes instead of addresses, for training
-loops that allocate their tensors anew in every step: the program of a call follows from the sizes, dtypes and kinds of
-memory of its tensors, and from their overlap. If only the addresses are new, the call is not validated, agreed on or
-planned again. Only the addresses are checked: they must be ordinary memory of this device, or symmetric memory at the
-same address as before, and large enough.
+peers count, it is followed by these. The key of a launch of the caller's own kernel begins with the kernel.
+
+A second kind of key, the *shape*, has sizes instead of addresses, for training loops that allocate their tensors anew
+in every step: the program of a call follows from the sizes, dtypes and kinds of memory of its tensors, and from their
+overlap. If only the addresses are new, the call is not validated, agreed on or planned again. Only the addresses are
+checked: they must be ordinary memory of this device, or symmetric memory at the same address as before, and large
+enough.
 """
 
 from __future__ import annotations
@@ -237,6 +239,12 @@ class CallCache:
             self._seen, self._seen_before = set(), self._seen
         self._seen.add(value)
         return False
+
+    def forget_calls_of(self, owner: object) -> None:
+        """Forget the entries whose keys begin with an object: launches of a kernel that was closed."""
+        for entry in self:
+            if entry.key[0] is owner:
+                self._taken -= self._entries.pop(entry.key).places
 
     def clear(self) -> None:
         """Forget all entries: staging has moved, or the lane is closed."""

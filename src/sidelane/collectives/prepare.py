@@ -148,7 +148,8 @@ class Preparer:
         was_known = self._planner.known(agreement)
         try:
             program, choice = self._plan(agreement)
-            addresses = self._place(program, request, agreement.frozen)
+            self._reserve(program, agreement.frozen)
+            addresses = self._addresses(program, request, agreement.frozen)
             loaded = self._load_at(program, addresses, agreement.frozen)
         except BaseException:
             if not was_known:
@@ -173,7 +174,7 @@ class Preparer:
 
     def make_room(self, program: Program) -> None:
         """Allocate the staging of a program. Collective if there is too little."""
-        self._reserve(self._staging, max(program.staging_bytes), False)
+        self._reserve(program, False)
 
     def bind(
         self,
@@ -201,15 +202,6 @@ class Preparer:
             self._reserve_for_captures(agreement)
         return program, choice
 
-    def _place(self, program: Plan, request: AnyRequest, frozen: bool) -> Addresses:
-        """Allocate the staging of a program, and return the addresses of all its buffers and flags."""
-        if isinstance(program, KernelProgram | KernelListProgram):
-            return self._addresses_of_kernel(program, request, frozen)
-        if isinstance(program, Alternation):
-            return self._addresses_in_turns(program, request, frozen)
-        self._reserve(self._staging, max(program.staging_bytes), frozen)
-        return self._addresses(program, request, frozen)
-
     def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
         """Load a program at addresses. ``again``: calls may use these addresses only once."""
         executor = self._backend.executor
@@ -223,12 +215,29 @@ class Preparer:
             return AlternatingProgram(program, load, self._turns, captured=frozen, late=again)
         return executor.load(program, addresses, captured=frozen)
 
-    def _has_staging(self, plan: Plan) -> bool:
-        if isinstance(plan, KernelProgram | KernelListProgram):
-            return plan.staging_bytes <= self._kernel_staging.nbytes
-        if isinstance(plan, Alternation):
-            return plan.turns[0].world_size == 1 or self._slots.nbytes >= 2 * SLOTS_BYTES
-        return max(plan.staging_bytes) <= self._staging.nbytes
+    def _needs(self, program: Plan, frozen: bool) -> tuple[Staging, int]:
+        """Return the staging that a program uses, and how many bytes of it."""
+        if isinstance(program, KernelProgram | KernelListProgram):
+            return self._kernel_staging, program.staging_bytes
+        if isinstance(program, Alternation):
+            has_peers = program.turns[0].world_size > 1
+            return self._slots, has_peers * SLOTS_BYTES * (2 if frozen else 1)
+        return self._staging, max(program.staging_bytes)
+
+    def _has_staging(self, program: Plan) -> bool:
+        """Return True if a program can be captured without an allocation."""
+        staging, nbytes = self._needs(program, True)
+        return nbytes <= staging.nbytes
+
+    def _reserve(self, program: Plan, frozen: bool) -> None:
+        """Allocate the staging of a program. Collective if there is too little."""
+        self._grow(*self._needs(program, frozen), frozen)
+
+    def _grow(self, staging: Staging, nbytes: int, frozen: bool) -> None:
+        if staging.reserve(nbytes, frozen):
+            # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
+            # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
+            self.cache.clear()
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate the staging that the same call needs in a capture, where ``auto`` may choose another candidate.
@@ -238,10 +247,7 @@ class Preparer:
         if agreement in self._captures_have_room:
             return
         program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
-        if isinstance(program, KernelProgram | KernelListProgram):
-            self._reserve(self._kernel_staging, program.staging_bytes, False)
-        elif isinstance(program, Program):
-            self._reserve(self._staging, max(program.staging_bytes), False)
+        self._grow(*self._needs(program, True), False)
         if len(self._captures_have_room) >= MOST_PROGRAMS:
             self._captures_have_room.clear()
         self._captures_have_room.add(agreement)
@@ -256,7 +262,7 @@ class Preparer:
 
     def addresses(self, program: Program, request: Request) -> Addresses:
         """Return the current addresses of such a program: its staging may move between calls. Collective at first."""
-        self._reserve(self._staging, max(program.staging_bytes), False)
+        self._reserve(program, False)
         return self._addresses(program, request, False)
 
     def renew(self, call: int) -> None:
@@ -287,51 +293,32 @@ class Preparer:
         self._arena = None
         del self._flags
 
-    def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
-        if staging.reserve(nbytes, frozen):
-            # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
-            # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
-            self.cache.clear()
-
-    def _addresses_of_kernel(self, program: AnyKernelProgram, request: AnyRequest, frozen: bool) -> Addresses:
-        assert self._arena is not None, "backends that have kernels have an arena for them"
-        self._reserve(self._kernel_staging, program.staging_bytes, frozen)
-        arenas = self._arena.addresses
-        if isinstance(program, KernelListProgram):
-            assert isinstance(request, ListRequest), "only calls with lists have these"
-            staging, pieces = _on_all_ranks(self._kernel_staging), self._pieces(program.collective, request)
-            return Addresses(staging, (), arenas, pieces=pieces)
-        assert isinstance(request, Request), "calls with lists have others"
-        return Addresses(self._buffers(program, request, self._kernel_staging), (), arenas)
-
-    def _addresses_in_turns(self, alternation: Alternation, request: AnyRequest, captured: bool) -> Addresses:
-        assert isinstance(request, Request), "lists do not take turns"
-        program = alternation.turns[0]
-        if program.world_size > 1:
-            self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)
-        offset = 4 * (REGIONS * FLAGS + captured * TURN_FLAGS)
-        flags = tuple(base + offset for base in self._flags.addresses)
-        buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
-        return Addresses(buffers, flags, spread=self._slots.is_spread)
-
-    def _addresses(self, program: Program, request: AnyRequest, captured: bool) -> Addresses:
-        offset = 4 * FLAGS * captured
-        assert program.flag_count <= CONFIRMATIONS <= FLAGS
-        flags = tuple(base + offset for base in self._flags.addresses)
-        if isinstance(request, Request):
-            return Addresses(self._buffers(program, request, self._staging), flags)
-        assert isinstance(program.collective, Batch)
-        return Addresses(_on_all_ranks(self._staging), flags, pieces=self._pieces(program.collective, request))
-
-    def _buffers(
-        self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
-    ) -> dict[tuple[int, str], int]:
-        buffers: dict[tuple[int, str], int] = {}
-        remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
-        for buffer in (Buffer.INPUT, Buffer.OUTPUT):
-            reached = self.reach(request.region(buffer), buffer in remote)
-            buffers.update({(rank, buffer): address for rank, address in reached.items()})
-        return {**buffers, **_on_all_ranks(staging, offset)}
+    def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:
+        """Return the addresses of all buffers and flags of a program."""
+        staging, _ = self._needs(plan, frozen)
+        program: Program | AnyKernelProgram
+        flags, shift = self._flags.addresses, 0
+        arenas: tuple[int, ...] = ()
+        if isinstance(plan, KernelProgram | KernelListProgram):
+            assert self._arena is not None, "backends that have kernels have an arena for them"
+            program, flags, arenas = plan, (), self._arena.addresses
+        elif isinstance(plan, Alternation):
+            program, shift = plan.turns[0], SLOTS_BYTES * frozen
+            flags = tuple(base + 4 * (REGIONS * FLAGS + frozen * TURN_FLAGS) for base in flags)
+        else:
+            assert plan.flag_count <= CONFIRMATIONS <= FLAGS
+            program, flags = plan, tuple(base + 4 * FLAGS * frozen for base in flags)
+        buffers, pieces = _on_all_ranks(staging, shift), NO_PIECES
+        if isinstance(request, ListRequest):
+            assert isinstance(program.collective, Batch)
+            pieces = self._pieces(program.collective, request)
+        else:
+            assert not isinstance(program, KernelListProgram), "only calls with lists have these"
+            remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
+            for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+                reached = self.reach(request.region(buffer), buffer in remote)
+                buffers.update({(rank, buffer): address for rank, address in reached.items()})
+        return Addresses(buffers, flags, arenas, pieces=pieces, spread=staging.is_spread)
 
     def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, str], Pieces]:
         rows: list[dict[tuple[int, str], int]] = []
