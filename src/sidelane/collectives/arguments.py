@@ -11,9 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from sidelane.collectives.agreement import Location
-from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.pool_tensors import ComparedStorages
+from sidelane.collectives.heap import ComparedStorages, Location, Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from sidelane.choice import Abilities
-from sidelane.collectives.agreement import compare
 from sidelane.collectives.arguments import Arguments, Request, identities
 from sidelane.collectives.call_cache import AnyRequest
+from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import Agreement, AnyAgreement, check_variant
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.posts import PostedCall
@@ -93,7 +93,7 @@ class CallForm:
         """Compare the posts of all ranks, and return the call that follows from them.
 
         Raises:
-            PeerError, MismatchError: as ``agreement.compare``.
+            PeerError, MismatchError: as ``calls.compare``.
         """
         compare(control, number, posts)
         return self

@@ -27,9 +27,8 @@ from sidelane.collectives.learning.mappings import default_limit_bytes
 from sidelane.collectives.learning.protocol import Learning
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.offers import OFFER, Offer, Outcomes
-from sidelane.collectives.pool_tensors import PooledMemory
 from sidelane.collectives.prepare import Preparer
-from sidelane.collectives.reach import Reach
+from sidelane.collectives.reach import PooledMemory, Reach
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError

@@ -19,10 +19,9 @@ from collections.abc import Mapping as MappingOf
 
 import torch
 
-from sidelane.collectives.agreement import compare
 from sidelane.collectives.arguments import Request
-from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import MAPPED, Region
+from sidelane.collectives.calls import Calls, compare
+from sidelane.collectives.heap import MAPPED, POOL, ComparedStorages, Region, SymmetricHeap
 from sidelane.collectives.offers import (
     BUFFERS,
     Heard,
@@ -35,11 +34,13 @@ from sidelane.collectives.offers import (
     outcomes_of,
     text_of,
 )
-from sidelane.collectives.pool_tensors import ComparedStorages, PooledMemory
 from sidelane.errors import UnavailableError
-from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
 from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
+
+MAPPING_OFF = "Config.map_memory is not on"
+"""Reason why a tensor is not mapped."""
 
 MOST_GONE = 16
 """Largest number of allocations that one offer checks and announces as freed; others wait for the next offer."""
@@ -324,3 +325,66 @@ class Reach:
         if not any(addresses):
             return region
         return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
+
+
+class PoolMapping:
+    """A mapping of a pool of another rank, which exists as long as the session does."""
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+
+class PooledMemory:
+    """Memory that peers can map (:class:`sidelane.memory.ordinary.OrdinaryMemory`): pools and ordinary memory.
+
+    Args:
+        heap: heap with the pools.
+        rank: rank of this process.
+        ordinary: ordinary memory of the device; None if it is not to be mapped.
+    """
+
+    def __init__(self, heap: SymmetricHeap, rank: int, ordinary: OrdinaryMemory | None) -> None:
+        self._heap, self._rank, self._ordinary = heap, rank, ordinary
+
+    @property
+    def most_held(self) -> int | None:
+        return None if self._ordinary is None else self._ordinary.most_held
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no memory that peers could map."""
+        return self._ordinary is None and not self._heap.pools
+
+    @property
+    def has_no_pools(self) -> bool:
+        """True if there are no pools."""
+        return not self._heap.pools
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True for a tensor in a pool."""
+        return self._heap.pool_at(tensor.data_ptr()) is not None
+
+    def symmetric(self, region: Region) -> Region:
+        """Return the symmetric region of a tensor that lies at one place of a pool on all ranks."""
+        return self._heap.place(region)
+
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
+        pool = self._heap.pool_at(tensor.data_ptr())
+        if pool is not None:
+            return Allocation(pool.name, str(self._rank), pool.start, pool.nbytes)
+        return MAPPING_OFF if self._ordinary is None else self._ordinary.allocation_of(tensor)
+
+    def is_gone(self, allocation: Allocation) -> bool:
+        if allocation.name.startswith(POOL):
+            return allocation.name not in self._heap.pools
+        return self._ordinary is None or self._ordinary.is_gone(allocation)
+
+    def map(self, handle: str, name: str) -> Mapping:
+        if name.startswith(POOL):
+            pool = self._heap.pools.get(name)
+            if pool is None:
+                raise UnavailableError(f"{name} is no more on rank {self._rank}")
+            return PoolMapping(pool.addresses[int(handle)])
+        if self._ordinary is None:
+            raise UnavailableError(MAPPING_OFF)
+        return self._ordinary.map(handle, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from sidelane.collectives.call_cache import Key, PreparedCall, Shape, ShapeProgr
 from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
-from sidelane.execute.base import Place
+from sidelane.execute.base import Place, Repetition
 from sidelane.memory.ordinary import Standing
 from sidelane.native import Effect, Note, load_replays
 
@@ -155,33 +156,14 @@ class Repeats:
         """
         if not self.knows_by_address(key):
             return
-        kind, variant, beside, details, _, _, tensors_asked = key
-        identities = cast("tuple[tuple[Any, ...], ...]", tensors_asked)
-        lists = 0
-        if asked is not None:
-            details, lists = asked.details, len(asked.given)
         repetition = prepared.loaded.repetition(place)
-        signature = prepared.signature
-        payload = self._calls.control.payload(signature)
-        if repetition is None or payload is None:
+        if tracked is not None and repetition is not None:
+            assert repetition.turn is None or tracked.turn is None, "programs that go ahead take no turns of their own"
+            notes, turn = (*tracked.notes, *repetition.notes), tracked.turn or repetition.turn
+            repetition = dataclasses.replace(repetition, notes=notes, turn=turn)
+        given = None if tracked is None else tracked.tracked
+        if not self._give(key, prepared, place, repetition, asked, tracked=given):
             return
-        turn = repetition.turn
-        tensors = tuple(identity[:3] for identity in identities)
-        # The number itself, not an equal one: it is compared by identity.
-        generation = heap.generation_cell[0]
-        if generation != key[5]:
-            return  # memory was allocated since
-        if tracked is not None and tracked.turn is not None:
-            assert turn is None, "programs of calls that go ahead take no turns of their own"
-            turn = tracked.turn
-        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        if tracked is not None:
-            notes = (*tracked.notes, *notes)
-        self._replay.remember(
-            *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
-            *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, None, None if tracked is None else tracked.tracked),
-        )
         if tracked is not None and tracked.turn is not None:
             holds = tracked.holds()
         else:
@@ -209,22 +191,43 @@ class Repeats:
             known.repeated.clear()
         known.repeated.add(given)
         repetition = prepared.loaded.movable(place, [buffer for buffer, _ in known.places])
-        payload, generation = self._calls.control.payload(prepared.signature), heap.generation_cell[0]
-        if repetition is None or payload is None or generation != key[5]:
-            return
         tensor_of = dict(known.places)
-        rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers)
+        rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
+        admits = functools.partial(all_ordinary, self._arguments)
+        form = admits, shape.distance is not None, shape.distance or 0, rows
+        if (
+            self._give(key, prepared, place, repetition, shape=form) and self._preparer.program_of(shape) is not known
+        ):  # another thread has moved staging
+            self.forget()
+
+    def _give(
+        self,
+        key: Key,
+        prepared: PreparedCall,
+        place: Place,
+        repetition: Repetition | None,
+        asked: CallRequest | None = None,
+        *,
+        shape: object = None,
+        tracked: object = None,
+    ) -> bool:
+        """Pass a call to compiled code, if it can be repeated and no memory was allocated since it was looked up."""
+        payload = self._calls.control.payload(prepared.signature)
+        generation = heap.generation_cell[0]  # the number itself, not an equal one: it is compared by identity
+        if repetition is None or payload is None or generation != key[5]:
+            return False
         kind, variant, beside, details, _, _, identities = key
+        lists = 0
+        if asked is not None:
+            details, lists = asked.details, len(asked.given)
         tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        admits = functools.partial(all_ordinary, self._arguments)
         self._replay.remember(
-            *(kind, tensors, 0, details, variant, beside, generation, repetition.turn, place[0]),
+            *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, (admits, shape.distance is not None, shape.distance or 0, rows)),
+            *(None, prepared, shape, tracked),
         )
-        if self._preparer.program_of(shape) is not known:  # another thread has moved staging
-            self.forget()
+        return True
 
 
 def _is_ordinary(identity: tuple[Any, ...]) -> bool:

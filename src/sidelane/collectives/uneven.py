@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from sidelane.collectives.agreement import Location, compare
 from sidelane.collectives.arguments import Arguments, Request, check_tensors
 from sidelane.collectives.call_forms import CallForm, own_part
-from sidelane.collectives.heap import Region
+from sidelane.collectives.calls import compare
+from sidelane.collectives.heap import Location, Region
 from sidelane.collectives.offers import OFFER
 from sidelane.collectives.plan import AnyAgreement
 from sidelane.errors import MismatchError
@@ -78,7 +78,7 @@ class UnevenCall(CallForm):
         """Return the call with the split sizes that all ranks have posted.
 
         Raises:
-            PeerError: as ``agreement.compare``.
+            PeerError: as ``calls.compare``.
             MismatchError: likewise; also where a rank expects other sizes than its peer sends, or where tensors lie in
                 different places.
         """

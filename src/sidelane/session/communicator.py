@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
-from sidelane.collectives.agreement import compare
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
+from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
-from sidelane.collectives.reach import Reached
+from sidelane.collectives.reach import MAPPING_OFF, Reached
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
@@ -32,11 +32,10 @@ from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
-from sidelane.session.batch import Batched
 from sidelane.session.beside import beside
 from sidelane.session.bound_program import BoundProgram, bind_program
 from sidelane.session.entry import entry, repeated_entry
-from sidelane.session.lists import ListedCall, Tensors, holds_lists
+from sidelane.session.lists import Batched, ListedCall, Tensors, holds_lists
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.session.prelaunch import Prelaunched, prepare_prelaunched
 from sidelane.session.session import Lane, Session
@@ -477,7 +476,7 @@ class Communicator:
         if region.symmetric:
             return Reached("symmetric")
         if self._path.reach is None:  # no peers
-            return Reached("staged", "Config.map_memory is not on")
+            return Reached("staged", MAPPING_OFF)
         learning = self._path.learning
         if learning is not None and tensor.nbytes and not self._path.reach.is_pooled(tensor):
             why = learning.why(tensor)
