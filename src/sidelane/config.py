@@ -178,6 +178,13 @@ def from_environment(environment: Mapping[str, str]) -> Config:
     )
 
 
+def learning(config: Config, device_type: str) -> Config:
+    """Return settings that leave ``map_memory`` open with ``learn`` on GPUs; others as they are."""
+    if config.map_memory is None and device_type == "cuda":
+        return dataclasses.replace(config, map_memory=LEARN)
+    return config
+
+
 def profile_folder() -> Path | None:
     """Return the folder of a user's profiles from ``sidelane tune``, by the XDG base directory specification.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.program.ir import Program, Value
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
+
+T = TypeVar("T")
 
 
 class SubmittedAhead(Protocol):
@@ -106,8 +108,20 @@ class KernelRunnable(Runnable, Protocol):
         ...
 
 
+class AsyncCalls(Protocol):
+    """Asynchronous calls, as calls on a stream beside the caller's."""
+
+    def run_aside(self, job: Callable[[], T]) -> T:
+        """Run a function with that stream as the current one, behind the caller's work so far. Not in a capture."""
+        ...
+
+    def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> Work:
+        """Return the work of the call on these tensors that was queued there last."""
+        ...
+
+
 class HostPath(NamedTuple):
-    """The host's checks in front of a call that is not asynchronous, as data for compiled code.
+    """The host's checks in front of a call, as data for compiled code.
 
     Attributes:
         questions: the queries that tell the caller's stream and whether it is captured.
@@ -115,12 +129,14 @@ class HostPath(NamedTuple):
             stream must be ordered behind that one.
         lock: lock of the executor, held while commands are submitted.
         guards: (object, attribute, value) triples; a call may run only while each attribute has its value.
+        asynchronous: makes calls asynchronous.
     """
 
     questions: Questions
     last: tuple[object, str]
     lock: threading.Lock
     guards: tuple[tuple[object, str, object], ...]
+    asynchronous: AsyncCalls
 
 
 class Backend(Protocol):

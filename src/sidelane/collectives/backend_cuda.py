@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import HostPath
+from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
@@ -33,6 +35,8 @@ from sidelane.program.kernel import MOST_RANKS
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.transform.prelaunch import held_by
+
+T = TypeVar("T")
 
 _POLL_S = 50e-6
 
@@ -58,7 +62,8 @@ class CudaBackend:
         self.device = device
         kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
         self.abilities = Abilities((DMA, SM) if kernels else (DMA,), captures=True)
-        self._async_stream: torch.cuda.Stream | None = None
+        self._side: SideStream | None = None  # of asynchronous calls
+        self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams
         self._last: int | None = None  # handle of the stream of the last call
         self._last_captured: int | None = None
@@ -118,25 +123,53 @@ class CudaBackend:
         questions = self.executor.driver.questions()
         if questions is None:
             return None
-        return HostPath(questions, (self, "_last"), self.executor.lock, ((self.executor.watch, "failure", None),))
+        return HostPath(questions, (self, "_last"), self.executor.lock, ((self.executor.watch, "failure", None),), self)
+
+    def _aside(self) -> SideStream:
+        """Return the stream of asynchronous calls."""
+        if self._side is None:
+            self._side = SideStream(self.device)
+        return self._side
+
+    def run_aside(self, job: Callable[[], T]) -> T:
+        return self._aside().run(job)
 
     def _run_aside(
         self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], place: Place
     ) -> CudaWork:
-        stream = self._async_stream
-        if stream is None:
-            stream = self._async_stream = torch.cuda.Stream(self.device, priority=-1)
+        stream = self._aside().stream
         aside = (int(stream.cuda_stream), place[1])
-        self.executor.order(place[0], aside[0])
+        if place[0] != aside[0]:
+            self.executor.order(place[0], aside[0])
         self._order_after_last(aside)
-        for tensor in tensors:
-            if tensor is not None:
-                # The caching allocator must not hand out these bytes again while the other stream uses them.
-                tensor.record_stream(stream)
         if place[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
-            return CudaMarkedWork(self, stream, loaded)
-        loaded.run(epoch, aside)
-        return CudaWork(self, stream)
+            work: CudaWork = CudaMarkedWork(self, stream, loaded)
+        else:
+            loaded.run(epoch, aside)
+            work = CudaWork(self, stream)
+        _keep_for(stream, tensors)
+        return work
+
+    def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
+        stream = self._aside().stream
+        _keep_for(stream, tensors)
+        return self.work_on(stream, outputs)
+
+    def work_on(self, stream: torch.cuda.Stream, outputs: tuple[torch.Tensor, ...]) -> CudaWork:
+        """Return the work of all that is queued on a stream."""
+        work = CudaWork(self, stream)
+        work.outputs = outputs
+        return work
+
+    def future_behind(
+        self, event: torch.cuda.Event, outputs: Sequence[torch.Tensor]
+    ) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that is done; the streams of its callbacks wait for the event."""
+        if self._futures is None:
+            self._futures = SideStream(self.device)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[self.device])
+        self._futures.run(lambda: future.set_result(list(outputs)), behind=event)
+        return future
 
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = self.executor.watch.timeout_s = timeout_s
@@ -147,8 +180,8 @@ class CudaBackend:
     def follow_all(self) -> None:
         current, _ = self.place()
         others = {*self._allocating, self.last_handle()}
-        if self._async_stream is not None:
-            others.add(int(self._async_stream.cuda_stream))
+        if self._side is not None:
+            others.add(int(self._side.stream.cuda_stream))
         for handle in others - {None, current}:
             assert handle is not None
             with contextlib.suppress(DriverError):  # of a stream that is gone
@@ -294,13 +327,14 @@ class CudaWork(Work):
         return watch.failure
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        device = self._backend.device
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[device])
-        side = torch.cuda.Stream(device)
-        side.wait_event(self._event)
-        with torch.cuda.stream(side):
-            future.set_result(list(self.outputs))  # the streams of callbacks wait for this stream
-        return future
+        return self._backend.future_behind(self._event, self.outputs)
+
+
+def _keep_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Keep the caching allocator from handing out these tensors' bytes again while the stream uses them."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
 
 
 class CudaMarkedWork(CudaWork):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +11,7 @@ import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
+from sidelane.collectives.backend import HostPath
 from sidelane.collectives.call_cache import Key, PreparedCall, Shape, ShapeProgram, all_ordinary
 from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
@@ -58,20 +58,19 @@ class Repeats:
     Args:
         calls, arguments, preparer: those of the communicator.
         replay: a ``Replay`` object of ``native/replay.c``.
-        submitting: lock that is held while a call is made again.
+        path: the host's checks, which compiled code makes.
 
     Attributes:
-        submitting: as given.
+        submitting: lock that is held while a call is made again.
+        asynchronous: makes calls asynchronous.
         run: makes a call again: ``run(kind, tensors, details, variant, beside)``. It returns False, without doing
             anything, if the call is not remembered or has changed; and None if it cannot run now: after a failure,
             inside a capture, behind work on another stream, or while another thread submits. Python makes the call
             then, or raises the error.
     """
 
-    def __init__(
-        self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any, submitting: threading.Lock
-    ) -> None:
-        self.submitting = submitting
+    def __init__(self, calls: Calls, arguments: Arguments, preparer: Preparer, replay: Any, path: HostPath) -> None:
+        self.submitting, self.asynchronous = path.lock, path.asynchronous
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
         self._replay = replay
         self.run = replay.run
@@ -128,7 +127,7 @@ class Repeats:
             *(control, control.post_call, posts.lock, path.lock.acquire, path.lock.release),
             *(count_writes, torch.Tensor),
         )
-        return Repeats(calls, arguments, preparer, replay, path.lock)
+        return Repeats(calls, arguments, preparer, replay, path)
 
     def knows_by_address(self, key: Key) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""

@@ -1,18 +1,26 @@
 """DDP whose gradients are averaged by Sidelane: a communication hook.
 
-DDP hands over a bucket of gradients as soon as backward has filled it. The hook copies it into symmetric memory, from
-where peers read it while backward goes on, and DDP takes the averages from there.
+DDP hands over a bucket of gradients as soon as backward has filled it. The hook has it averaged where it lies, on a
+stream of its own, while backward goes on. A bucket lies at one address for as long as DDP keeps it, so that on GPUs
+peers soon read it without staging (``Config.map_memory``).
 """
 
+import dataclasses
+import functools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from sidelane import config as settings
 from sidelane.collectives.allocator import MemoryUse
-from sidelane.config import COMPUTE, Config
+from sidelane.collectives.learning.mappings import default_limit_bytes
+from sidelane.collectives.side_stream import SideStream
+from sidelane.config import COMPUTE, Config, learning
 from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.modes import keep_compilers_out
@@ -73,13 +81,14 @@ class EnabledDdp:
         self._model, self._group = weakref.ref(model), model.process_group
         self._session: Session | None = None
         self._comm: Communicator | None = None
-        self._buffers: dict[int, torch.Tensor] = {}  # by number of the bucket
+        self._side: SideStream | None = None
+        self._buckets: dict[int, Bucket] = {}  # by their numbers
         self._ledger = Ledger(dist.get_process_group_ranks(self._group))
         self._ledger.group = self._group.group_name
         self.calls = 0
 
     def memory(self) -> MemoryUse:
-        """Return the memory of the symmetric buffers: that of all gradients, since DDP keeps all buckets to the end."""
+        """Return the symmetric memory of the calls: staging for buckets that peers do not reach where they lie."""
         return self._comm.memory() if self._comm is not None else MemoryUse(0, 0, None)
 
     def disable(self) -> None:
@@ -87,7 +96,7 @@ class EnabledDdp:
 
         DDP itself keeps the averages of the last backward, until its next one or until the model goes.
         """
-        self._buffers.clear()
+        self._buckets.clear()
         session, self._session, self._comm = self._session, None, None
         if session is not None:
             session.close()
@@ -99,8 +108,19 @@ class EnabledDdp:
         self.disable()
 
     def _begin(self, device: torch.device, config: Config | None) -> None:
-        self._session = Session(self._group, device=device, config=config)
+        self._session = Session(self._group, device=device, config=self._settings(device, config))
         self._comm = Communicator(self._session.lane("ddp"))
+        self._side = SideStream(device) if device.type == "cuda" else None
+
+    def _settings(self, device: torch.device, config: Config | None) -> Config:
+        """Return the settings, under which peers may map all buckets twice: as they are first, and rebuilt."""
+        config = learning(config or settings.current(), device.type)
+        if config.mapped_bytes is not None or device.type != "cuda":
+            return config
+        model = self._model()
+        assert model is not None
+        buckets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        return dataclasses.replace(config, mapped_bytes=default_limit_bytes(device) + 2 * buckets)
 
     def _refuse_join(self) -> None:
         """Raise within a ``Join`` that divides by fewer ranks, which torch does only without a hook; on all ranks."""
@@ -112,25 +132,35 @@ class EnabledDdp:
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._refuse_join()
-        gradients = bucket.buffer()
-        dtype, dense = str(gradients.dtype).removeprefix("torch."), gradients.layout is torch.strided
-        comm = self._comm
-        why = self._objection(dtype, dense)
-        where = SIDELANE if why is None else dist.get_backend(self._group)
-        if why is None or where != SIDELANE:  # a Sidelane group notes its calls itself
-            key = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
-            self._ledger.note(key, "", gradients.nbytes if dense else 0)
-        if why is not None or comm is None:
-            return allreduce_hook(self._group, bucket)
+        gradients, known = bucket.buffer(), self._buckets.get(bucket.index())
+        if known is None or known.gradients is not gradients:
+            if known is not None:
+                self._buckets.clear()  # DDP makes other buckets after the first step
+            made = self._bucket(gradients)
+            if made is None:
+                return allreduce_hook(self._group, bucket)
+            known = self._buckets[bucket.index()] = made
         self.calls += 1
-        buffer = self._buffers.get(bucket.index())
-        if buffer is None or buffer.numel() != gradients.numel() or buffer.dtype != gradients.dtype:
-            # DDP makes other buckets after the first step, on all ranks alike.
-            buffer = self._buffers[bucket.index()] = comm.empty(gradients.numel(), dtype=gradients.dtype)
-        buffer.copy_(gradients)
-        work = comm.all_reduce(buffer, op=ReduceOp.AVG, async_op=True, beside=COMPUTE)
-        assert work is not None
-        return work.get_future().then(_first)
+        self._ledger.note(known.row, "", known.nbytes)
+        if self._side is None:
+            return known.average().get_future().then(_first)
+        # The first time may wait for the hosts of peers, which make the same calls in the same order.
+        self._side.run(known.average)
+        if bucket.is_last():
+            self._side.join()  # DDP reads no average before this bucket's, which is handed over last
+        return known.done
+
+    def _bucket(self, gradients: torch.Tensor) -> "Bucket | None":
+        """Return what averages a bucket; None if the group's own backend does."""
+        dtype, dense = str(gradients.dtype).removeprefix("torch."), gradients.layout is torch.strided
+        comm, why = self._comm, self._objection(dtype, dense)
+        where = SIDELANE if why is None else dist.get_backend(self._group)
+        row = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
+        if why is None and comm is not None:
+            return Bucket(comm, gradients, row, is_async=self._side is None)
+        if where != SIDELANE:  # a Sidelane group notes its calls itself
+            self._ledger.note(row, "", gradients.nbytes if dense else 0)
+        return None
 
     def _objection(self, dtype: str, dense: bool) -> str | None:
         """Return the reason why a bucket goes to the group's own backend; None if it does not."""
@@ -139,6 +169,32 @@ class EnabledDdp:
         if not dense:
             return "a sparse bucket"
         return None if dtype in ELEMENT_BYTES else f"avg of {dtype}"
+
+
+class Bucket:
+    """A bucket of gradients that Sidelane averages.
+
+    Args:
+        comm: communicator that does it.
+        gradients: gradients of the bucket, which DDP keeps at one place.
+        row: row of the report.
+        is_async: the host goes on meanwhile, by a thread.
+
+    Attributes:
+        average: starts it, in place.
+        done: future that is done: on GPUs, streams order those who read the averages.
+        nbytes: bytes of the gradients.
+    """
+
+    def __init__(
+        self, comm: Communicator, gradients: torch.Tensor, row: tuple[str, str, str, str, str], *, is_async: bool
+    ) -> None:
+        self.gradients, self.row, self.nbytes = gradients, row, gradients.nbytes
+        self.average: Callable[[], Any] = functools.partial(
+            comm.all_reduce, gradients, op=ReduceOp.AVG, async_op=is_async, beside=COMPUTE
+        )
+        self.done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self.done.set_result(gradients)
 
 
 # DDP inspects the type annotations of its hook, so they must be types, not text.

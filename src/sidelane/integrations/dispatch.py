@@ -19,7 +19,7 @@ from sidelane import forks
 from sidelane.choice import Choice
 from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
 from sidelane.collectives.work import NO_TIMEOUT
-from sidelane.config import LEARN, Config
+from sidelane.config import Config, learning
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
@@ -200,15 +200,21 @@ class Dispatcher:
     def _run_again(self, key: Key, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work | None:
         """Make a call like an earlier one; return None, with nothing done, if there is none or a decision is needed."""
         again = self._again.get(key)
-        if again is None or opts.asyncOp or opts.timeout > NO_TIMEOUT or self._coalescing is not None:
+        if again is None or opts.timeout > NO_TIMEOUT or self._coalescing is not None:
             return None
         _, _, dtype, device = key
+        is_async, on_host = opts.asyncOp, device.type == "cpu"
+        if is_async and on_host:
+            return None  # its thread makes all decisions, while the caller goes on
         if torch.autograd._profiler_enabled() or not are_plain(tensors, dtype, device):
             return None
-        if self._can_capture and device.type == "cpu" and torch.cuda.is_current_stream_capturing():
+        if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
             return None
         order = self._orders[device.type]
-        return order.run(lambda: self._make_again(again, key, tensors), tensors, tensors[:1], False, NO_TIMEOUT)
+        work = order.run(lambda: self._make_again(again, key, tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
+        if is_async and max(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
+            self._kept.append(work)
+        return work
 
     def _make_again(self, again: Again, key: Key, tensors: Sequence[torch.Tensor]) -> None:
         try:
@@ -478,12 +484,8 @@ class Dispatcher:
         communicator = self._communicators.get("cuda")
         if communicator is None:
             return StreamWork(stream, outputs)
-        from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
-
-        backend = communicator.lane.backend
-        assert isinstance(backend, CudaBackend)
-        work = CudaWork(backend, stream)
-        work.outputs = tuple(outputs)
+        backend: Any = communicator.lane.backend
+        work: dist.Work = backend.work_on(stream, tuple(outputs))
         return work
 
 
@@ -498,9 +500,7 @@ def settings_for(device: str, timeout: timedelta, *, spans: bool) -> Config:
     config = dataclasses.replace(settings.current(), timeout_s=timeout.total_seconds())
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         config = dataclasses.replace(config, debug=True)
-    if config.map_memory is None and device == "cuda" and not spans:
-        config = dataclasses.replace(config, map_memory=LEARN)
-    return config
+    return config if spans else learning(config, device)
 
 
 def name_of(choice: Choice) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.call_thread import CallFuture, CallThread
+from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError
 from sidelane.integrations.works import EndedWork, HostWork
@@ -141,7 +142,7 @@ class StreamOrder:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._side: torch.cuda.Stream | None = None
+        self._side: SideStream | None = None
 
     def run(
         self,
@@ -152,48 +153,43 @@ class StreamOrder:
         timeout: timedelta,
     ) -> dist.Work:
         """Queue a call as :meth:`HostOrder.run` makes one; ``timeout`` is for ``Work.wait`` to give."""
-        device = tensors[0].device
         if not is_async:
-            self._wait_for_side(device)
+            if self._side is not None:
+                _wait_for(self._side)
             job()
             return EndedWork(outputs)
-        side = self._beside(device)
-        with torch.cuda.stream(side):
-            job()
+        if self._side is None:
+            self._side = SideStream(tensors[0].device)
+        self._side.run(job)
+        stream = self._side.stream
         for tensor in tensors:
-            tensor.record_stream(side)  # the allocator must not hand out these bytes while the stream uses them
-        return self._guard.on_stream(side, outputs)
+            tensor.record_stream(stream)  # the allocator must not hand out these bytes while the stream uses them
+        return self._guard.on_stream(stream, outputs)
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
         if self._side is None:
             return call()
-        device = self._side.device
         if not is_async:
-            self._wait_for_side(device)
+            _wait_for(self._side)
             return call()
-        side = self._beside(device)
-        with torch.cuda.stream(side):
+
+        def called() -> dist.Work:
             work = call()
             work.wait()  # the stream does, not the host
-        return work
+            return work
+
+        return self._side.run(called)
 
     def close(self, *, wait: bool = True) -> None:
         """Forget the stream; calls queued there go on."""
         self._side = None
 
-    def _wait_for_side(self, device: torch.device) -> None:
-        """Make the current stream wait for the group's. A capture cannot wait for work queued before it."""
-        if self._side is None:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            with torch.cuda.stream(self._side):
-                if not torch.cuda.is_current_stream_capturing():
-                    return
-        torch.cuda.current_stream(device).wait_stream(self._side)
 
-    def _beside(self, device: torch.device) -> torch.cuda.Stream:
-        if self._side is None:
-            self._side = torch.cuda.Stream(device, priority=-1)
-        self._side.wait_stream(torch.cuda.current_stream(device))
-        return self._side
+def _wait_for(side: SideStream) -> None:
+    """Make the current stream wait for the group's. A capture cannot wait for work queued before it."""
+    if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.stream(side.stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return
+    side.join()

@@ -22,6 +22,7 @@ from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, o
 from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
 from sidelane.collectives.reach import MAPPING_OFF, Reached
+from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
@@ -557,12 +558,28 @@ class Communicator:
         beside: Beside | None,
         async_op: bool,
     ) -> Work | None:
-        repeats = None if async_op else self._repeats
+        repeats = self._repeats
+        if async_op and repeats is not None and not self._backend.place()[1]:
+            return repeats.asynchronous.run_aside(
+                lambda: self._make(repeats, kind, tensors, details, variant, beside, async_op)
+            )
+        return self._make(None if async_op else repeats, kind, tensors, details, variant, beside, async_op)
+
+    def _make(
+        self,
+        repeats: Repeats | None,
+        kind: Kind,
+        tensors: tuple[Any, ...],
+        details: tuple[Hashable, ...],
+        variant: str,
+        beside: Beside | None,
+        async_op: bool,
+    ) -> Work | None:
         if repeats is not None:
             try:
                 made = repeats.run(kind, tensors, details, variant, beside)
                 if made:
-                    return None
+                    return _work_of(repeats, tensors) if async_op else None
                 if made is None:
                     repeats = None  # the call may be remembered already, and run again later
             except (PeerError, KeyboardInterrupt) as error:
@@ -579,6 +596,12 @@ class Communicator:
     ) -> Work | None:
         run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
         return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
+
+
+def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:
+    """Return the work of an asynchronous call that compiled code has made; what it writes comes first."""
+    columns = [one if isinstance(one, list | tuple) else (one,) for one in tensors]
+    return repeats.asynchronous.work_aside([tensor for column in columns for tensor in column], tuple(columns[0]))
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
