@@ -23,7 +23,7 @@ from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
 from sidelane.collectives.list_calls import LISTED, ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped
+from sidelane.collectives.reach_rules import as_mapped
 from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
@@ -34,7 +34,7 @@ from sidelane.program.kernel import KernelProgram
 from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
-from sidelane_lab.explain.reach import SAID, mappable, ways_of
+from sidelane_lab.explain.reach import MAPPED, SAID, MapMemory, ReachMode, mappable, ways_of
 from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.sim import simulate
