@@ -46,146 +46,6 @@ UNIT = 16
 _PLAIN = ((True, False), (True,))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """A call ready to run.
-
-    Attributes:
-        loaded: its program, loaded at the addresses of its tensors.
-        signature: text that the ranks compare.
-        frozen: it is for a graph under capture.
-        choice: candidate that runs it, and the reason.
-    """
-
-    loaded: Runnable
-    signature: str
-    frozen: bool
-    choice: Choice
-
-
-class PlannedCall(NamedTuple):
-    """A checked call before this rank has read the posts of its peers.
-
-    Attributes:
-        request: this rank's view of the call.
-        agreement: the part that must be the same on all ranks, as far as it is known without posts of peers.
-        signature: text that the ranks compare.
-        exchanged: what else this rank posts in each call: split sizes, as text.
-        compares: see ``Reach.compares``.
-    """
-
-    request: AnyRequest
-    agreement: AnyAgreement
-    signature: str
-    exchanged: str
-    compares: bool
-
-
-class SettledCall(NamedTuple):
-    """The result of the posts of all ranks. The same posts lead to the same result again.
-
-    Attributes:
-        posts: posts of all ranks.
-        drops: see :class:`Reach`.
-        prepared: the call that ran.
-        is_mapped: it reaches memory of peers that these have offered.
-        outcomes: see ``Reach.note``.
-    """
-
-    posts: Sequence[PostedCall]
-    drops: int
-    prepared: PreparedCall
-    is_mapped: bool
-    outcomes: Outcomes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShapeProgram:
-    """The program that calls of one shape run.
-
-    Attributes:
-        program: the program.
-        addresses: addresses at which it was loaded first.
-        places: pairs of a buffer in these addresses and the number of the tensor that it is.
-        request: request of the first call.
-        tensors: addresses of the first call's tensors.
-        agreement: agreement of all ranks.
-        signature: text that the ranks compare.
-        choice: candidate that runs it, and the reason.
-        repeated: places and turns with which compiled code was given the shape.
-    """
-
-    program: Plan
-    addresses: Addresses
-    places: tuple[tuple[tuple[int, str], int], ...]
-    request: Request
-    tensors: tuple[int, ...]
-    agreement: Agreement
-    signature: str
-    choice: Choice
-    repeated: set[Hashable] = dataclasses.field(default_factory=set)
-
-    def at(self, addresses: Sequence[int]) -> Addresses:
-        """Return the addresses of the program for tensors at other addresses."""
-        buffers = dict(self.addresses.buffers)
-        for place, tensor in self.places:
-            buffers[place] = addresses[tensor]
-        known = self.addresses
-        return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
-
-    def asked(self, addresses: Sequence[int]) -> Request:
-        """Return the request for tensors at other addresses."""
-        first, request = self.tensors, self.request
-        input, output = (
-            dataclasses.replace(region, address=addresses[first.index(region.address)]) if region.nbytes else region
-            for region in (request.input, request.output)
-        )
-        return Request(request.collective, input, output, request.dtype)
-
-
-class Hit(NamedTuple):
-    """A call that went ahead (``learning``), and will again where the same is expected.
-
-    Attributes:
-        sources: places of the inputs that are expected.
-        prepared: the call.
-        turns: turns of a period for which compiled code was given a call with the same tensors here.
-        era: object that ``Learning`` replaces when memory is unmapped; a hit is valid in its own era only.
-    """
-
-    sources: Sources
-    prepared: PreparedCall
-    turns: set[int]
-    era: object
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class CallEntry:
-    """All that is known of calls with one key; each attribute is None until it is known.
-
-    Attributes:
-        key: the key.
-        places: number of places that the entry takes in the cache.
-        planned: the plan of the call.
-        settled: the result of the last posts, for a call for which the ranks exchange more than its signature.
-        prepared: the call, loaded.
-        shape: under the key of a shape, the program of the shape.
-        report: what this rank posts of the call for its peers to learn from.
-        hit: the call as it goes ahead.
-        is_used: it was asked for since it was found to be the oldest one.
-    """
-
-    key: Key
-    places: int
-    planned: PlannedCall | None = None
-    settled: SettledCall | None = None
-    prepared: PreparedCall | None = None
-    shape: ShapeProgram | None = None
-    report: CallReport | None = None
-    hit: Hit | None = None
-    is_used: bool = False
-
-
 class CallCache:
     """The entries of one lane, within ``MOST_PLACES``: the oldest one that was not asked for meanwhile goes first.
 
@@ -252,6 +112,146 @@ class CallCache:
         self._taken = 0
         for forget in self.keepers:
             forget()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class CallEntry:
+    """All that is known of calls with one key; each attribute is None until it is known.
+
+    Attributes:
+        key: the key.
+        places: number of places that the entry takes in the cache.
+        planned: the plan of the call.
+        settled: the result of the last posts, for a call for which the ranks exchange more than its signature.
+        prepared: the call, loaded.
+        shape: under the key of a shape, the program of the shape.
+        report: what this rank posts of the call for its peers to learn from.
+        hit: the call as it goes ahead.
+        is_used: it was asked for since it was found to be the oldest one.
+    """
+
+    key: Key
+    places: int
+    planned: PlannedCall | None = None
+    settled: SettledCall | None = None
+    prepared: PreparedCall | None = None
+    shape: ShapeProgram | None = None
+    report: CallReport | None = None
+    hit: Hit | None = None
+    is_used: bool = False
+
+
+class PlannedCall(NamedTuple):
+    """A checked call before this rank has read the posts of its peers.
+
+    Attributes:
+        request: this rank's view of the call.
+        agreement: the part that must be the same on all ranks, as far as it is known without posts of peers.
+        signature: text that the ranks compare.
+        exchanged: what else this rank posts in each call: split sizes, as text.
+        compares: see ``Reach.compares``.
+    """
+
+    request: AnyRequest
+    agreement: AnyAgreement
+    signature: str
+    exchanged: str
+    compares: bool
+
+
+class SettledCall(NamedTuple):
+    """The result of the posts of all ranks. The same posts lead to the same result again.
+
+    Attributes:
+        posts: posts of all ranks.
+        drops: see :class:`Reach`.
+        prepared: the call that ran.
+        is_mapped: it reaches memory of peers that these have offered.
+        outcomes: see ``Reach.note``.
+    """
+
+    posts: Sequence[PostedCall]
+    drops: int
+    prepared: PreparedCall
+    is_mapped: bool
+    outcomes: Outcomes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A call ready to run.
+
+    Attributes:
+        loaded: its program, loaded at the addresses of its tensors.
+        signature: text that the ranks compare.
+        frozen: it is for a graph under capture.
+        choice: candidate that runs it, and the reason.
+    """
+
+    loaded: Runnable
+    signature: str
+    frozen: bool
+    choice: Choice
+
+
+class Hit(NamedTuple):
+    """A call that went ahead (``learning``), and will again where the same is expected.
+
+    Attributes:
+        sources: places of the inputs that are expected.
+        prepared: the call.
+        turns: turns of a period for which compiled code was given a call with the same tensors here.
+        era: object that ``Learning`` replaces when memory is unmapped; a hit is valid in its own era only.
+    """
+
+    sources: Sources
+    prepared: PreparedCall
+    turns: set[int]
+    era: object
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShapeProgram:
+    """The program that calls of one shape run.
+
+    Attributes:
+        program: the program.
+        addresses: addresses at which it was loaded first.
+        places: pairs of a buffer in these addresses and the number of the tensor that it is.
+        request: request of the first call.
+        tensors: addresses of the first call's tensors.
+        agreement: agreement of all ranks.
+        signature: text that the ranks compare.
+        choice: candidate that runs it, and the reason.
+        repeated: places and turns with which compiled code was given the shape.
+    """
+
+    program: Plan
+    addresses: Addresses
+    places: tuple[tuple[tuple[int, str], int], ...]
+    request: Request
+    tensors: tuple[int, ...]
+    agreement: Agreement
+    signature: str
+    choice: Choice
+    repeated: set[Hashable] = dataclasses.field(default_factory=set)
+
+    def at(self, addresses: Sequence[int]) -> Addresses:
+        """Return the addresses of the program for tensors at other addresses."""
+        buffers = dict(self.addresses.buffers)
+        for place, tensor in self.places:
+            buffers[place] = addresses[tensor]
+        known = self.addresses
+        return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
+
+    def asked(self, addresses: Sequence[int]) -> Request:
+        """Return the request for tensors at other addresses."""
+        first, request = self.tensors, self.request
+        input, output = (
+            dataclasses.replace(region, address=addresses[first.index(region.address)]) if region.nbytes else region
+            for region in (request.input, request.output)
+        )
+        return Request(request.collective, input, output, request.dtype)
 
 
 class Shape(NamedTuple):
