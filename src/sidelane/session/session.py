@@ -354,7 +354,8 @@ class Lane:
             with contextlib.suppress(SidelaneError):
                 handle.close()
         calls.closed, calls.failure = True, None  # the frames of a failure would keep these objects alive
-        self.preparer.cache.clear()
+        if self.path.repeats is not None:
+            self.path.repeats.forget()
         self.backend.close()
         self.preparer.close()
         if self.path.reach is not None:
