@@ -311,6 +311,13 @@ class Calls:
         else:
             self.control.abort(str(error), error.ranks, timed_out=isinstance(error, PeerTimeoutError))
 
+    def fail_untriggered(self, what: str, error: BaseException) -> None:
+        """End the communicator as an error leaves a call whose triggers were not fired: peers wait for its bytes."""
+        if not isinstance(error, KeyboardInterrupt):
+            rank = self.control.rank
+            error = PeerError(f"rank {rank} left {what}, untriggered: {type(error).__name__}: {error}", (rank,))
+        self.fail(error)
+
 
 def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> None:
     """Check that all ranks posted the same call.

@@ -215,13 +215,7 @@ class Prelaunched:
             return
         calls = self._calls
         if self._is_armed and calls.failure is None:
-            if isinstance(error, KeyboardInterrupt):
-                calls.fail(error)
-            else:
-                rank = calls.control.rank
-                text = f"rank {rank} left {self}, call {self._epoch}, untriggered: {type(error).__name__}: {error}"
-                calls.control.abort(text, (rank,))
-                calls.fail(PeerError(text, (rank,)))
+            calls.fail_untriggered(f"{self}, call {self._epoch}", error)
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 
