@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sidelane.collectives.call_cache import CallCache
 from sidelane.collectives.learning import protocol
 from sidelane.collectives.learning.knowledge import TrackedSignature
 from sidelane.errors import ProgramError
@@ -180,7 +181,7 @@ def test_calls_share_a_proof_whatever_runs_next_to_them(first: bool, monkeypatch
     )
     bound: list[Program] = []
     preparer = SimpleNamespace(
-        recall=lambda key: None, make_room=lambda program: None, bind=lambda program, *_, **__: bound.append(program)
+        cache=CallCache(), make_room=lambda program: None, bind=lambda program, *_, **__: bound.append(program)
     )
     programs, gather = protocol.AheadPrograms(calls, preparer), all_gather([8] * 2)  # type: ignore[arg-type]
 
@@ -189,9 +190,9 @@ def test_calls_share_a_proof_whatever_runs_next_to_them(first: bool, monkeypatch
 
     programs.make_room(signature(True))
     for alone in (first, not first, first):
-        programs.prepare(0, signature(alone), ({},))
+        programs.prepare((), signature(alone), ({},))
     assert [program.alone for program in bound] == [first, not first, first]
     assert bound[0] is bound[2], "plans are kept by program"
     assert len(proved) == 1
-    programs.prepare(0, signature(first), ({},), frozenset({1}))
+    programs.prepare((), signature(first), ({},), frozenset({1}))
     assert len(proved) == 2

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from fake_driver import FakeDriver
-from new_address_cases import WORKED_OUT, derived
+from new_address_cases import WORKED_OUT, derived, prepared
 from test_repeated_calls import Rank, gather, group, make_rank
 
 from sidelane import Communicator
-from sidelane.collectives import prepare, shape_cache
+from sidelane.collectives import call_cache
 from sidelane.collectives.allocator import SEGMENT_BYTES
+from sidelane.collectives.call_cache import ShapeProgram
 from sidelane.execute.cuda import CudaExecutor
 
 __all__ = ["group"]  # a fixture
@@ -39,6 +40,11 @@ def new_ones(count: int, nbytes: int = NBYTES, offset: int = 0) -> Iterator[tupl
         yield output[offset : offset + nbytes], input[offset : offset + nbytes]
 
 
+def shapes(rank: Rank) -> list[ShapeProgram]:
+    """The shapes that are remembered."""
+    return [entry.shape for entry in rank.comm.lane.preparer.cache if entry.shape is not None]
+
+
 @pytest.mark.parametrize("variant", ["b2b", "pcpy", "alternating", "auto"])
 def test_a_shape_is_worked_out_once(rank: Rank, variant: str) -> None:
     tensors = list(new_ones(40))
@@ -50,7 +56,7 @@ def test_a_shape_is_worked_out_once(rank: Rank, variant: str) -> None:
             assert (rank.comm.last_submitted(), rank.comm.last_choice()) == known
     assert not found.keys() & WORKED_OUT, found
     assert rank.comm.submitted().calls == 40 * known[0].counts.calls
-    assert len(rank.comm.lane.preparer._recent) == 1, "addresses that do not come again are not remembered"
+    assert prepared(rank.comm) == 1, "addresses that do not come again are not remembered"
 
 
 def test_what_comes_again_is_made_in_c(rank: Rank) -> None:
@@ -123,7 +129,7 @@ def test_symmetric_memory_is_another_shape(rank: Rank) -> None:
     symmetric = rank.comm.empty(SEGMENT_BYTES // 2, dtype=torch.uint8)
     for turn, (output, input) in enumerate(new_ones(12)):
         gather(rank, symmetric[512 * turn :][:NBYTES] if turn % 2 else output, input)
-        places = len(rank.comm.lane.preparer._shaped)
+        places = len(shapes(rank))
         assert places == 1 + (turn + 1) // 2, "each place of symmetric memory is one, as is all ordinary memory"
 
 
@@ -131,21 +137,21 @@ def test_shapes_go_when_staging_moves(rank: Rank) -> None:
     for pair in new_ones(3):
         gather(rank, *pair)
     preparer = rank.comm.lane.preparer
-    assert preparer._shaped
-    preparer._reserve(preparer._staging, preparer._staging.nbytes + 1, False)
-    assert not preparer._shaped, "they know where it was"
+    assert shapes(rank)
+    preparer._grow(preparer._staging, preparer._staging.nbytes + 1, False)
+    assert not shapes(rank), "they know where it was"
     for pair in new_ones(3):
         gather(rank, *pair)
 
 
 def test_few_things_are_kept_of_what_changes_for_ever(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shape_cache, "MOST_SEEN", 16)
-    monkeypatch.setattr(prepare, "MOST_PROGRAMS", 4)
-    preparer = rank.comm.lane.preparer
+    monkeypatch.setattr(call_cache, "MOST_SEEN", 16)
+    monkeypatch.setattr(call_cache, "MOST_PLACES", 4)
+    cache = rank.comm.lane.preparer.cache
     for turn, (output, input) in enumerate(new_ones(200)):
         gather(rank, output[: 8 + 8 * (turn % 7)], input[: 8 + 8 * (turn % 7)])
-        assert len(preparer._seen._new) <= 16 and len(preparer._seen._old) <= 16
-        assert len(preparer._shaped) <= 4
+        assert len(cache._seen) <= 16 and len(cache._seen_before) <= 16
+        assert len(cache._entries) <= 4
     rank.finish()
     events = len(rank.driver._events)
     for output, input in new_ones(50):
@@ -168,9 +174,9 @@ def test_a_failure_behind_the_agreement_ends_the_communicator(rank: Rank, monkey
 
 
 def test_a_shape_says_what_is_asked_elsewhere(rank: Rank) -> None:
-    arguments, preparer = rank.comm.lane.arguments, rank.comm.lane.preparer
+    arguments = rank.comm.lane.arguments
     tensors = list(new_ones(6))
     gather(rank, *tensors[0])
-    (found,) = preparer._shaped.values()
+    (found,) = shapes(rank)
     for output, input in tensors:
         assert found.asked((output.data_ptr(), input.data_ptr())) == arguments.all_gather(output, input)

@@ -1,4 +1,4 @@
-"""A model of the tensors in pools that ranks remember (``collectives/pool_tensors.py``).
+"""A model of the tensors in pools that ranks remember (``collectives/heap.py``).
 
 A program has two names for tensors. Before a call on one of them, the program may make a new tensor of that name, on
 all ranks, and each rank places it wherever there is room. What a rank remembers changes only in calls for which it has

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
 
-from sidelane.collectives import backend_cuda, prepare
+from sidelane.collectives import backend_cuda, call_cache
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
@@ -165,14 +165,16 @@ def test_lists_are_made_in_c_too(rank: Rank) -> None:
 
 
 def test_lists_that_come_and_go_are_forgotten_sooner(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "MOST_RECENT_LISTS", 3)
+    monkeypatch.setattr(call_cache, "MOST_PLACES", 3 * call_cache.LIST_PLACES)
     kept = [[torch.zeros(size, dtype=torch.uint8) for size in (16, 32)] for _ in range(6)]
-    single, recent = torch.zeros(64, dtype=torch.uint8), rank.comm.lane.preparer._recent
+    single, recent = torch.zeros(64, dtype=torch.uint8), rank.comm.lane.preparer.cache
     for turn in range(18):
         tensors = kept[turn % 6]
         rank.comm.all_to_all(tensors, tensors, variant="b2b")
         gather(rank, single, torch.zeros(64, dtype=torch.uint8))
-        assert sum(isinstance(prepared.loaded.program.collective, Batch) for prepared in recent.values()) <= 3
+        calls = [entry.prepared for entry in recent if entry.prepared is not None]
+        assert sum(isinstance(prepared.loaded.program.collective, Batch) for prepared in calls) <= 3
+        assert recent._taken == sum(entry.places for entry in recent) <= 3 * call_cache.LIST_PLACES
     rank.finish()
 
 
@@ -182,7 +184,7 @@ def test_staging_that_moves_takes_remembered_calls_with_it(rank: Rank) -> None:
         gather(rank, output, input)
     assert rank.native[-1]
     preparer = rank.comm.lane.preparer
-    preparer._reserve(
+    preparer._grow(
         preparer._staging, preparer._staging._block.tensor.nbytes + 1 if preparer._staging._block else 1, False
     )
     gather(rank, output, input)
@@ -200,7 +202,7 @@ def test_what_is_void_by_the_time_it_is_remembered_is_forgotten(rank: Rank) -> N
         run, forget = repeats._replay.run, repeats._replay.forget
 
         def remember(self, *arguments: Any) -> None:
-            rank.comm.lane.preparer._recent.clear()
+            rank.comm.lane.preparer.cache._entries.clear()
             remember(*arguments)
 
     repeats._replay, replay = Late(), repeats._replay
@@ -280,7 +282,7 @@ def test_a_remembered_call_keeps_what_it_runs(rank: Rank) -> None:
     for variant in ("b2b", "pcpy"):
         for _ in range(3):
             gather(rank, output, input, variant=variant)
-    rank.comm.lane.preparer._recent.clear()  # as if many other calls had come
+    rank.comm.lane.preparer.cache._entries.clear()  # as if many other calls had come
     gc.collect()
     for variant in ("b2b", "pcpy"):
         gather(rank, output, input, variant=variant)

@@ -242,14 +242,14 @@ class Walk:
             preparer = self.comm.lane.preparer
             for staging in (preparer._staging, preparer._kernel_staging):
                 have = 0 if staging._block is None else staging._block.tensor.nbytes
-                preparer._reserve(staging, have + 1, False)
+                preparer._grow(staging, have + 1, False)
         elif chance < 0.016 and not self.graphs:  # the caller's need their memory
             checker.checker_renew(self.rng.choice(self.ordinary).data_ptr())
         elif chance < 0.0165 and not self.graphs:  # a program goes, and another one comes
             self.own.pop(0).close()
             self.own.append(self.load(handover(WORLD, self.rng.randrange(1, 9000))))
         elif chance < 0.0175:  # as if thousands of other calls had come
-            self.comm.lane.preparer._recent.clear()
+            self.comm.lane.preparer.cache._entries.clear()
             gc.collect()
 
     def keep_graph(self, needs: object) -> None:
@@ -340,8 +340,8 @@ def main() -> None:
         if number == steps // 2 and sabotage == "flags":
             checker.checker_forbid(comm.lane.preparer._flags.memory.data_ptr())
         if number == steps // 2 and sabotage == "events":
-            for prepared in comm.lane.preparer._recent.values():
-                for event in getattr(prepared.loaded, "_events", ()):
+            for entry in comm.lane.preparer.cache:
+                for event in getattr(entry.prepared and entry.prepared.loaded, "_events", ()):
                     checker.cuEventDestroy_v2(ctypes.c_uint64(event))
         walk.step()
         if checker.checker_violations():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from replay_host import Host, c_step, callback
 
-from sidelane.collectives import shape_cache
+from sidelane.collectives import call_cache
 from sidelane.execute.cuda import site
 
 
@@ -194,4 +194,4 @@ def test_a_shape_that_is_none_is_refused(host: Host) -> None:
 
 
 def test_addresses_of_one_shape_are_the_same_to_all(host: Host) -> None:
-    assert host.module.UNIT == shape_cache.UNIT == site.UNIT
+    assert host.module.UNIT == call_cache.UNIT == site.UNIT

@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane import Communicator, CommunicatorClosedError, PeerError, UnavailableError
-from sidelane.collectives.agreement import compare
+from sidelane.collectives.calls import compare
 from sidelane.memory import host_shared
 from sidelane.memory.control import ControlBlock
 from sidelane.memory.exchange import Exchange

@@ -65,7 +65,7 @@ def interrupted_at(group: dist.ProcessGroup, where: str) -> tuple[str, str]:
 
     if comm.rank == 0:
         preparer = comm.lane.preparer
-        owner: Any = {"recall": preparer, "program": preparer._planner, "post_call": comm._control}[where]
+        owner: Any = {"get": preparer.cache, "program": preparer._planner, "post_call": comm._control}[where]
         setattr(owner, where, hit)
     splits = [1] * n
     calls = (
@@ -82,7 +82,7 @@ def interrupted_at(group: dist.ProcessGroup, where: str) -> tuple[str, str]:
     raise AssertionError("no error was raised")
 
 
-@pytest.mark.parametrize("where", ["recall", "program", "post_call"])
+@pytest.mark.parametrize("where", ["get", "program", "post_call"])
 def test_ctrl_c_before_the_call_has_begun(where: str) -> None:
     with crew(2) as ranks:
         results = ranks.run(interrupted_at, 2, where)

@@ -32,7 +32,7 @@ PARTS = (
             ("sidelane.session.communicator", ("Communicator",)),
             ("sidelane.session.session", ("Session", "Lane")),
             ("sidelane.collectives.work", ("Work",)),
-            ("sidelane.session.batch", ("Batched",)),
+            ("sidelane.session.lists", ("Batched",)),
             ("sidelane.session.prelaunch", ("Prelaunched",)),
             ("sidelane.session.bound_program", ("BoundProgram",)),
             ("sidelane.session.own_kernel", ("OwnKernel",)),

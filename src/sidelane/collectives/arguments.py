@@ -6,15 +6,12 @@ Shapes, dtypes, devices and overlaps are checked here only.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from sidelane.collectives.agreement import Location, Splits
-from sidelane.collectives.heap import Region, SymmetricHeap
-from sidelane.collectives.pool_tensors import ComparedStorages
+from sidelane.collectives.heap import ComparedStorages, Location, Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
 
@@ -110,48 +107,25 @@ class Arguments:
 
     def split_bytes(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        copies_own: object = True,
+        tensors: tuple[torch.Tensor, torch.Tensor],
+        splits: Sequence[tuple[int, ...]],
+        copies_own: object,
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Check the split sizes of an uneven all_to_all (rows of dimension 0) and turn them into bytes."""
         _check_own(copies_own)
-        self._same_dtype("all_to_all", output, input)
-        self._apart("all_to_all", *self.regions("all_to_all", output, input))
+        self._same_dtype("all_to_all", *tensors)
+        self._apart("all_to_all", *self.regions("all_to_all", *tensors))
         result = []
-        for name, tensor, splits in (("output", output, output_splits), ("input", input, input_splits)):
+        for name, tensor, sizes in zip(("output", "input"), tensors, splits, strict=True):
             rows = tensor.shape[0] if tensor.dim() else 0
-            try:
-                sizes = [operator.index(size) for size in splits]
-            except TypeError:
-                allowed = f"allowed={self.world_size} whole numbers"
-                raise TypeError(f"all_to_all: {name}_split_sizes (value={splits!r}, {allowed})") from None
             if len(sizes) != self.world_size or any(size < 0 for size in sizes) or sum(sizes) != rows:
                 raise ValueError(
                     f"all_to_all: {name}_split_sizes must be {self.world_size} sizes that add up to dimension 0 "
-                    f"(value={sizes}, allowed sum={rows})"
+                    f"(value={list(sizes)}, allowed sum={rows})"
                 )
             row_bytes = tensor.nbytes // rows if rows else 0
             result.append(tuple(size * row_bytes for size in sizes))
         return result[0], result[1]
-
-    def all_to_all_uneven(
-        self, output: torch.Tensor, input: torch.Tensor, agreed: Splits, copies_own: bool = True
-    ) -> Request:
-        """Return the request of an uneven all_to_all from the splits of all ranks (``agreement.agree_on_splits``).
-
-        This rank's own splits have been checked before, by :meth:`split_bytes`.
-        """
-        output_region, input_region = (
-            dataclasses.replace(region, block=place[0], offset=place[1]) if place else region
-            for region, place in zip(
-                self.regions("all_to_all", output, input), (agreed.output_place, agreed.input_place), strict=True
-            )
-        )
-        collective = define.all_to_all(agreed.counts, copies_own=copies_own)
-        return Request(collective, input_region, output_region, input.dtype)
 
     def reduce_scatter(self, output: torch.Tensor, input: torch.Tensor, op: object) -> Request:
         """Check a reduce_scatter: ``input`` must hold ``world_size`` times the elements of ``output``."""

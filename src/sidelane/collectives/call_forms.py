@@ -1,20 +1,21 @@
-"""Forms of a call: one tensor or pair, a list, a batch. All of them take the one path of ``call_path``."""
+"""Forms of a call: one tensor or pair, a list, a batch, an uneven exchange. All take the one path of ``call_path``."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.arguments import Arguments, Request, identities
-from sidelane.collectives.list_calls import ListRequest
+from sidelane.collectives.call_cache import AnyRequest
+from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import Agreement, AnyAgreement, check_variant
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.posts import PostedCall
 from sidelane.program.collective import Kind
 from sidelane.program.shape import Beside
-
-AnyRequest = Request | ListRequest
 
 
 class CallRequest(NamedTuple):
@@ -36,69 +37,83 @@ def own_part(copied: object) -> tuple[Hashable, ...]:
     return () if copied is True else (copied if copied is False else repr(copied),)
 
 
-class CallForm(Protocol):
-    """The interface of a call to ``CallPath``.
+class CallForm:
+    """The interface of a call to ``CallPath``, and what most forms do.
 
     Attributes:
         name: kind of the collective, or ``BATCH``.
-        details: all arguments besides tensors and variant.
+        details: all arguments besides tensors and variant. May raise the errors of :meth:`request`.
         tensors: the caller's tensors; None where this rank has none.
         repeated_as: key by which compiled code finds the call again; None for one collective on single tensors.
+        exchanges: the ranks exchange more than its signature in each call (:meth:`posted`).
+        places: number of places that it takes in the cache of calls.
     """
 
-    @property
-    def name(self) -> str: ...
+    __slots__ = ()
+    exchanges = False
+    places = 1
 
     @property
-    def details(self) -> Hashable: ...
+    def name(self) -> str:
+        raise NotImplementedError
 
     @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]: ...
+    def details(self) -> Hashable:
+        raise NotImplementedError
 
     @property
-    def repeated_as(self) -> CallRequest | None: ...
+    def tensors(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    @property
+    def repeated_as(self) -> CallRequest | None:
+        return None
 
     def identities(self) -> Hashable:
         """Return all properties of the tensors that :meth:`request` depends on. May raise the errors of that method."""
-        ...
-
-    def check_variant(self, variant: str, abilities: Abilities) -> None:
-        """Raise ValueError for a variant that does not exist for this kind of call."""
-        ...
-
-    def request(self, arguments: Arguments) -> AnyRequest:
-        """Return the checked request of this rank. Raises TypeError or ValueError for arguments that do not fit."""
-        ...
-
-    def agreement(self, request: Any, variant: str, frozen: bool, beside: Beside) -> AnyAgreement:
-        """Return the part of a request that must be the same on all ranks."""
-        ...
-
-    def written(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the call writes."""
-        ...
-
-
-class SingleCall(NamedTuple):
-    """One collective on a tensor or a pair of tensors: the common case. Making it takes a fraction of a microsecond."""
-
-    name: Kind
-    tensors: tuple[Any, ...]
-    details: tuple[Hashable, ...]
-    repeated_as: None = None
-
-    def identities(self) -> Hashable:
         return identities(self.tensors)
 
     def check_variant(self, variant: str, abilities: Abilities) -> None:
-        check_variant(self.name, variant, abilities)
+        """Raise ValueError for a variant that does not exist for this kind of call."""
+        check_variant(Kind(self.name), variant, abilities)
+
+    def request(self, arguments: Arguments) -> AnyRequest:
+        """Return the checked request of this rank. Raises TypeError or ValueError for arguments that do not fit."""
+        raise NotImplementedError
+
+    def agreement(self, request: Any, variant: str, frozen: bool, beside: Beside) -> AnyAgreement:
+        """Return the part of a request that must be the same on all ranks."""
+        return Agreement.of(request, variant, frozen, beside)
+
+    def posted(self, agreement: AnyAgreement) -> tuple[str, str]:
+        """Return the signature of a request that was made, which the ranks compare, and what else they exchange."""
+        return agreement.text(), ""
+
+    def settled(self, control: ControlBlock, number: int, posts: Sequence[PostedCall]) -> CallForm:
+        """Compare the posts of all ranks, and return the call that follows from them.
+
+        Raises:
+            PeerError, MismatchError: as ``calls.compare``.
+        """
+        compare(control, number, posts)
+        return self
+
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that the call writes."""
+        return () if self.tensors[0] is None else (self.tensors[0],)
+
+
+class SingleCall(CallForm):
+    """One collective on a tensor or a pair of tensors: the common case. Making it takes a fraction of a microsecond."""
+
+    __slots__ = ("details", "name", "tensors")
+    name: Kind
+    tensors: tuple[Any, ...]
+    details: tuple[Hashable, ...]
+
+    def __init__(self, name: Kind, tensors: tuple[Any, ...], details: tuple[Hashable, ...]) -> None:
+        self.name, self.tensors, self.details = name, tensors, details
 
     def request(self, arguments: Arguments) -> Request:
         asked: Request = getattr(arguments, self.name)(*self.tensors, *self.details)
         return asked
-
-    def agreement(self, request: Request, variant: str, frozen: bool, beside: Beside) -> Agreement:
-        return Agreement.of(request, variant, frozen, beside)
-
-    def written(self) -> tuple[torch.Tensor, ...]:
-        return () if self.tensors[0] is None else (self.tensors[0],)

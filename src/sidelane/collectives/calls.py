@@ -13,9 +13,8 @@ from torch.autograd import graph
 
 from sidelane import forks
 from sidelane.choice import Choice
-from sidelane.collectives.agreement import compare
 from sidelane.collectives.backend import Backend
-from sidelane.collectives.prepare import PreparedCall
+from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.work import Work
 from sidelane.config import Config
 from sidelane.errors import (
@@ -311,3 +310,35 @@ class Calls:
             self.control.abort(f"rank {self.control.rank} was interrupted", (self.control.rank,))
         else:
             self.control.abort(str(error), error.ranks, timed_out=isinstance(error, PeerTimeoutError))
+
+    def fail_untriggered(self, what: str, error: BaseException) -> None:
+        """End the communicator as an error leaves a call whose triggers were not fired: peers wait for its bytes."""
+        if not isinstance(error, KeyboardInterrupt):
+            rank = self.control.rank
+            error = PeerError(f"rank {rank} left {what}, untriggered: {type(error).__name__}: {error}", (rank,))
+        self.fail(error)
+
+
+def compare(control: ControlBlock, call: int, posts: Sequence[PostedCall]) -> None:
+    """Check that all ranks posted the same call.
+
+    Raises:
+        PeerError: a rank refused the call; its reason is repeated.
+        MismatchError: two ranks made different calls; both are named.
+    """
+    texts = [post.common for post in posts]
+    # The refusal of a rank that compared first (it blames another one) only repeats the cause that is found here.
+    refused = [(post.rank, post.refusal) for post in posts if post.refusal is not None and post.blames is None]
+    if refused:
+        culprit, reason = refused[0]
+        found = f"call {call}: rank {culprit} refused it: {reason}"
+    elif other := next((rank for rank, text in enumerate(texts) if text != texts[0]), None):
+        culprit = other
+        found = f"call {call}: ranks made different calls: rank 0: {texts[0]}; rank {other}: {texts[other]}"
+    else:
+        return
+    # A rank that knew the call from before has not compared; it finds the refusal while it waits for this rank.
+    control.post_call(call, posts[control.rank].signature, refusal=found, blames=culprit)
+    if refused:
+        raise PeerError(found, ranks=[rank for rank, _ in refused])
+    raise MismatchError(found)

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 from functools import cached_property
 
-from sidelane.collectives.agreement import Location
 from sidelane.collectives.arguments import Request
+from sidelane.collectives.heap import Location
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Collective, Kind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,9 @@ import torch
 
 from sidelane.memory.ordinary import Allocation
 from sidelane.program.collective import Buffer
+
+OFFER = " offer "
+"""Separator in a post between what the call itself exchanges and the offer."""
 
 BUFFERS = (Buffer.OUTPUT, Buffer.INPUT)
 
@@ -55,17 +57,34 @@ Outcomes = tuple[str | None, ...]
 all ranks, else the reason why it is not symmetric; None if it is not in a pool on some rank."""
 
 
-def text_of(
-    found: Sequence[TensorPlace | int | None], allocations: MappingOf[str, Allocation], gone: Sequence[str]
-) -> str:
-    """Return an offer as text, which peers read by ``Heard.of``."""
+Shown = tuple[int, ...] | int | None
+"""Place of a tensor in a post: number of its allocation, offset, and for pools the offset of its storage; 0 for one
+without bytes; None for one that is not offered."""
+
+
+def by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+    """Return tensors by address; the longest one of several that begin at the same address.
+
+    In an in-place call a rank's part may begin where the whole does, and it is the whole that must be offered.
+    """
+    given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
+    return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
+
+
+def numbered(found: Sequence[TensorPlace | int | None]) -> tuple[tuple[Shown, ...], dict[str, Allocation]]:
+    """Replace allocations by their numbers in a post. Return the places, and the allocations by name in this order."""
+    allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, TensorPlace)}
     numbers = {name: number for number, name in enumerate(allocations)}
-    shown = [
+    shown = tuple(
         (numbers[place.allocation.name], place.offset, *place.storage) if isinstance(place, TensorPlace) else place
         for place in found
-    ]
+    )
+    return shown, allocations
+
+
+def text_of(shown: tuple[Shown, ...], handles: tuple[tuple[str, str], ...], gone: tuple[str, ...]) -> str:
+    """Return an offer as text, which peers read by ``Heard.of``: places, names and handles, and what is gone."""
     places = {buffer: shown[number :: len(BUFFERS)] for number, buffer in enumerate(BUFFERS)}
-    handles = [(name, allocation.handle) for name, allocation in allocations.items()]
     return json.dumps({**places, HANDLES: handles, GONE: gone}, separators=(",", ":"))
 
 
@@ -96,8 +115,7 @@ class Heard(NamedTuple):
     Attributes:
         handles: name and handle of each allocation.
         gone: names of allocations to unmap.
-        places: for each buffer a list over tensors or pairs: (number of the allocation, offset, and for pools the
-            offset of the storage); 0 for a tensor without bytes; None for one that is not offered.
+        places: for each buffer a list over tensors or pairs, as ``Shown``.
     """
 
     handles: list[tuple[str, str]]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -15,12 +14,21 @@ from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
 from sidelane.collectives.alternate import SLOTS_BYTES, AlternatingProgram, CallTurns
 from sidelane.collectives.arguments import Request
 from sidelane.collectives.backend import Backend
+from sidelane.collectives.call_cache import (
+    LIST_PLACES,
+    AnyRequest,
+    CallCache,
+    Key,
+    PreparedCall,
+    Shape,
+    ShapeProgram,
+    places_of,
+)
 from sidelane.collectives.heap import Region, SymmetricHeap
 from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AUTO, MOST_PROGRAMS, Agreement, AnyAgreement, Plan, Planner
 from sidelane.collectives.reach_rules import copies_suit
-from sidelane.collectives.shape_cache import Seen, Shape, ShapeEntry, places_of
 from sidelane.collectives.staging import Staging
 from sidelane.device.layout import arena_bytes
 from sidelane.execute.base import Addresses, Pieces, Runnable
@@ -41,29 +49,6 @@ flags. Two further regions of ``TURN_FLAGS`` each follow, for alternating progra
 
 REGIONS = 2
 
-MOST_RECENT = 4096
-"""Largest number of calls cached by the addresses of their tensors; the oldest is dropped first."""
-
-MOST_RECENT_LISTS = 512
-"""Largest number of calls with lists among them: each may hold a table of some hundred kilobytes on the device."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """A call ready to run.
-
-    Attributes:
-        loaded: its program, loaded at the addresses of its tensors.
-        signature: text that the ranks compare.
-        frozen: it is for a graph under capture.
-        choice: candidate that runs it, and the reason.
-    """
-
-    loaded: Runnable
-    signature: str
-    frozen: bool
-    choice: Choice
-
 
 class OwnProgram(Protocol):
     """A program that the caller has loaded and that has its own flags."""
@@ -81,8 +66,8 @@ class Preparer:
     """Loads programs for calls, and owns the memory that they share: flags, staging, and the arena of kernels.
 
     Attributes:
+        cache: the calls that were prepared; it is cleared when staging moves.
         own_programs: programs that callers have loaded; their flags are renewed with the others.
-        keepers: functions to call when prepared calls become invalid, for objects that hold some of them.
     """
 
     def __init__(self, rank: int, heap: SymmetricHeap, backend: Backend, planner: Planner) -> None:
@@ -106,42 +91,31 @@ class Preparer:
         self._remote: Once[Program, frozenset[str]] = Once(Program.remote_buffers)
         self._captures_have_room: set[AnyAgreement] = set()
         self._kept: list[object] = []
-        self._recent: dict[Hashable, PreparedCall] = {}
-        self._recent_lists: collections.deque[Hashable] = collections.deque()
-        self._shaped: dict[Hashable, ShapeEntry] = {}
-        self._seen = Seen()
+        self.cache = CallCache()
         self.own_programs: set[OwnProgram] = set()
-        self.keepers: list[Callable[[], object]] = []
-
-    def recall(self, key: Hashable) -> PreparedCall | None:
-        """Return the call that was prepared under a key, if it is still valid; else None."""
-        return self._recent.get(key)
 
     def known(self, agreement: AnyAgreement) -> bool:
         """Return True if no rank needs another agreement or allocation for this call."""
         return self._planner.known(agreement)
 
-    def shaped(self, shape: Shape) -> ShapeEntry | None:
+    def program_of(self, shape: Shape) -> ShapeProgram | None:
         """Return the program of a shape, if a call of it was prepared and is still agreed on; else None."""
-        found = self._shaped.get(shape.key)
+        entry = self.cache.get(shape.key)
+        found = None if entry is None else entry.shape
         return found if found is not None and self._planner.known(found.agreement) else None
-
-    def knows_shape(self, shape: Shape, shaped: ShapeEntry) -> bool:
-        """Return True while calls of a shape still run the same program."""
-        return self._shaped.get(shape.key) is shaped
 
     @property
     def turn(self) -> int:
         """Turn number of the next eager call of an alternating program."""
         return self._turns.next_eager
 
-    def prepare_shaped(
-        self, shaped: ShapeEntry, shape: Shape, key: Hashable, *, comes_again: bool
+    def prepare_at(
+        self, known: ShapeProgram, shape: Shape, key: Key, *, comes_again: bool
     ) -> tuple[PreparedCall, bool]:
         """Load the program of a shape at the addresses of a call. Not collective.
 
         Args:
-            shaped: the program of the shape.
+            known: the program of the shape.
             shape: shape and addresses of the call.
             key: cache key of the call, with its addresses.
             comes_again: the call was made before, by compiled code.
@@ -149,18 +123,18 @@ class Preparer:
         Returns:
             The call, and whether it comes again; in this case it is cached under ``key``.
         """
-        loaded = self._load_at(shaped.program, shaped.at(shape.addresses), False, again=True)
-        prepared = PreparedCall(loaded, shaped.signature, False, shaped.choice)
-        again = comes_again or self._seen.again(key)
+        loaded = self._load_at(known.program, known.at(shape.addresses), False, again=True)
+        prepared = PreparedCall(loaded, known.signature, False, known.choice)
+        again = comes_again or self.cache.comes_again(key)
         if again:
-            self._remember(key, prepared)
+            self.cache.entry(key).prepared = prepared
         return prepared, again
 
     def prepare(
         self,
         agreement: AnyAgreement,
-        request: Request | ListRequest,
-        key: Hashable = None,
+        request: AnyRequest,
+        key: Key | None = None,
         shape: Shape | None = None,
     ) -> PreparedCall:
         """Plan a call, allocate staging, load its program, and cache it under ``key``. Collective for new agreements.
@@ -174,7 +148,8 @@ class Preparer:
         was_known = self._planner.known(agreement)
         try:
             program, choice = self._plan(agreement)
-            addresses = self._place(program, request, agreement.frozen)
+            self._reserve(program, agreement.frozen)
+            addresses = self._addresses(program, request, agreement.frozen)
             loaded = self._load_at(program, addresses, agreement.frozen)
         except BaseException:
             if not was_known:
@@ -185,18 +160,12 @@ class Preparer:
             self._kept.append(loaded)
         prepared = PreparedCall(loaded, agreement.text(), agreement.frozen, choice)
         if key is not None:
-            if isinstance(request, ListRequest):
-                if len(self._recent_lists) >= MOST_RECENT_LISTS:
-                    self._recent.pop(self._recent_lists.popleft(), None)
-                self._recent_lists.append(key)
-            self._remember(key, prepared)
+            self.cache.entry(key, LIST_PLACES if isinstance(request, ListRequest) else 1).prepared = prepared
         if shape is not None and isinstance(agreement, Agreement) and isinstance(request, Request):
             places = places_of(request, self._rank, shape.addresses)
             if places is not None:
-                if len(self._shaped) >= MOST_PROGRAMS:
-                    del self._shaped[next(iter(self._shaped))]
-                asked = (request, shape.addresses, agreement, prepared.signature)
-                self._shaped[shape.key] = ShapeEntry(program, addresses, places, *asked, choice)
+                first = (request, shape.addresses, agreement, prepared.signature, choice)
+                self.cache.entry(shape.key).shape = ShapeProgram(program, addresses, places, *first)
         return prepared
 
     def copies_mapped(self, agreement: AnyAgreement) -> bool:
@@ -205,7 +174,7 @@ class Preparer:
 
     def make_room(self, program: Program) -> None:
         """Allocate the staging of a program. Collective if there is too little."""
-        self._reserve(self._staging, max(program.staging_bytes), False)
+        self._reserve(program, False)
 
     def bind(
         self,
@@ -213,20 +182,15 @@ class Preparer:
         buffers: Mapping[tuple[int, str], int],
         signature: str,
         choice: Choice,
-        key: Hashable,
+        key: Key,
         *,
         pieces: Mapping[tuple[int, str], Pieces] = NO_PIECES,
     ) -> PreparedCall:
         """Load a program with epochs at given addresses, after :meth:`make_room`. Not collective."""
         addresses = Addresses({**buffers, **_on_all_ranks(self._staging)}, self._flags.addresses, pieces=pieces)
         prepared = PreparedCall(self._backend.executor.load(program, addresses), signature, False, choice)
-        self._remember(key, prepared)
+        self.cache.entry(key, LIST_PLACES if pieces else 1).prepared = prepared
         return prepared
-
-    def _remember(self, key: Hashable, prepared: PreparedCall) -> None:
-        if len(self._recent) >= MOST_RECENT:
-            del self._recent[next(iter(self._recent))]
-        self._recent[key] = prepared
 
     def _plan(self, agreement: AnyAgreement) -> tuple[Plan, Choice]:
         """Return the program of a call, and its choice."""
@@ -237,15 +201,6 @@ class Preparer:
         if repeats and self._backend.abilities.captures:
             self._reserve_for_captures(agreement)
         return program, choice
-
-    def _place(self, program: Plan, request: Request | ListRequest, frozen: bool) -> Addresses:
-        """Allocate the staging of a program, and return the addresses of all its buffers and flags."""
-        if isinstance(program, KernelProgram | KernelListProgram):
-            return self._addresses_of_kernel(program, request, frozen)
-        if isinstance(program, Alternation):
-            return self._addresses_in_turns(program, request, frozen)
-        self._reserve(self._staging, max(program.staging_bytes), frozen)
-        return self._addresses(program, request, frozen)
 
     def _load_at(self, program: Plan, addresses: Addresses, frozen: bool, *, again: bool = False) -> Runnable:
         """Load a program at addresses. ``again``: calls may use these addresses only once."""
@@ -260,12 +215,29 @@ class Preparer:
             return AlternatingProgram(program, load, self._turns, captured=frozen, late=again)
         return executor.load(program, addresses, captured=frozen)
 
-    def _has_staging(self, plan: Plan) -> bool:
-        if isinstance(plan, KernelProgram | KernelListProgram):
-            return plan.staging_bytes <= self._kernel_staging.nbytes
-        if isinstance(plan, Alternation):
-            return plan.turns[0].world_size == 1 or self._slots.nbytes >= 2 * SLOTS_BYTES
-        return max(plan.staging_bytes) <= self._staging.nbytes
+    def _needs(self, program: Plan, frozen: bool) -> tuple[Staging, int]:
+        """Return the staging that a program uses, and how many bytes of it."""
+        if isinstance(program, KernelProgram | KernelListProgram):
+            return self._kernel_staging, program.staging_bytes
+        if isinstance(program, Alternation):
+            has_peers = program.turns[0].world_size > 1
+            return self._slots, has_peers * SLOTS_BYTES * (2 if frozen else 1)
+        return self._staging, max(program.staging_bytes)
+
+    def _has_staging(self, program: Plan) -> bool:
+        """Return True if a program can be captured without an allocation."""
+        staging, nbytes = self._needs(program, True)
+        return nbytes <= staging.nbytes
+
+    def _reserve(self, program: Plan, frozen: bool) -> None:
+        """Allocate the staging of a program. Collective if there is too little."""
+        self._grow(*self._needs(program, frozen), frozen)
+
+    def _grow(self, staging: Staging, nbytes: int, frozen: bool) -> None:
+        if staging.reserve(nbytes, frozen):
+            # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
+            # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
+            self.cache.clear()
 
     def _reserve_for_captures(self, agreement: AnyAgreement) -> None:
         """Allocate the staging that the same call needs in a capture, where ``auto`` may choose another candidate.
@@ -275,10 +247,7 @@ class Preparer:
         if agreement in self._captures_have_room:
             return
         program = self._planner.unproved(dataclasses.replace(agreement, frozen=True))
-        if isinstance(program, KernelProgram | KernelListProgram):
-            self._reserve(self._kernel_staging, program.staging_bytes, False)
-        elif isinstance(program, Program):
-            self._reserve(self._staging, max(program.staging_bytes), False)
+        self._grow(*self._needs(program, True), False)
         if len(self._captures_have_room) >= MOST_PROGRAMS:
             self._captures_have_room.clear()
         self._captures_have_room.add(agreement)
@@ -293,7 +262,7 @@ class Preparer:
 
     def addresses(self, program: Program, request: Request) -> Addresses:
         """Return the current addresses of such a program: its staging may move between calls. Collective at first."""
-        self._reserve(self._staging, max(program.staging_bytes), False)
+        self._reserve(program, False)
         return self._addresses(program, request, False)
 
     def renew(self, call: int) -> None:
@@ -314,71 +283,42 @@ class Preparer:
 
     def close(self) -> None:
         """Forget every loaded program, and release the memory."""
-        self._recent.clear()
-        self._recent_lists.clear()
-        self._shaped.clear()
+        self.cache.clear()
+        self.cache.keepers.clear()
         self._kept.clear()
         for program in list(self.own_programs):
             program.close()
-        self.keepers.clear()
         for staging in (self._staging, self._kernel_staging, self._slots):
             staging.close()
         self._arena = None
         del self._flags
 
-    def _reserve(self, staging: Staging, nbytes: int, frozen: bool) -> None:
-        if staging.reserve(nbytes, frozen):
-            # Captured graphs keep the block that they were loaded with. All other programs must move to the new block
-            # now, on all ranks at once: a rank that still wrote to the old block would miss a peer that reads the new.
-            self._recent.clear()
-            self._recent_lists.clear()
-            self._shaped.clear()
-            for forget in self.keepers:
-                forget()
-
-    def _addresses_of_kernel(
-        self, program: AnyKernelProgram, request: Request | ListRequest, frozen: bool
-    ) -> Addresses:
-        assert self._arena is not None, "backends that have kernels have an arena for them"
-        self._reserve(self._kernel_staging, program.staging_bytes, frozen)
-        arenas = self._arena.addresses
-        if isinstance(program, KernelListProgram):
-            assert isinstance(request, ListRequest), "only calls with lists have these"
-            staging, pieces = _on_all_ranks(self._kernel_staging), self._pieces(program.collective, request)
-            return Addresses(staging, (), arenas, pieces=pieces)
-        assert isinstance(request, Request), "calls with lists have others"
-        return Addresses(self._buffers(program, request, self._kernel_staging), (), arenas)
-
-    def _addresses_in_turns(
-        self, alternation: Alternation, request: Request | ListRequest, captured: bool
-    ) -> Addresses:
-        assert isinstance(request, Request), "lists do not take turns"
-        program = alternation.turns[0]
-        if program.world_size > 1:
-            self._reserve(self._slots, 2 * SLOTS_BYTES if captured else SLOTS_BYTES, captured)
-        offset = 4 * (REGIONS * FLAGS + captured * TURN_FLAGS)
-        flags = tuple(base + offset for base in self._flags.addresses)
-        buffers = self._buffers(program, request, self._slots, SLOTS_BYTES if captured else 0)
-        return Addresses(buffers, flags, spread=self._slots.is_spread)
-
-    def _addresses(self, program: Program, request: Request | ListRequest, captured: bool) -> Addresses:
-        offset = 4 * FLAGS * captured
-        assert program.flag_count <= CONFIRMATIONS <= FLAGS
-        flags = tuple(base + offset for base in self._flags.addresses)
-        if isinstance(request, Request):
-            return Addresses(self._buffers(program, request, self._staging), flags)
-        assert isinstance(program.collective, Batch)
-        return Addresses(_on_all_ranks(self._staging), flags, pieces=self._pieces(program.collective, request))
-
-    def _buffers(
-        self, program: Program | KernelProgram, request: Request, staging: Staging, offset: int = 0
-    ) -> dict[tuple[int, str], int]:
-        buffers: dict[tuple[int, str], int] = {}
-        remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
-        for buffer in (Buffer.INPUT, Buffer.OUTPUT):
-            reached = self.reach(request.region(buffer), buffer in remote)
-            buffers.update({(rank, buffer): address for rank, address in reached.items()})
-        return {**buffers, **_on_all_ranks(staging, offset)}
+    def _addresses(self, plan: Plan, request: AnyRequest, frozen: bool) -> Addresses:
+        """Return the addresses of all buffers and flags of a program."""
+        staging, _ = self._needs(plan, frozen)
+        program: Program | AnyKernelProgram
+        flags, shift = self._flags.addresses, 0
+        arenas: tuple[int, ...] = ()
+        if isinstance(plan, KernelProgram | KernelListProgram):
+            assert self._arena is not None, "backends that have kernels have an arena for them"
+            program, flags, arenas = plan, (), self._arena.addresses
+        elif isinstance(plan, Alternation):
+            program, shift = plan.turns[0], SLOTS_BYTES * frozen
+            flags = tuple(base + 4 * (REGIONS * FLAGS + frozen * TURN_FLAGS) for base in flags)
+        else:
+            assert plan.flag_count <= CONFIRMATIONS <= FLAGS
+            program, flags = plan, tuple(base + 4 * FLAGS * frozen for base in flags)
+        buffers, pieces = _on_all_ranks(staging, shift), NO_PIECES
+        if isinstance(request, ListRequest):
+            assert isinstance(program.collective, Batch)
+            pieces = self._pieces(program.collective, request)
+        else:
+            assert not isinstance(program, KernelListProgram), "only calls with lists have these"
+            remote = self._remote(program) if isinstance(program, Program) else program.remote_buffers()
+            for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+                reached = self.reach(request.region(buffer), buffer in remote)
+                buffers.update({(rank, buffer): address for rank, address in reached.items()})
+        return Addresses(buffers, flags, arenas, pieces=pieces, spread=staging.is_spread)
 
     def _pieces(self, batch: Batch, request: ListRequest) -> dict[tuple[int, str], Pieces]:
         rows: list[dict[tuple[int, str], int]] = []

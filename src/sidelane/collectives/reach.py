@@ -11,24 +11,36 @@ old one. A rank announces allocations that it has freed with its next offer, and
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import Any
 
 import torch
 
-from sidelane.collectives.agreement import compare
 from sidelane.collectives.arguments import Request
-from sidelane.collectives.calls import Calls
-from sidelane.collectives.heap import MAPPED, Region
-from sidelane.collectives.offers import BUFFERS, Heard, Offer, Outcomes, TensorPlace, alike, outcomes_of, text_of
-from sidelane.collectives.pool_tensors import ComparedStorages, PooledMemory
+from sidelane.collectives.calls import Calls, compare
+from sidelane.collectives.heap import MAPPED, POOL, ComparedStorages, Region, SymmetricHeap
+from sidelane.collectives.offers import (
+    BUFFERS,
+    Heard,
+    Offer,
+    Outcomes,
+    TensorPlace,
+    alike,
+    by_address,
+    numbered,
+    outcomes_of,
+    text_of,
+)
 from sidelane.errors import UnavailableError
-from sidelane.memory.ordinary import Allocation, Mapping
+from sidelane.memory.ordinary import Allocation, Mapping, OrdinaryMemory
 from sidelane.memory.posts import SPLITS
 from sidelane.program.collective import REDUCING, Buffer
+
+MAPPING_OFF = "Config.map_memory is not on"
+"""Reason why a tensor is not mapped."""
 
 MOST_GONE = 16
 """Largest number of allocations that one offer checks and announces as freed; others wait for the next offer."""
@@ -84,7 +96,7 @@ class Reach:
         self._refused: dict[tuple[int, str], str] = {}  # those that some rank cannot map, with the reason
         self._held: dict[str, Allocation] = {}  # this rank's, which peers have mapped; the last used is last
         self._looked_at: Iterator[str] = iter(())  # names of these that are still to be checked
-        self._texts: dict[tuple[Any, ...], str] = {}  # of offers, by places
+        self._text = functools.lru_cache(MOST_TEXTS)(text_of)
         self.drops = 0
 
     def of(self, tensor: torch.Tensor) -> Reached:
@@ -119,7 +131,7 @@ class Reach:
         pools_only = self._captures_only and not captured
         if self._memory.has_no_pools if pools_only else self._memory.is_empty:
             return None
-        by_address = _by_address(tensors)
+        there = by_address(tensors)
         found: list[TensorPlace | int | None] = []
         storages: list[torch.UntypedStorage | None] = []
         for request in requests:
@@ -127,34 +139,27 @@ class Reach:
             mixed = request.output.symmetric or request.input.symmetric
             for buffer in BUFFERS:
                 region = request.region(buffer)
-                in_pool = self._to_compare(request, buffer, by_address)
+                in_pool = self._to_compare(request, buffer, there)
                 asks = in_pool or (not mixed and (not pools_only or not region.nbytes))
-                place = self._place(region, by_address) if asks else None
-                found.append(place)
-                storages.append(by_address[region.address].untyped_storage() if in_pool else None)
-        gone = self._some_gone()
-        key = tuple((place[0].name, *place[1:]) if isinstance(place, TensorPlace) else place for place in found)
-        allocations = {place.allocation.name: place.allocation for place in found if isinstance(place, TensorPlace)}
+                found.append(self._place(region, there) if asks else None)
+                storages.append(there[region.address].untyped_storage() if in_pool else None)
+        gone = tuple(self._some_gone())
+        shown, allocations = numbered(found)
         if not allocations:
             return None
-        text = None if gone else self._texts.get(key)
-        if text is None:
-            text = text_of(found, allocations, gone)
-            if not gone:
-                if len(self._texts) >= MOST_TEXTS:
-                    del self._texts[next(iter(self._texts))]
-                self._texts[key] = text
+        handles = tuple((name, allocation.handle) for name, allocation in allocations.items())
+        text = text_of(shown, handles, gone) if gone else self._text(shown, handles, gone)
         if len(text) > most_text:
             return None
         # Keep no reference to memory that is only offered: until peers have mapped it, its owner may free it.
-        return Offer(text, tuple(allocations.values()), tuple(gone), tuple(storages) if any(storages) else ())
+        return Offer(text, tuple(allocations.values()), gone, tuple(storages) if any(storages) else ())
 
     def compares(self, requests: Sequence[Request], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Return True if an offer for these tensors tells places in pools that the ranks must compare."""
         if self._memory.has_no_pools:
             return False
-        by_address = _by_address(tensors)
-        return any(self._to_compare(request, buffer, by_address) for request in requests for buffer in BUFFERS)
+        there = by_address(tensors)
+        return any(self._to_compare(request, buffer, there) for request in requests for buffer in BUFFERS)
 
     def stand(self, allocations: Sequence[Allocation]) -> bool:
         """Return True while none of these allocations of this rank has been freed."""
@@ -212,7 +217,6 @@ class Reach:
         self._known.clear()
         self._refused.clear()
         self._held.clear()
-        self._texts.clear()
 
     def _some_gone(self) -> list[str]:
         """Return names of allocations to unmap: freed ones among the next few, and the oldest uses over the limit."""
@@ -228,11 +232,11 @@ class Reach:
             gone += [name for name in longest_ago if name not in gone]
         return gone[:MOST_GONE]
 
-    def _place(self, region: Region, by_address: MappingOf[int, torch.Tensor]) -> TensorPlace | int | None:
+    def _place(self, region: Region, there: MappingOf[int, torch.Tensor]) -> TensorPlace | int | None:
         """Return the place of a region in its allocation; 0 for a region without bytes; None if peers cannot map it."""
         if not region.nbytes:
             return 0
-        tensor = by_address.get(region.address)
+        tensor = there.get(region.address)
         if tensor is None:
             return None
         found = self._memory.allocation_of(tensor)
@@ -243,10 +247,10 @@ class Reach:
         storage = (tensor.untyped_storage().data_ptr() - found.start,) if in_pool else ()
         return TensorPlace(found, region.address - found.start, storage)
 
-    def _to_compare(self, request: Request, buffer: Buffer, by_address: MappingOf[int, torch.Tensor]) -> bool:
+    def _to_compare(self, request: Request, buffer: Buffer, there: MappingOf[int, torch.Tensor]) -> bool:
         """Return True for a tensor in a pool that is not symmetric, if peers need its place."""
         region = request.region(buffer)
-        tensor = by_address.get(region.address)
+        tensor = there.get(region.address)
         if tensor is None or region.symmetric or not self._memory.holds(tensor):
             return False
         return buffer is Buffer.OUTPUT or request.collective.kind in REDUCING or not request.output.symmetric
@@ -323,10 +327,64 @@ class Reach:
         return dataclasses.replace(region, block=MAPPED, offset=int(misaligned), reached=tuple(addresses))
 
 
-def _by_address(tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-    """Return tensors by address; the longest one of several that begin at the same address.
+class PoolMapping:
+    """A mapping of a pool of another rank, which exists as long as the session does."""
 
-    In an in-place call a rank's part may begin where the whole does, and it is the whole that must be offered.
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+
+class PooledMemory:
+    """Memory that peers can map (:class:`sidelane.memory.ordinary.OrdinaryMemory`): pools and ordinary memory.
+
+    Args:
+        heap: heap with the pools.
+        rank: rank of this process.
+        ordinary: ordinary memory of the device; None if it is not to be mapped.
     """
-    given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
-    return {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
+
+    def __init__(self, heap: SymmetricHeap, rank: int, ordinary: OrdinaryMemory | None) -> None:
+        self._heap, self._rank, self._ordinary = heap, rank, ordinary
+
+    @property
+    def most_held(self) -> int | None:
+        return None if self._ordinary is None else self._ordinary.most_held
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is no memory that peers could map."""
+        return self._ordinary is None and not self._heap.pools
+
+    @property
+    def has_no_pools(self) -> bool:
+        """True if there are no pools."""
+        return not self._heap.pools
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True for a tensor in a pool."""
+        return self._heap.pool_at(tensor.data_ptr()) is not None
+
+    def symmetric(self, region: Region) -> Region:
+        """Return the symmetric region of a tensor that lies at one place of a pool on all ranks."""
+        return self._heap.place(region)
+
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation | str:
+        pool = self._heap.pool_at(tensor.data_ptr())
+        if pool is not None:
+            return Allocation(pool.name, str(self._rank), pool.start, pool.nbytes)
+        return MAPPING_OFF if self._ordinary is None else self._ordinary.allocation_of(tensor)
+
+    def is_gone(self, allocation: Allocation) -> bool:
+        if allocation.name.startswith(POOL):
+            return allocation.name not in self._heap.pools
+        return self._ordinary is None or self._ordinary.is_gone(allocation)
+
+    def map(self, handle: str, name: str) -> Mapping:
+        if name.startswith(POOL):
+            pool = self._heap.pools.get(name)
+            if pool is None:
+                raise UnavailableError(f"{name} is no more on rank {self._rank}")
+            return PoolMapping(pool.addresses[int(handle)])
+        if self._ordinary is None:
+            raise UnavailableError(MAPPING_OFF)
+        return self._ordinary.map(handle, name)

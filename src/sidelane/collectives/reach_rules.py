@@ -1,4 +1,4 @@
-"""Rules that decide, from the arguments of a call, how peers reach its ordinary tensors; each answer has its reason.
+"""Rules that decide, from the arguments of a call, whether ranks learn from it where its ordinary tensors lie.
 
 Two more conditions are known at run time only: whether peers can map the memory of each rank (``Communicator.reach``
 tells it for a tensor), and whether addresses come again (``Communicator.last_choice`` tells it for a call).
@@ -9,27 +9,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.choice.choose import STAGING_BYTES_PER_US
-from sidelane.collectives.heap import MAPPED as MAPPED_BLOCK
+from sidelane.collectives.heap import MAPPED
 from sidelane.collectives.list_calls import ListAgreement
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement
-from sidelane.config import LEARN
-from sidelane.memory.posts import MOST_TEXT_BYTES
 from sidelane.program.batch import parts_of
 from sidelane.program.builders.confirmed import can_be_confirmed
 from sidelane.program.collective import REDUCING, Chunk, Kind
 from sidelane.sizes import format_bytes
 
 A = TypeVar("A", Agreement, ListAgreement, AnyAgreement)
-MapMemory = bool | Literal["learn"]
-"""Values of ``Config.map_memory``."""
 
-STAGED, MAPPED = "staged", "mapped"
 NOTHING_TRAVELS = "nothing goes from one rank to another"
+"""Reason for a call in which each rank keeps its bytes."""
 
 VARIANTS = (AUTO, "b2b")
 """Variants of calls that can go ahead: all copies of a rank are on one engine."""
@@ -41,53 +37,6 @@ of copy engines that read mapped tensors. On two H200s (``results/h200x2/ordinar
 
 LEAST_BYTES = 1 << 20
 """Fewest bytes from rank to rank of calls from which ranks learn. Kernels move less as fast, from ordinary tensors."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReachMode:
-    """The way in which peers reach the ordinary tensors of a call.
-
-    Attributes:
-        setting: value of ``Config.map_memory``.
-        how: ``staged``, or ``mapped`` if all ranks have memory that their peers can map.
-        goes_ahead: once addresses come again, peers read each other's inputs and no host waits for another one.
-        why: the reason in words.
-    """
-
-    setting: MapMemory
-    how: str
-    goes_ahead: bool
-    why: str
-
-
-def way_of(
-    agreement: AnyAgreement, setting: MapMemory, copies: Callable[[AnyAgreement], bool], *, hosts_meet: bool
-) -> ReachMode:
-    """Decide how peers reach the ordinary tensors of a call that is not asynchronous.
-
-    Args:
-        agreement: the call on tensors that peers do not reach.
-        setting: value of ``Config.map_memory``.
-        copies: see :func:`why_not_learnt`.
-        hosts_meet: every call waits for the hosts of its peers anyway, as between CPU ranks.
-    """
-    if setting is False:
-        return ReachMode(setting, STAGED, False, "the setting lets peers map nothing")
-    if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
-        return ReachMode(setting, STAGED, False, NOTHING_TRAVELS)
-    learns = setting == LEARN or not hosts_meet
-    if learns and not agreement.frozen:
-        why = why_not_learnt(agreement, copies)
-        if why:
-            return ReachMode(setting, STAGED, False, why)
-        why = "once its addresses have come again, staged until then; no host waits while that is found out"
-        return ReachMode(setting, MAPPED, True, why + _limit(agreement))
-    if agreement.frozen and setting == LEARN:
-        return ReachMode(setting, STAGED, False, "the setting maps nothing in captures")
-    if agreement.frozen:
-        return ReachMode(setting, MAPPED, False, "the ranks agree once, in the capture; replays use the same memory")
-    limit = _limit(agreement)
-    return ReachMode(setting, MAPPED, False, f"what is offered in each call, for which ranks meet anyway{limit}")
 
 
 def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], bool]) -> str:
@@ -134,7 +83,7 @@ def copies_suit(agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choic
 
 def as_mapped(agreement: A) -> A:
     """Return the same call on tensors that peers have mapped."""
-    there: dict[str, Any] = {"input_place": (MAPPED_BLOCK, 0), "output_place": (MAPPED_BLOCK, 0)}
+    there: dict[str, Any] = {"input_place": (MAPPED, 0), "output_place": (MAPPED, 0)}
     if isinstance(agreement, ListAgreement):
         return dataclasses.replace(
             agreement, parts=tuple(dataclasses.replace(part, **there) for part in agreement.parts)
@@ -151,28 +100,23 @@ def _why_never(agreement: AnyAgreement) -> str:
     parts = [part for part, _ in parts_of(agreement.collective)]
     if any(part.kind in REDUCING for part in parts):
         return "reductions do not go ahead: what was added to a result cannot be taken back"
-    if not any(chunk.src_rank != chunk.dst_rank for chunk in _chunks(agreement)):
+    if not any(chunk.src_rank != chunk.dst_rank for chunk in chunks_of(agreement)):
         return NOTHING_TRAVELS
     if not can_be_confirmed(agreement.collective):
         return f"{Kind.ALL_TO_ALL} in place overwrites what peers still read, and does not go ahead"
     return ""
 
 
-def _limit(agreement: AnyAgreement) -> str:
-    if not isinstance(agreement, ListAgreement):
-        return ""
-    return f"; staged where the list's description takes more than {format_bytes(MOST_TEXT_BYTES)}"
-
-
 def _most_bytes(agreement: AnyAgreement) -> int:
     """Return the largest number of bytes that one rank sends to another."""
     nbytes: collections.Counter[tuple[int, int]] = collections.Counter()
-    for chunk in _chunks(agreement):
+    for chunk in chunks_of(agreement):
         if chunk.src_rank != chunk.dst_rank:
             nbytes[chunk.src_rank, chunk.dst_rank] += chunk.nbytes
     return max(nbytes.values())
 
 
-def _chunks(agreement: AnyAgreement) -> Iterator[Chunk]:
+def chunks_of(agreement: AnyAgreement) -> Iterator[Chunk]:
+    """Return the bytes that each rank sends to another one, or to itself."""
     parts = agreement.parts if isinstance(agreement, ListAgreement) else (agreement,)
     return (chunk for part in parts for chunk in part.collective.chunks())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,11 +12,11 @@ import torch
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import HostPath
+from sidelane.collectives.call_cache import Key, PreparedCall, Shape, ShapeProgram, all_ordinary
 from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
-from sidelane.collectives.prepare import PreparedCall, Preparer
-from sidelane.collectives.shape_cache import Shape, ShapeEntry, all_ordinary
-from sidelane.execute.base import Place
+from sidelane.collectives.prepare import Preparer
+from sidelane.execute.base import Place, Repetition
 from sidelane.memory.ordinary import Standing
 from sidelane.native import Effect, Note, load_replays
 
@@ -25,9 +26,8 @@ MOST_TENSORS = 128
 MOST_MOVED = 2
 """Largest number of tensors of a call that is remembered by its shape."""
 
-MOST_TOLD = 1024
-"""Largest number of shapes, with the callers' streams, that are noted as passed to compiled code already."""
-
+MOST_REPEATED = 16
+"""Largest number of streams and turns with which one shape is noted as passed to compiled code already."""
 
 Guard = tuple[object, str, object]
 """Object, attribute, and the very object that lets a call pass."""
@@ -74,8 +74,8 @@ class Repeats:
         self._calls, self._arguments, self._preparer = calls, arguments, preparer
         self._replay = replay
         self.run = replay.run
-        self._told: set[Hashable] = set()
-        preparer.keepers.append(self.forget)
+        self._forgotten = 0  # how often
+        preparer.cache.keepers.append(self.forget)
 
     @property
     def hits(self) -> int:
@@ -84,7 +84,7 @@ class Repeats:
 
     def forget(self) -> None:
         """Forget all calls."""
-        self._told.clear()
+        self._forgotten += 1
         self._replay.forget()
 
     @property
@@ -129,7 +129,7 @@ class Repeats:
         )
         return Repeats(calls, arguments, preparer, replay, path)
 
-    def knows_by_address(self, key: tuple[Hashable, ...]) -> bool:
+    def knows_by_address(self, key: Key) -> bool:
         """Return True if the tensors of a call allow it to be remembered by their addresses."""
         _, _, _, _, frozen, _, identities = key
         tensors = cast("tuple[tuple[Any, ...], ...]", identities)
@@ -137,7 +137,7 @@ class Repeats:
 
     def remember(
         self,
-        key: tuple[Hashable, ...],
+        key: Key,
         prepared: PreparedCall,
         place: Place,
         *,
@@ -155,78 +155,78 @@ class Repeats:
         """
         if not self.knows_by_address(key):
             return
-        kind, variant, beside, details, _, _, tensors_asked = key
-        identities = cast("tuple[tuple[Any, ...], ...]", tensors_asked)
-        lists = 0
-        if asked is not None:
-            details, lists = asked.details, len(asked.given)
         repetition = prepared.loaded.repetition(place)
-        signature = prepared.signature
-        payload = self._calls.control.payload(signature)
-        if repetition is None or payload is None:
+        if tracked is not None and repetition is not None:
+            assert repetition.turn is None or tracked.turn is None, "programs that go ahead take no turns of their own"
+            notes, turn = (*tracked.notes, *repetition.notes), tracked.turn or repetition.turn
+            repetition = dataclasses.replace(repetition, notes=notes, turn=turn)
+        given = None if tracked is None else tracked.tracked
+        if not self._give(key, prepared, place, repetition, asked, tracked=given):
             return
-        turn = repetition.turn
-        tensors = tuple(identity[:3] for identity in identities)
-        # The number itself, not an equal one: it is compared by identity.
-        generation = heap.generation_cell[0]
-        if generation != key[5]:
-            return  # memory was allocated since
-        if tracked is not None and tracked.turn is not None:
-            assert turn is None, "programs of calls that go ahead take no turns of their own"
-            turn = tracked.turn
-        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        if tracked is not None:
-            notes = (*tracked.notes, *notes)
-        self._replay.remember(
-            *(kind, tensors, lists, details, variant, beside, generation, turn, place[0]),
-            *(signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, None, None if tracked is None else tracked.tracked),
-        )
         if tracked is not None and tracked.turn is not None:
             holds = tracked.holds()
         else:
-            holds = self._preparer.recall(key) is prepared
+            holds = self._preparer.cache.prepared(key) is prepared
         if not holds:  # another thread has moved staging, maybe before it was remembered
             self.forget()
 
-    def remember_shape(
-        self, key: tuple[Hashable, ...], shape: Shape, shaped: ShapeEntry, prepared: PreparedCall, place: Place
-    ) -> None:
+    def remember_shape(self, key: Key, shape: Shape, known: ShapeProgram, prepared: PreparedCall, place: Place) -> None:
         """Remember the shape of a call, so that calls of the shape are made again at any addresses.
 
         Args:
             key: as in :meth:`remember`.
             shape: shape of the call.
-            shaped: the program of the shape.
+            known: the program of the shape.
             prepared: the program, loaded at the addresses of the call.
             place: the stream on which it ran.
         """
         if not shape.ordinary or not self.knows_by_address(key) or len(shape.addresses) > MOST_MOVED:
             return
         turn = None if prepared.choice.candidate.takes_turns is False else self._preparer.turn
-        told = (shape.key, place, turn)
-        if told in self._told:
+        given = (self._forgotten, place, turn)
+        if given in known.repeated:
             return
-        if len(self._told) >= MOST_TOLD:
-            self._told.clear()
-        self._told.add(told)
-        repetition = prepared.loaded.movable(place, [buffer for buffer, _ in shaped.places])
-        payload, generation = self._calls.control.payload(prepared.signature), heap.generation_cell[0]
+        if len(known.repeated) >= MOST_REPEATED:
+            known.repeated.clear()
+        known.repeated.add(given)
+        repetition = prepared.loaded.movable(place, [buffer for buffer, _ in known.places])
+        tensor_of = dict(known.places)
+        rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers) if repetition else ()
+        admits = functools.partial(all_ordinary, self._arguments)
+        form = admits, shape.distance is not None, shape.distance or 0, rows
+        if (
+            self._give(key, prepared, place, repetition, shape=form) and self._preparer.program_of(shape) is not known
+        ):  # another thread has moved staging
+            self.forget()
+
+    def _give(
+        self,
+        key: Key,
+        prepared: PreparedCall,
+        place: Place,
+        repetition: Repetition | None,
+        asked: CallRequest | None = None,
+        *,
+        shape: object = None,
+        tracked: object = None,
+    ) -> bool:
+        """Pass a call to compiled code, if it can be repeated and no memory was allocated since it was looked up."""
+        payload = self._calls.control.payload(prepared.signature)
+        generation = heap.generation_cell[0]  # the number itself, not an equal one: it is compared by identity
         if repetition is None or payload is None or generation != key[5]:
-            return
-        tensor_of = dict(shaped.places)
-        rows = tuple((tensor_of[each.buffer], *each[1:]) for each in repetition.followers)
+            return False
         kind, variant, beside, details, _, _, identities = key
+        lists = 0
+        if asked is not None:
+            details, lists = asked.details, len(asked.given)
         tensors = tuple(identity[:3] for identity in cast("tuple[tuple[Any, ...], ...]", identities))
         notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
-        admits = functools.partial(all_ordinary, self._arguments)
         self._replay.remember(
-            *(kind, tensors, 0, details, variant, beside, generation, repetition.turn, place[0]),
+            *(kind, tensors, lists, details, variant, beside, generation, repetition.turn, place[0]),
             *(prepared.signature, payload, repetition.steps, repetition.words, notes, repetition.failed),
-            *(None, prepared, (admits, shape.distance is not None, shape.distance or 0, rows)),
+            *(None, prepared, shape, tracked),
         )
-        if not self._preparer.knows_shape(shape, shaped):  # another thread has moved staging
-            self.forget()
+        return True
 
 
 def _is_ordinary(identity: tuple[Any, ...]) -> bool:

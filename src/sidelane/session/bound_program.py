@@ -16,12 +16,13 @@ from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
 from sidelane.collectives.arguments import Arguments, check_tensors
 from sidelane.collectives.backend import Marked
+from sidelane.collectives.call_cache import PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import Region
-from sidelane.collectives.prepare import PreparedCall, Preparer
+from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
-from sidelane.errors import PeerError, ProgramError, SidelaneError, UnavailableError
+from sidelane.errors import ProgramError, SidelaneError, UnavailableError
 from sidelane.execute.base import Addresses, Place
 from sidelane.memory.base import SymmetricBlock
 from sidelane.modes import untraced
@@ -314,13 +315,7 @@ class BoundProgram:
         if error is None or not self._unfired or calls.failure is not None:
             self.close()
             return
-        # The peers wait for bytes that this rank will not compute.
-        if isinstance(error, KeyboardInterrupt):
-            calls.fail(error)
-        else:
-            rank = calls.control.rank
-            text = f"rank {rank} left {self}, call {self._epoch}, untriggered: {type(error).__name__}: {error}"
-            calls.fail(PeerError(text, (rank,)))
+        calls.fail_untriggered(f"{self}, call {self._epoch}", error)
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 

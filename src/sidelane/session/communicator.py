@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from sidelane.choice import Choice
 from sidelane.choice.candidate import FIRST
-from sidelane.collectives.agreement import compare
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
+from sidelane.collectives.calls import compare
 from sidelane.collectives.plan import AUTO
-from sidelane.collectives.reach import Reached
+from sidelane.collectives.reach import MAPPING_OFF, Reached
 from sidelane.collectives.repeat import Repeats
 from sidelane.collectives.uneven import UnevenCall
 from sidelane.collectives.work import Work
@@ -33,11 +33,10 @@ from sidelane.modes import is_in_modes, leaving_modes, untraced
 from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
-from sidelane.session.batch import Batched
 from sidelane.session.beside import beside
 from sidelane.session.bound_program import BoundProgram, bind_program
 from sidelane.session.entry import entry, repeated_entry
-from sidelane.session.lists import ListedCall, Tensors, holds_lists
+from sidelane.session.lists import Batched, ListedCall, Tensors, holds_lists
 from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.session.prelaunch import Prelaunched, prepare_prelaunched
 from sidelane.session.session import Lane, Session
@@ -215,9 +214,9 @@ class Communicator:
         if output_split_sizes is None and input_split_sizes is None:
             return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
-        uneven = UnevenCall(tensors, (output_split_sizes, input_split_sizes), copy_own_part)
-        run = leaving_modes(self._path.run_exchanged) if is_in_modes() else self._path.run_exchanged
-        return run(uneven, variant=variant, beside=beside, async_op=async_op)
+        splits = output_split_sizes, input_split_sizes
+        uneven = UnevenCall(tensors, splits, copy_own_part, self.world_size)
+        return self._run(uneven, variant, beside, async_op)
 
     @repeated_entry
     def reduce_scatter(
@@ -478,7 +477,7 @@ class Communicator:
         if region.symmetric:
             return Reached("symmetric")
         if self._path.reach is None:  # no peers
-            return Reached("staged", "Config.map_memory is not on")
+            return Reached("staged", MAPPING_OFF)
         learning = self._path.learning
         if learning is not None and tensor.nbytes and not self._path.reach.is_pooled(tensor):
             why = learning.why(tensor)
@@ -590,8 +589,13 @@ class Communicator:
             asked: CallForm = ListedCall(kind, [CallRequest(kind, tensors, details)], self.world_size)
         else:
             asked = SingleCall(kind, tensors, details)
+        return self._run(asked, variant, beside, async_op, remember=repeats is not None)
+
+    def _run(
+        self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
+    ) -> Work | None:
         run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
-        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=repeats is not None)
+        return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
 
 
 def _work_of(repeats: Repeats, tensors: tuple[Any, ...]) -> Work:

@@ -11,10 +11,11 @@ from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
+from sidelane.collectives.call_cache import Key, PreparedCall
 from sidelane.collectives.call_path import CallPath
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import SymmetricHeap
-from sidelane.collectives.prepare import PreparedCall, Preparer
+from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,
@@ -37,9 +38,6 @@ from sidelane.program.kernel_call import KernelCall
 from sidelane.session.entry import entry
 
 MOST_FLAGS = 1 << 20
-MOST_RECENT = 1024
-"""Largest number of launches that are cached by their arguments."""
-
 MOST_GRID = (2**31 - 1, 65535, 65535)
 
 
@@ -66,7 +64,6 @@ class OwnKernel:
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
         self.context = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
-        self._recent: dict[Hashable, PreparedCall] = {}
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
         self._has_launched = self._has_ended = False
 
@@ -103,8 +100,8 @@ class OwnKernel:
                 raise RuntimeError(f"a launch of {self}, which was closed")
             if not (self._has_ended or place[1]):
                 self._see_that_it_ends()
-            key = _key_of((alike, *grid), arguments, options, place[1])
-            prepared = self._recent.get(key)
+            key = _key_of((self, alike, *grid), arguments, options, place[1])
+            prepared = None if key is None else self._preparer.cache.prepared(key)
             if prepared is None:
                 prepared = self._prepare(_checked(grid), arguments, options, place[1], alike)
         signature = prepared.signature
@@ -115,9 +112,7 @@ class OwnKernel:
         tensors = tuple(part for part in arguments if isinstance(part, torch.Tensor)) if used else ()
         work = calls.run(prepared, call, async_op, tensors, (), place)
         if key is not None and cast("KernelRunnable", prepared.loaded).is_prepared:
-            if len(self._recent) >= MOST_RECENT:
-                self._recent.clear()
-            self._recent[key] = prepared
+            self._preparer.cache.entry(key).prepared = prepared
         if not (self._has_launched or async_op or place[1]):
             self._has_launched = True
             if self.context.is_cuda:
@@ -175,7 +170,7 @@ class OwnKernel:
             with self._calls.failing_for_good():
                 self._calls.backend.synchronize()
         self._preparer.own_programs.discard(self)
-        self._recent.clear()
+        self._preparer.cache.forget_calls_of(self)
         self._block = None
 
     def __enter__(self) -> OwnKernel:
@@ -252,9 +247,9 @@ def name_of(kernel: Any) -> str:
 
 def _key_of(
     launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
-) -> Hashable | None:
+) -> Key | None:
     """Return a cache key of all that a launch depends on; None if an argument has an unknown type."""
-    parts: list[Hashable] = [captured, *launch, *options.items()]
+    parts: list[Hashable] = [*launch, captured, *options.items()]
     for part in arguments:
         if isinstance(part, torch.Tensor):
             parts.append((part.data_ptr(), part.dtype))

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from sidelane.collectives.allocator import SEGMENT_BYTES, rounded
-from sidelane.collectives.pool_tensors import POOL
+from sidelane.collectives.heap import POOL
 from sidelane.errors import Page, explained, see
 from sidelane.modes import keep_compilers_out, untraced
 from sidelane.session.communicator import Communicator

@@ -8,7 +8,7 @@ engines            wait .................................copies .|
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import TracebackType
 
 import torch
@@ -126,17 +126,8 @@ class Prelaunched:
             ValueError: inside a capture.
             PeerError, PeerTimeoutError: as other calls.
         """
-        if not self._is_armed:
-            self._require_armed("trigger")
-        calls = self._calls
-        try:
-            self._held.fire()
-        except (PeerError, KeyboardInterrupt) as error:
-            calls.fail(error)
-            raise
-        self._is_armed, calls.armed = False, None
-        calls.unfinished.discard(self)
-        count_writes(self._output)
+        self._fire("trigger", self._held.fire)
+        self._calls.unfinished.discard(self)
 
     def trigger_from_host(self) -> None:
         """Fire the call at once, by one store. The caller's work that computes its input must have ended.
@@ -146,11 +137,14 @@ class Prelaunched:
             ValueError: it was prepared without ``host_trigger``.
             PeerError, PeerTimeoutError: as other calls.
         """
+        self._fire("trigger_from_host", self._held.fire_from_host)
+
+    def _fire(self, method: str, fire: Callable[[], None]) -> None:
         if not self._is_armed:
-            self._require_armed("trigger_from_host")
+            self._require_armed(method)
         calls = self._calls
-        try:  # no context manager, as in trigger: it takes longer than the store
-            self._held.fire_from_host()
+        try:  # no context manager: it takes longer than the store
+            fire()
         except (PeerError, KeyboardInterrupt) as error:
             calls.fail(error)
             raise
@@ -221,13 +215,7 @@ class Prelaunched:
             return
         calls = self._calls
         if self._is_armed and calls.failure is None:
-            if isinstance(error, KeyboardInterrupt):
-                calls.fail(error)
-            else:
-                rank = calls.control.rank
-                text = f"rank {rank} left {self}, call {self._epoch}, untriggered: {type(error).__name__}: {error}"
-                calls.control.abort(text, (rank,))
-                calls.fail(PeerError(text, (rank,)))
+            calls.fail_untriggered(f"{self}, call {self._epoch}", error)
         with contextlib.suppress(SidelaneError):  # the first error is the one to see
             self.close()
 

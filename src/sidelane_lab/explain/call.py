@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import rich.console
@@ -23,10 +21,9 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, grouped
 from sidelane.cli.terminal import say, tables_console
 from sidelane.collectives.arguments import SHARD_ALIGNMENT, aligned_shards
-from sidelane.collectives.learning.protocol import choice_of
 from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
-from sidelane.collectives.reach_rules import MAPPED, MapMemory, ReachMode, as_mapped, copies_suit, way_of
+from sidelane.collectives.reach_rules import as_mapped
 from sidelane.config import LEARN, NOTHING
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
@@ -38,6 +35,7 @@ from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.explain.reach import MAPPED, SAID, ReachMode, mappable, ways_of
 from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.sim import simulate
@@ -47,10 +45,6 @@ RANK = 0
 
 UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
 """Collectives that take any number of elements: of the others every rank gets as many."""
-
-
-SAID: Mapping[MapMemory, str] = MappingProxyType({False: "0", True: "1", "learn": "learn"})
-"""Values of ``Config.map_memory`` as ``SIDELANE_MAP_MEMORY`` has them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,27 +331,3 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
 def _one_of(plan: Plan) -> Program | AnyKernelProgram:
     """The program of a call; where several take turns, one of them: they differ in their slots and flags only."""
     return plan.turns[0] if isinstance(plan, Alternation) else plan
-
-
-def ways_of(
-    agreement: AnyAgreement, chooses: Callable[[AnyAgreement], Choice], *, hosts_meet: bool
-) -> tuple[tuple[ReachMode, Choice], ...]:
-    """How peers reach the ordinary tensors of a call, and what then runs, for each setting."""
-    found = []
-    settings: tuple[MapMemory, ...] = (False, True, "learn") if hosts_meet else (False, True)
-    for setting in settings:
-        way = way_of(agreement, setting, lambda call: copies_suit(call, chooses), hosts_meet=hosts_meet)
-        choice = chooses(as_mapped(agreement) if way.how == MAPPED else agreement)
-        if way.goes_ahead:
-            ahead = choice_of(misses=False)
-            choice = dataclasses.replace(ahead, table=choice.table)
-        found.append((way, choice))
-    return tuple(found)
-
-
-def mappable(device_type: str) -> tuple[str, ...]:
-    """Which ordinary tensors peers can map."""
-    if not device_type:  # a machine that nobody has run on
-        return ()
-    which = "those in shared memory" if device_type == CPU else "those of cudaMalloc and torch's allocator"
-    return (f"mapped are {which}, if they are so on all ranks: Communicator.reach says it of a tensor",)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 from sidelane.collectives.learning.mappings import Mappings, Name
+from sidelane.memory.ordinary import Allocation
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Collective
 
@@ -68,6 +69,24 @@ class TrackedPost(NamedTuple):
     freed: list[str]
     failed: list[tuple[int, str, str]]
     pending: bool
+    is_async: bool
+
+
+class CallReport(NamedTuple):
+    """The report of a call on one rank, which holds as long as the memory of its tensors is what it was.
+
+    Attributes:
+        allocations: in which they lie.
+        post: as text.
+        inputs: where the inputs lie, as ``TrackedSignature.inputs``.
+        outputs: names of the outputs' allocations, once each; None if one is not offered.
+        is_async: the call is asynchronous.
+    """
+
+    allocations: tuple[Allocation, ...]
+    post: bytes
+    inputs: Inputs
+    outputs: tuple[str, ...] | None
     is_async: bool
 
 

@@ -24,13 +24,13 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import DMA
-from sidelane.collectives.call_forms import AnyRequest
+from sidelane.collectives.call_cache import AnyRequest, CallEntry, Hit, Key, PreparedCall
 from sidelane.collectives.calls import Calls
 from sidelane.collectives.learning.board import MOST_REMEMBERED, WINDOW, LearningBoard, frontier, window_of
 from sidelane.collectives.learning.knowledge import (
@@ -49,7 +49,7 @@ from sidelane.collectives.list_calls import ListRequest
 from sidelane.collectives.offers import BUFFERS
 from sidelane.collectives.pieces import NO_PIECES, pieces_of
 from sidelane.collectives.plan import AnyAgreement
-from sidelane.collectives.prepare import PreparedCall, Preparer
+from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.reach_rules import why_not_learnt
 from sidelane.collectives.repeat import Repeats, TrackedRepeat
 from sidelane.config import NOTHING
@@ -73,22 +73,6 @@ MOST_TURNS = 4
 
 WENT_AHEAD = "peers' inputs are read where they come again, so that no host waits for another one"
 MISSED = "this rank's tensors are not where its peers expect them, so that it waits for what they say"
-
-
-class Hit(NamedTuple):
-    """A call that went ahead, and will again where the same is expected.
-
-    Attributes:
-        sources: that are expected.
-        prepared: the call.
-        turns: of a period, for which compiled code was told of a call with the same tensors here.
-        unmapped: ``Learning``'s count of what was unmapped, when the call was made ready.
-    """
-
-    sources: Sources
-    prepared: PreparedCall
-    turns: set[int]
-    unmapped: int
 
 
 class Learning:
@@ -126,10 +110,8 @@ class Learning:
         self._queue: collections.deque[tuple[int, Round]] = collections.deque(maxlen=KEPT)
         self._read, self._known_to = 0, 0
         self._is_begun = False  # a tracked call by compiled code, which is still to be made
-        self._hits: dict[Hashable, Hit] = {}
-        self._last_ahead, self._unmapped = 0, 0
+        self._last_ahead, self._era = 0, object()  # another era whenever memory of peers is unmapped
         self.is_quiet = True
-        preparer.keepers.append(self._hits.clear)
 
     def tracks(self, text: str, agreement: Callable[[], AnyAgreement]) -> bool:
         """Tell if the ranks learn from calls of a signature; finds that out in its first call, on all ranks."""
@@ -142,21 +124,21 @@ class Learning:
         self,
         text: str,
         call: int,
-        key: Hashable,
+        entry: CallEntry,
         asked: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         is_async: bool,
     ) -> PreparedCall | None:
         """Post a tracked call, before it is started; what it runs as if it goes ahead, None if it is staged.
 
-        ``text`` is its signature, ``call`` its number, ``key`` tells what is asked with the identities of the tensors.
+        ``text`` is its signature, ``call`` its number, ``entry`` all that is known of it on the same tensors.
 
         Raises:
             PeerError, PeerTimeoutError, MismatchError: this rank has missed, and its peers do not make the call.
         """
         signature, board = self._signatures[text], self._board
         assert signature is not None
-        report = self._reporter.report(signature, key, asked, tensors, is_async)
+        report = self._reporter.report(signature, entry, asked, tensors, is_async)
         if not self._is_begun:  # by compiled code, for a call that is to do something else now
             self._begin(signature, report.post, call)
         assert self._begun[board.number % KEPT] is signature, "a call that has begun is made"
@@ -167,22 +149,20 @@ class Learning:
         sources = period[signature.turn]
         signature.turn = (signature.turn + 1) % len(period)
         if not self._hits_with(self._rank, sources, report.inputs, report.outputs):
-            return self._make(signature, key, asked(), sources, *self._hear(signature, call, sources))
-        hit, unmapped = self._hits.get(key), self._unmapped
-        if hit is None or hit.sources is not sources or hit.unmapped != unmapped:
-            if len(self._hits) >= MOST_REMEMBERED:
-                self._hits.clear()
-            prepared = self._make(signature, key, asked(), sources, NOBODY, {})
-            hit = self._hits[key] = Hit(sources, prepared, set(), unmapped)
+            return self._make(signature, entry.key, asked(), sources, *self._hear(signature, call, sources))
+        hit, era = entry.hit, self._era
+        if hit is None or hit.sources is not sources or hit.era is not era:
+            prepared = self._make(signature, entry.key, asked(), sources, NOBODY, {})
+            hit = entry.hit = Hit(sources, prepared, set(), era)
         return hit.prepared
 
-    def again(self, text: str, key: Hashable, prepared: PreparedCall) -> TrackedRepeat | None:
+    def again(self, text: str, entry: CallEntry, prepared: PreparedCall) -> TrackedRepeat | None:
         """Describe a tracked call that has just been made to compiled code, if that may make it again."""
-        signature, report = self._signatures.get(text), self._reporter.known(key)
-        if signature is None or report is None or not self.is_quiet or signature.now is False:
+        signature, report = self._signatures.get(text), entry.report
+        if signature is None or report is None or report.is_async or not self.is_quiet or signature.now is False:
             return None
         guards = (self, "is_quiet", True), (signature, "now", signature.now)
-        turn, hit = None, self._hits.get(key)
+        turn, hit = None, entry.hit
         notes: list[Note] = [(Effect.SET, self, "_is_begun", False)]
         if isinstance(signature.now, tuple):
             number = (signature.turn - 1) % len(signature.now)
@@ -198,7 +178,8 @@ class Learning:
             return None
 
         def holds() -> bool:
-            return self._hits.get(key) is hit and (hit is None or hit.unmapped == self._unmapped)
+            kept = self._preparer.cache.get(entry.key)
+            return kept is entry and entry.hit is hit and hit is not None and hit.era is self._era
 
         tracked = guards, self._begin_again, signature, report.post, turn is not None, standing
         return TrackedRepeat(tracked, turn, tuple(notes), holds)
@@ -211,9 +192,7 @@ class Learning:
     def close(self) -> None:
         """Let go of all that is kept. Nothing may be under way."""
         self._mappings.close()
-        self._reporter.forget()
         self._signatures.clear()
-        self._hits.clear()
 
     def _find_last_ahead(self) -> int:
         """In the thread of mappings, once memory was freed: void what is known of calls, and return the last one that
@@ -222,8 +201,7 @@ class Learning:
         A call notes its number before it looks where memory is mapped. Compiled code notes it afterwards, with the lock
         held in which it makes the call.
         """
-        self._unmapped += 1  # what is made ready at the same time holds no longer than that
-        self._hits.clear()
+        self._era = object()  # what is made ready at the same time holds no longer than that
         if self._repeats is None:
             return self._last_ahead
         self._repeats.forget()
@@ -339,7 +317,7 @@ class Learning:
             signature.now = False
 
     def _drop(self, freed: Names) -> None:
-        self._hits.clear()
+        self._era = object()
         if self._repeats is not None:
             self._repeats.forget()
         for signature in filter(None, self._signatures.values()):
@@ -376,7 +354,7 @@ class Learning:
     def _make(
         self,
         signature: TrackedSignature,
-        key: Hashable,
+        key: Key,
         request: AnyRequest,
         sources: Sources,
         missing: frozenset[int],
@@ -439,7 +417,7 @@ class AheadPrograms:
 
     def prepare(
         self,
-        key: Hashable,
+        key: Key,
         signature: TrackedSignature,
         addresses: Sequence[Mapping[tuple[int, str], int]],
         missing: frozenset[int] = NOBODY,
@@ -455,7 +433,7 @@ class AheadPrograms:
             misses: this rank does. Else nothing is read of the ranks that do.
         """
         full = (key, CONFIRMED, missing, misses, tuple(tuple(each.items()) for each in addresses))
-        prepared = self._preparer.recall(full)
+        prepared = self._preparer.cache.prepared(full)
         if prepared is None:
             with self._calls.making_ready():
                 program = self._program(signature, missing, NOBODY if misses else missing)

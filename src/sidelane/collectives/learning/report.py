@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Sequence
-from collections.abc import Mapping as MappingOf
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from sidelane.collectives.call_forms import AnyRequest
+from sidelane.collectives.call_cache import AnyRequest, CallEntry
 from sidelane.collectives.heap import Region
-from sidelane.collectives.learning.board import room
 from sidelane.collectives.learning.knowledge import (
-    Inputs,
+    CallReport,
     Names,
     Places,
+    Source,
     Sources,
     TrackedPost,
     TrackedSignature,
@@ -24,13 +23,13 @@ from sidelane.collectives.learning.knowledge import (
 )
 from sidelane.collectives.learning.mappings import Mappings
 from sidelane.collectives.list_calls import ListRequest
-from sidelane.collectives.offers import BUFFERS, TensorPlace
+from sidelane.collectives.offers import BUFFERS, Shown, TensorPlace, by_address, numbered
 from sidelane.memory.ordinary import Allocation, OrdinaryMemory
 from sidelane.memory.posts import MOST_TEXT_BYTES
-from sidelane.program.collective import Buffer
 
 MOST_SAID = 4
 """Names that are said to be freed, or not to be mappable, in one post; others wait for the next."""
+
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -74,22 +73,6 @@ def read_round(payloads: Sequence[bytes]) -> Round:
     return Round(posts, names, is_plain, not any(each.is_async for each in posts))
 
 
-class CallReport(NamedTuple):
-    """The report of a call, which holds as long as the memory of its tensors is what it was.
-
-    Attributes:
-        allocations: in which they lie.
-        post: as text.
-        inputs: where the inputs lie, as ``TrackedSignature.inputs``.
-        outputs: names of the outputs' allocations, once each; None if one is not offered.
-    """
-
-    allocations: tuple[Allocation, ...]
-    post: bytes
-    inputs: Inputs
-    outputs: tuple[str, ...] | None
-
-
 class Reporter:
     """Reports calls of one rank; ``is_pooled`` tells of a tensor if it lies in a pool, which is no ordinary memory."""
 
@@ -97,43 +80,38 @@ class Reporter:
         self, rank: int, memory: OrdinaryMemory, mappings: Mappings, is_pooled: Callable[[torch.Tensor], bool]
     ) -> None:
         self._rank, self._memory, self._mappings, self._is_pooled = rank, memory, mappings, is_pooled
-        self._reports: dict[Hashable, CallReport] = {}
 
     @property
     def has_news(self) -> bool:
         """There is something to say besides where tensors lie."""
         return bool(self._mappings.freed or self._mappings.failed or self._mappings.is_pending)
 
-    def known(self, key: Hashable) -> CallReport | None:
-        """Return the report of a call that is not asynchronous, if it will be the same again."""
-        return self._reports.get((key, False))
-
     def report(
         self,
         signature: TrackedSignature,
-        key: Hashable,
+        entry: CallEntry,
         asked: Callable[[], AnyRequest],
         tensors: Sequence[torch.Tensor | None],
         is_async: bool,
     ) -> CallReport:
         """Report a call; see ``Learning.attend``."""
-        report = self._reports.get((key, is_async))
-        if report is not None and not self.has_news and all(map(self._mappings.stands, report.allocations)):
+        report = entry.report
+        fits = report is not None and report.is_async == is_async
+        if report is not None and fits and not self.has_news and all(map(self._mappings.stands, report.allocations)):
             return report
         mappings = self._mappings
         pending = mappings.is_pending  # before what has failed is looked at
         freed, failed = mappings.freed[:MOST_SAID], mappings.failed[:MOST_SAID]
         pending = pending or len(mappings.failed) > len(failed)
-        found = self._found(asked(), tensors)
-        post, places = _text_of(signature.call, found, (freed, failed, int(pending), int(is_async)))
-        # Places that were said, not those that were found: that may have been too much to say.
-        rows = found if places else ()
-        allocations = {each[0].name: each[0] for row in rows for each in row.values() if isinstance(each, TensorPlace)}
+        request, there = asked(), by_address(tensors)
+        parts = request.parts if isinstance(request, ListRequest) else (request,)
+        found = [self._place(part.region(buffer), there) for part in parts for buffer in BUFFERS]
+        post, places, allocations = _post(signature.call, found, (freed, failed, int(pending), int(is_async)))
         inputs = signature.inputs(places, self._rank)
-        report = CallReport(tuple(allocations.values()), post, inputs, outputs_of(places))
+        report = CallReport(allocations, post, inputs, outputs_of(places), is_async)
         is_plain = report.allocations and not (freed or failed or pending)
         if is_plain and all(each.kept is None for each in report.allocations):
-            room(self._reports)[key, is_async] = report
+            entry.report = report
         return report
 
     def heard(self, post: TrackedPost) -> None:
@@ -141,22 +119,10 @@ class Reporter:
         _strike(self._mappings.freed, post.freed)
         _strike(self._mappings.failed, post.failed)
 
-    def forget(self) -> None:
-        """Forget all reports."""
-        self._reports.clear()
-
-    def _found(
-        self, request: AnyRequest, tensors: Sequence[torch.Tensor | None]
-    ) -> list[dict[Buffer, TensorPlace | int | None]]:
-        given = [tensor for tensor in tensors if tensor is not None and tensor.nbytes]
-        by_address = {tensor.data_ptr(): tensor for tensor in sorted(given, key=lambda tensor: tensor.nbytes)}
-        parts = request.parts if isinstance(request, ListRequest) else (request,)
-        return [{buffer: self._place(part.region(buffer), by_address) for buffer in BUFFERS} for part in parts]
-
-    def _place(self, region: Region, by_address: dict[int, torch.Tensor]) -> TensorPlace | int | None:
+    def _place(self, region: Region, there: dict[int, torch.Tensor]) -> TensorPlace | int | None:
         if not region.nbytes:
             return 0
-        tensor = by_address.get(region.address)
+        tensor = there.get(region.address)
         if tensor is None or region.symmetric or self._is_pooled(tensor):
             return None
         found = self._memory.allocation_of(tensor)
@@ -172,27 +138,24 @@ def _strike(waiting: list[Any], said: Sequence[Any]) -> None:
             waiting.remove(each)
 
 
-def _text_of(
-    call: str, found: Sequence[MappingOf[Buffer, TensorPlace | int | None]], news: tuple[object, ...]
-) -> tuple[bytes, tuple[Places, ...]]:
-    """Write a post, and return what it says of places. One for which there is no room offers nothing."""
-    handles: dict[str, str] = {}
-    numbers: dict[str, int] = {}
-    shown: list[tuple[int, int] | str | None] = []
-    for place in (row.get(buffer) for row in found for buffer in BUFFERS):
-        if isinstance(place, TensorPlace):
-            name = place.allocation.name
-            handles[name] = place.allocation.handle
-            shown.append((numbers.setdefault(name, len(numbers)), place.offset))
-        else:
-            shown.append("" if place == 0 else None)
-    text = _ENCODER.encode((call, shown, [*handles.items()], *news)).encode()
+def _post(
+    call: str, found: Sequence[TensorPlace | int | None], news: tuple[object, ...]
+) -> tuple[bytes, tuple[Places, ...], tuple[Allocation, ...]]:
+    """Write a post. Return it with the places and allocations in it: none if there is no room for these."""
+    shown, allocations = numbered(found)
+    handles = [(name, allocation.handle) for name, allocation in allocations.items()]
+    text = _ENCODER.encode((call, shown, handles, *news)).encode()
     if len(text) > MOST_TEXT_BYTES and found:
-        return _text_of(call, (), news)
-    return text, _places(shown, list(handles))
+        return _post(call, (), news)
+    return text, _places(shown, list(allocations)), tuple(allocations.values())
 
 
-def _places(shown: Sequence[Sequence[int] | str | None], names: Sequence[str]) -> tuple[Places, ...]:
-    """Turn (number of the allocation, offset) into names, one pair behind the other."""
-    found = [place if place is None or isinstance(place, str) else (names[place[0]], place[1]) for place in shown]
+def _places(shown: Sequence[Shown | list[int]], names: Sequence[str]) -> tuple[Places, ...]:
+    """Turn (number of the allocation, offset) into names, one pair behind the other; "" if there are no bytes."""
+    found: list[Source | str] = []
+    for place in shown:
+        if place is None or isinstance(place, int):
+            found.append(None if place is None else "")
+        else:
+            found.append((names[place[0]], place[1]))
     return tuple(dict(zip(BUFFERS, row, strict=True)) for row in zip(*[iter(found)] * len(BUFFERS), strict=True))

@@ -1,0 +1,328 @@
+"""The cache of calls of a lane: all that this rank knows of a call that it has made before, under one key.
+
+The key of a call has its arguments with the addresses of its tensors; where peers reach tensors, or split sizes of
+peers count, it is followed by these. The key of a launch of the caller's own kernel begins with the kernel.
+
+A second kind of key, the *shape*, has sizes instead of addresses, for training loops that allocate their tensors anew
+in every step: the program of a call follows from the sizes, dtypes and kinds of memory of its tensors, and from their
+overlap. If only the addresses are new, the call is not validated, agreed on or planned again. Only the addresses are
+checked: they must be ordinary memory of this device, or symmetric memory at the same address as before, and large
+enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sidelane.choice import Choice
+from sidelane.collectives.arguments import Arguments, Request
+from sidelane.collectives.learning.knowledge import CallReport, Sources
+from sidelane.collectives.list_calls import ListRequest
+from sidelane.collectives.offers import Outcomes
+from sidelane.collectives.plan import Agreement, AnyAgreement, Plan
+from sidelane.execute.base import Addresses, Runnable
+from sidelane.memory.posts import PostedCall
+from sidelane.program.collective import Buffer
+
+Key = tuple[Hashable, ...]
+AnyRequest = Request | ListRequest
+
+MOST_PLACES = 4096
+"""Number of places in the cache. An entry takes one of them, an entry of a call with lists ``LIST_PLACES``."""
+
+LIST_PLACES = 8
+"""Places of a call with lists, which may hold a table of some hundred kilobytes on the device."""
+
+MOST_SEEN = 4096
+"""Number of keys in one half of the keys that were seen once (``CallCache.comes_again``)."""
+
+UNIT = 16
+"""Bytes of which the addresses of one shape differ by multiples: loaded programs depend on no larger alignment."""
+
+_PLAIN = ((True, False), (True,))
+
+
+class CallCache:
+    """The entries of one lane, within ``MOST_PLACES``: the oldest one that was not asked for meanwhile goes first.
+
+    Attributes:
+        keepers: functions to call when all entries become invalid, for objects that hold some prepared calls.
+    """
+
+    def __init__(self) -> None:
+        self.keepers: list[Callable[[], object]] = []
+        self._entries: dict[Key, CallEntry] = {}
+        self._taken = 0
+        self._seen: set[int] = set()
+        self._seen_before: set[int] = set()
+
+    def __iter__(self) -> Iterator[CallEntry]:
+        return iter(tuple(self._entries.values()))
+
+    def get(self, key: Key) -> CallEntry | None:
+        """Return the entry of a key; None if there is none."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.is_used = True
+        return entry
+
+    def entry(self, key: Key, places: int = 1) -> CallEntry:
+        """Return the entry of a key, a new one of some places if there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self._taken += places
+            while self._taken > MOST_PLACES and self._entries:
+                oldest = self._entries.pop(next(iter(self._entries)))
+                if oldest.is_used:
+                    oldest.is_used = False
+                    self._entries[oldest.key] = oldest
+                else:
+                    self._taken -= oldest.places
+            entry = self._entries[key] = CallEntry(key, places)
+        return entry
+
+    def prepared(self, key: Key) -> PreparedCall | None:
+        """Return the call that was prepared under a key; None if there is none."""
+        entry = self.get(key)
+        return None if entry is None else entry.prepared
+
+    def comes_again(self, key: Key) -> bool:
+        """Return True if this was asked of a key before, among the last ``MOST_SEEN`` keys at least."""
+        value = hash(key)  # takes little memory; a collision only caches a call after its first time instead of second
+        if value in self._seen or value in self._seen_before:
+            return True
+        if len(self._seen) >= MOST_SEEN:
+            self._seen, self._seen_before = set(), self._seen
+        self._seen.add(value)
+        return False
+
+    def forget_calls_of(self, owner: object) -> None:
+        """Forget the entries whose keys begin with an object: launches of a kernel that was closed."""
+        for entry in self:
+            if entry.key[0] is owner:
+                self._taken -= self._entries.pop(entry.key).places
+
+    def clear(self) -> None:
+        """Forget all entries: staging has moved, or the lane is closed."""
+        self._entries.clear()
+        self._taken = 0
+        for forget in self.keepers:
+            forget()
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class CallEntry:
+    """All that is known of calls with one key; each attribute is None until it is known.
+
+    Attributes:
+        key: the key.
+        places: number of places that the entry takes in the cache.
+        planned: the plan of the call.
+        settled: the result of the last posts, for a call for which the ranks exchange more than its signature.
+        prepared: the call, loaded.
+        shape: under the key of a shape, the program of the shape.
+        report: what this rank posts of the call for its peers to learn from.
+        hit: the call as it goes ahead.
+        is_used: it was asked for since it was found to be the oldest one.
+    """
+
+    key: Key
+    places: int
+    planned: PlannedCall | None = None
+    settled: SettledCall | None = None
+    prepared: PreparedCall | None = None
+    shape: ShapeProgram | None = None
+    report: CallReport | None = None
+    hit: Hit | None = None
+    is_used: bool = False
+
+
+class PlannedCall(NamedTuple):
+    """A checked call before this rank has read the posts of its peers.
+
+    Attributes:
+        request: this rank's view of the call.
+        agreement: the part that must be the same on all ranks, as far as it is known without posts of peers.
+        signature: text that the ranks compare.
+        exchanged: what else this rank posts in each call: split sizes, as text.
+        compares: see ``Reach.compares``.
+    """
+
+    request: AnyRequest
+    agreement: AnyAgreement
+    signature: str
+    exchanged: str
+    compares: bool
+
+
+class SettledCall(NamedTuple):
+    """The result of the posts of all ranks. The same posts lead to the same result again.
+
+    Attributes:
+        posts: posts of all ranks.
+        drops: see :class:`Reach`.
+        prepared: the call that ran.
+        is_mapped: it reaches memory of peers that these have offered.
+        outcomes: see ``Reach.note``.
+    """
+
+    posts: Sequence[PostedCall]
+    drops: int
+    prepared: PreparedCall
+    is_mapped: bool
+    outcomes: Outcomes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A call ready to run.
+
+    Attributes:
+        loaded: its program, loaded at the addresses of its tensors.
+        signature: text that the ranks compare.
+        frozen: it is for a graph under capture.
+        choice: candidate that runs it, and the reason.
+    """
+
+    loaded: Runnable
+    signature: str
+    frozen: bool
+    choice: Choice
+
+
+class Hit(NamedTuple):
+    """A call that went ahead (``learning``), and will again where the same is expected.
+
+    Attributes:
+        sources: places of the inputs that are expected.
+        prepared: the call.
+        turns: turns of a period for which compiled code was given a call with the same tensors here.
+        era: object that ``Learning`` replaces when memory is unmapped; a hit is valid in its own era only.
+    """
+
+    sources: Sources
+    prepared: PreparedCall
+    turns: set[int]
+    era: object
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShapeProgram:
+    """The program that calls of one shape run.
+
+    Attributes:
+        program: the program.
+        addresses: addresses at which it was loaded first.
+        places: pairs of a buffer in these addresses and the number of the tensor that it is.
+        request: request of the first call.
+        tensors: addresses of the first call's tensors.
+        agreement: agreement of all ranks.
+        signature: text that the ranks compare.
+        choice: candidate that runs it, and the reason.
+        repeated: places and turns with which compiled code was given the shape.
+    """
+
+    program: Plan
+    addresses: Addresses
+    places: tuple[tuple[tuple[int, str], int], ...]
+    request: Request
+    tensors: tuple[int, ...]
+    agreement: Agreement
+    signature: str
+    choice: Choice
+    repeated: set[Hashable] = dataclasses.field(default_factory=set)
+
+    def at(self, addresses: Sequence[int]) -> Addresses:
+        """Return the addresses of the program for tensors at other addresses."""
+        buffers = dict(self.addresses.buffers)
+        for place, tensor in self.places:
+            buffers[place] = addresses[tensor]
+        known = self.addresses
+        return Addresses(buffers, known.flags, known.arenas, spread=known.spread)
+
+    def asked(self, addresses: Sequence[int]) -> Request:
+        """Return the request for tensors at other addresses."""
+        first, request = self.tensors, self.request
+        input, output = (
+            dataclasses.replace(region, address=addresses[first.index(region.address)]) if region.nbytes else region
+            for region in (request.input, request.output)
+        )
+        return Request(request.collective, input, output, request.dtype)
+
+
+class Shape(NamedTuple):
+    """A call, separated into its shape and its addresses.
+
+    Attributes:
+        key: cache key that all calls of the shape share.
+        addresses: addresses of its tensors; 0 for a tensor that this rank does not have.
+        distance: bytes from the first tensor to the second, if they overlap; else None.
+        ordinary: the rank has all tensors, in ordinary memory; compiled code remembers only such shapes.
+    """
+
+    key: Key
+    addresses: tuple[int, ...]
+    distance: int | None
+    ordinary: bool
+
+
+def shape_of(arguments: Arguments, key: tuple[Hashable, ...], tensors: Sequence[Any]) -> Shape | None:
+    """Return the shape of a call on single tensors, outside of captures; None if the call needs full validation.
+
+    Args:
+        arguments: translates tensors for the lane.
+        key: cache key of the call, with the identities of the tensors last (``identities``).
+        tensors: the caller's tensors.
+    """
+    identities = key[-1]
+    assert isinstance(identities, tuple)
+    parts = list(key[:-1])
+    addresses: list[int] = []
+    end, distance = 0, None  # of the first tensor
+    ordinary = True
+    for tensor, identity in zip(tensors, identities, strict=True):
+        if tensor is None:
+            parts.append(None)
+            addresses.append(0)
+            ordinary = False
+            continue
+        # Identities of contiguous tensors that are no negated or conjugated views end so.
+        if not isinstance(identity, tuple) or identity[3:] not in _PLAIN:
+            return None
+        address, nbytes, dtype = identity[:3]
+        anchor = arguments.anchor(tensor, address, nbytes, dtype) if address and nbytes else None
+        if anchor is None:
+            return None
+        ordinary = ordinary and not anchor
+        parts.append((nbytes, dtype, anchor or address % UNIT))
+        if end and address < end and addresses[0] < address + nbytes:
+            distance = address - addresses[0]
+            parts.append(distance)
+        addresses.append(address)
+        end = address + nbytes
+    return Shape(tuple(parts), tuple(addresses), distance, ordinary)
+
+
+def all_ordinary(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if contiguous tensors with an address are all ordinary memory, in no pool."""
+    if arguments.pooled(tensors) is not None:
+        return False
+    anchors = (arguments.anchor(tensor, tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in tensors)
+    return not any(anchor != 0 for anchor in anchors)
+
+
+def places_of(request: Request, rank: int, addresses: Sequence[int]) -> tuple[tuple[tuple[int, str], int], ...] | None:
+    """Return pairs of a program's buffer and the number of the tensor that it is; None if a buffer is no tensor."""
+    places = []
+    for buffer in (Buffer.INPUT, Buffer.OUTPUT):
+        region = request.region(buffer)
+        if not region.nbytes or region.symmetric:
+            continue
+        if region.address not in addresses:
+            return None
+        places.append(((rank, str(buffer)), addresses.index(region.address)))
+    return tuple(places)
