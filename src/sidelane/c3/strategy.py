@@ -168,6 +168,17 @@ class Strategy:
         return dataclasses.replace(self, name=name, mover=Mover.LIBRARY_CTAS, recipe=recipe, preference=100)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchMode:
+    """A strategy, and the number of units that it takes from the computation."""
+
+    strategy: Strategy
+    units: int = 0
+
+    def __str__(self) -> str:
+        return self.strategy.name + (f" with {self.units} units" if self.units else "")
+
+
 def ideal_speedup(gemm_us: float, comm_us: float) -> float:
     """Return the speedup over serial if the shorter of the two were hidden entirely (ConCCL paper, section IV-B3).
 

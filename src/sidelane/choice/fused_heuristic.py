@@ -1,4 +1,5 @@
-"""Heuristic times of a GEMM and a collective by method: for machines and shapes without measurements.
+"""Heuristics of fused operators, for machines and shapes without measurements: times of a GEMM and a collective by
+method, and the order for embedding bags.
 
 The figures are those of an H200, rounded (results/h200x1, results/h200x2). Only their ratios count: the time of a
 product next to that of a byte between GPUs, and how much slower tiles of Triton are than the library's::
@@ -14,6 +15,10 @@ rate of a whole one, and its input or output is copied into order.
 from __future__ import annotations
 
 import math
+
+REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
+ORDERS = (REMOTE_FIRST, OBLIVIOUS)
+"""Orders of work: first for the peers, which wait (the fused operators paper, section III.A), or by number."""
 
 SIZES = {
     "gemm_all_to_all": ("rows", "depth", "columns"),
@@ -101,3 +106,20 @@ def expected_us(
     if op in WITHOUT_KERNEL:
         del found["fused"]
     return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}
+
+
+def expected_order(world_size: int, pooling: int) -> tuple[str, str]:
+    """Return the order for bags of so many rows each, with the reason.
+
+    In the order of ranks all send to rank 0 at first, then all to rank 1, and so on: in one turn the bags of N - 1
+    senders share the link of their receiver, while each loads the rows of its bags. Where that hides them, the order of
+    ranks is faster, by 2 to 4% between two H200s; with slower links, the bags that peers wait for have to come first
+    (docs/lab/measured.md, *Fused operators between two GPUs*). A bag is as large as a row.
+
+    >>> [expected_order(2, pooling)[0] for pooling in (1, 8, 16, 70)], expected_order(4, 16)[0]
+    (['remote_first', 'remote_first', 'oblivious', 'oblivious'], 'remote_first')
+    """
+    rows = (world_size - 1) * MEMORY_BYTES_PER_US / LINK_BYTES_PER_US  # loaded in the time in which a turn is sent
+    longer = "longer" if pooling < rows else "no longer"
+    why = f"to send a turn takes {longer} than to load it, as much as {rows:.3g} rows a bag (here {pooling})"
+    return (REMOTE_FIRST if pooling < rows else OBLIVIOUS), why

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_order import OBLIVIOUS, REMOTE_FIRST
+from sidelane.choice.fused_heuristic import OBLIVIOUS, REMOTE_FIRST
 from sidelane.device.context import (
     arrive_acq_rel,
     begin,
@@ -55,7 +55,7 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, method_of, order_of
+from sidelane.ops.auto import AUTO, OperatorCall, order_of, prepare
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -275,18 +275,26 @@ def embedding_all_to_all(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method)
+
+    def check() -> OperatorCall:
         kind = checked(comm, tables).key
         check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
         batch = batch_of(tables, offsets)
         check_sizes(comm, tables, batch, slice_bags)
         if slice_bags and method == UNFUSED:
             raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
-    key = (NAME, batch, mode, slice_bags, *kind)
-    handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
-    sizes = _sizes_of(tables, batch, indices, offsets)
-    if slice_bags or method_of(comm, NAME, method, key, sizes, tables[0].element_size()).method == FUSED:
+        key = (NAME, batch, mode, slice_bags, *kind)
+
+        def handle(_: int) -> EmbeddingAllToAll:
+            return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
+
+        sizes = _sizes_of(tables, batch, indices, offsets)
+        # The handle has what the unfused method needs, too.
+        return OperatorCall(key, sizes, tables[0].element_size(), {FUSED: handle, UNFUSED: handle})
+
+    handle: EmbeddingAllToAll
+    found, handle = prepare(comm, NAME, FUSED if slice_bags and method == AUTO else method, None, check)
+    if found.name == FUSED:
         return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
     with telling_refusals(comm, NAME):
         if out is not None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two

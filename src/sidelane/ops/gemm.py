@@ -34,7 +34,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_order import REMOTE_FIRST
+from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -50,21 +50,19 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO, method_of
+from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,
     check_dtype,
-    is_captured,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
 from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
-from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
-from sidelane.ops.split_gemm import SplitGemmAllToAll, handle_of, split_gemm_all_to_all
+from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -259,17 +257,12 @@ def gemm_all_to_all(
     """
     with telling_refusals(comm, NAME):
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method, depth_is_alike=False)
-    table, counts, without = routed.table, routed.counts, routed.without
+    counts = routed.counts
     columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
 
     def handle(_: int = 0) -> GemmAllToAll:
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
-
-    def both(pieces: int) -> None:
-        handle()  # for a graph with other counts
-        split = handle_of(SplitGemmAllToAll, comm, most_of(table, most_rows), columns, dtype)
-        split.routings.of(table, pieces or DEFAULT_PIECES)
 
     def unfused(_: int) -> None:
         rows_handle(comm, most_rows, columns, dtype)
@@ -277,16 +270,13 @@ def gemm_all_to_all(
             groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
 
-    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
-    known = (*key, without, routed.experts)
-    sizes, experts = (most_rows, x.shape[1], columns), routed.experts or 1
-    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
-    if found.method == SPLIT:
-        pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        split = SplitGemmAllToAll.name, most, columns, dtype
-        if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
-            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
-    if found.method in (FUSED, SPLIT):
+    make: dict[str, Callable[[int], object]] = {FUSED: handle, UNFUSED: unfused}
+    call = OperatorCall(key, (most_rows, x.shape[1], columns), dtype.itemsize, make)
+    found = routed_method(comm, NAME, method, routed, SplitGemmAllToAll, columns, dtype, call)
+    if found.name == SPLIT:
+        most = most_of(routed.table, most_rows)
+        return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
+    if found.name == FUSED:
         return handle()(x, weight, counts, order=order)
     send = rows_handle(comm, most_rows, columns, dtype)
     if routed.experts is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.errors import UnavailableError
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, check_method

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from sidelane.choice.fused_order import REMOTE_FIRST
+from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.ops.gemm import rows_handle
 from sidelane.ops.handle import telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows

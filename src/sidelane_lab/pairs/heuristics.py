@@ -170,9 +170,10 @@ def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> He
         found = decide(asked, able, known, constants, {})
     except ValueError as problem:
         return HeuristicVerdict(CHOICE, False, reason=str(problem))
-    chosen = (found.strategy, found.units)
+    name = found.candidate.strategy.name
+    chosen = (name, found.candidate.units)
     if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
-        chosen = next(way for way in times if way[0] == found.strategy)
+        chosen = next(way for way in times if way[0] == name)
     return _verdict(CHOICE, chosen, times, found.reason)
 
 

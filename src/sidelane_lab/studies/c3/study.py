@@ -295,7 +295,7 @@ def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
         raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
     rows = [_row(outcome, result, known) for result in outcome.results]
     if outcome.choice is not None:
-        picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
+        picked = next(row for row in rows if row.strategy == outcome.choice.candidate.strategy.name)
         rows.append(
             dataclasses.replace(
                 _with_units(picked, outcome),
@@ -352,7 +352,8 @@ def _with_units(picked: C3Row, outcome: PairOutcome) -> C3Row:
     """The row of a swept strategy with the units that were chosen, which need not be the best."""
     assert outcome.choice is not None
     swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
-    time_us, units = swept.get(outcome.choice.units), outcome.choice.units
+    units = outcome.choice.candidate.units
+    time_us = swept.get(units)
     if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
         return picked
     gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import ROUTED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS, ROUTED
 from sidelane.ops import rms_norm as norms
 from sidelane.ops.gemv_tiling import tiling_of
 from sidelane.ops.handle import power_of_two

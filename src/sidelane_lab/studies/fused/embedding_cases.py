@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
 from sidelane.ops.single_rank import BagKernel
 from sidelane.session import Communicator
