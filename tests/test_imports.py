@@ -212,6 +212,24 @@ def test_command_line_and_package_do_without_torch():
     run_python("import sys, sidelane, sidelane.cli; assert 'torch' not in sys.modules, 'help would take seconds'")
 
 
+def test_operators_and_their_pass_are_loaded_by_their_names():
+    """A user who has imported the package writes what the guide does; the pass brings Inductor, and comes last."""
+    pytest.importorskip("triton")
+    run_python("""
+import sys, sidelane
+assert "ops" in dir(sidelane)
+assert sidelane.ops.explain and "fusion" in dir(sidelane.ops)
+assert not {name for name in sys.modules if name.startswith("sidelane.ops.fusion")}
+assert sidelane.ops.fusion.Fusion.__module__ == "sidelane.ops.fusion"
+try:
+    sidelane.ops.fusions
+except AttributeError as error:
+    assert "has no attribute 'fusions'" in str(error)
+else:
+    raise AssertionError
+""")
+
+
 def test_a_study_is_loaded_by_its_name_and_alone():
     """The harness knows none before somebody names one; each is declared in the module that ``STUDIES`` names."""
     run_python("""
