@@ -46,8 +46,9 @@ STUDIES = ("explain", "papers", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
-VENDOR_FILES = tuple(
-    f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")
+VENDOR_FILES = (
+    *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
+    "sidelane_lab/studies/fused/single_rank.py",
 )
 
 

@@ -158,15 +158,6 @@ class Strategy:
         """Return the implementation that this strategy uses here, or None if there is none."""
         return next((name for name in self.mover.implementations if name in available), None)
 
-    def by_kernels(self, name: str) -> Strategy:
-        """Return the same strategy with Sidelane's kernels as the mover."""
-        return dataclasses.replace(self, name=name, mover=Mover.SM, preference=100)
-
-    def by_ctas(self, name: str) -> Strategy:
-        """Return the same strategy with the library's kernels in varied numbers of workgroups."""
-        recipe = f"{self.recipe}; of the best number of CTAs"
-        return dataclasses.replace(self, name=name, mover=Mover.LIBRARY_CTAS, recipe=recipe, preference=100)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchMode:

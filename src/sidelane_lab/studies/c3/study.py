@@ -35,6 +35,7 @@ from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import is_memory_bound
 from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
+from sidelane_lab.pairs.partition import units_for
 from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
@@ -373,7 +374,7 @@ def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | N
         return ""
     implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
     try:
-        found = known.allocate(outcome.workload, implementation)
+        found = units_for(known, outcome.workload, implementation)
     except ValueError as problem:
         return f"; no heuristic: {problem}"
     times = dict(result.by_units)
