@@ -34,6 +34,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.operands import check_neighbours
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -231,19 +232,14 @@ def _check_sizes(rows: int, tokens: int) -> None:
 
 
 def _check(comm: Communicator, weight: object, x: object, scale: object, out: object) -> None:
-    check_tensor(NAME, "weight", weight, comm.device, FLOATS + FLOAT8S, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(NAME, "x", x, comm.device, FLOATS if weight.dtype in FLOAT8S else (weight.dtype,), (1, 2))
-    assert isinstance(x, torch.Tensor)
+    weight = check_tensor(NAME, "weight", weight, comm.device, FLOATS + FLOAT8S, (2,))
+    x = check_tensor(NAME, "x", x, comm.device, FLOATS if weight.dtype in FLOAT8S else (weight.dtype,), (1, 2))
     _check_sizes(weight.shape[0], 1 if x.dim() == 1 else x.shape[0])
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]}, those of the weight)")
-    for what, tensor in (("weight", weight), ("x", x)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
+    check_neighbours(NAME, weight=weight, x=x)
     if scale is not None:
-        check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))
-        assert isinstance(scale, torch.Tensor)
+        scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))
         if weight.dtype not in FLOAT8S:
             allowed = ", ".join(map(str, FLOAT8S))
             raise ValueError(f"{NAME}: scale of a weight (value={weight.dtype}, allowed={allowed})")
@@ -251,8 +247,7 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
             allowed = f"one element, or {weight.shape[0]}, contiguous"
             raise ValueError(f"{NAME}: shape of scale (value={tuple(scale.shape)}, allowed={allowed})")
     if out is not None:
-        check_tensor(NAME, "out", out, comm.device, (x.dtype,), (x.dim(),))
-        assert isinstance(out, torch.Tensor)
+        out = check_tensor(NAME, "out", out, comm.device, (x.dtype,), (x.dim(),))
         shape = (*x.shape[:-1], weight.shape[0])
         if out.shape != shape or not out.is_contiguous():
             raise ValueError(f"{NAME}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")

@@ -225,15 +225,13 @@ def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
 
 
 def _check(comm: Communicator, x: object, residual: object, weight: object, out: object, residual_out: object) -> None:
-    check_tensor(NAME, "x", x, comm.device, FLOATS, (2,))
-    assert isinstance(x, torch.Tensor)
+    x = check_tensor(NAME, "x", x, comm.device, FLOATS, (2,))
     _check_sizes(x.shape[0], x.shape[1], x.dtype)
     shapes = {"x": (x, x.shape), "weight": (weight, x.shape[1:])}
     given = {"residual": residual, "out": out, "residual_out": residual_out}
     shapes |= {name: (tensor, x.shape) for name, tensor in given.items() if tensor is not None}
-    for name, (tensor, shape) in shapes.items():
-        check_tensor(NAME, name, tensor, comm.device, (x.dtype,), (len(shape),))
-        assert isinstance(tensor, torch.Tensor)
+    for name, (one, shape) in shapes.items():
+        tensor = check_tensor(NAME, name, one, comm.device, (x.dtype,), (len(shape),))
         if tensor.shape != shape or not tensor.is_contiguous():
             allowed = f"{tuple(shape)}, contiguous"
             raise ValueError(f"{NAME}: shape of {name} (value={tuple(tensor.shape)}, allowed={allowed})")

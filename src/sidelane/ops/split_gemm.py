@@ -31,8 +31,8 @@ from sidelane.choice import fused_heuristic
 from sidelane.choice.fused import FUSED, SPLIT, Method
 from sidelane.ops.auto import OperatorCall, agree
 from sidelane.ops.buffer_turn import in_turn
-from sidelane.ops.handle import FLOATS, check_tensor, is_captured, kept, power_of_two, telling_refusals
-from sidelane.ops.operands import MOST_ELEMENTS, Routed
+from sidelane.ops.handle import is_captured, kept, power_of_two, telling_refusals
+from sidelane.ops.operands import Routed, check_most_rows, check_product
 from sidelane.program.ir import Program
 from sidelane.program.pieces import SPLIT_DISPATCH, SPLIT_GEMM, arriving_program, coming, going, split_program
 from sidelane.session import BoundProgram, Communicator
@@ -339,18 +339,11 @@ def checked(
     name: str, comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
 ) -> Table:
     """Return the counts as numbers. Raises ValueError or TypeError for arguments that a GEMM in parts cannot take."""
-    check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
-    assert isinstance(x, torch.Tensor)
+    x, weight = check_product(name, comm, x, weight)
     n = comm.world_size
     check_pieces(name, pieces)
-    widest = max(weight.shape)
-    if most_rows < 1 or not weight.shape[0] or most_rows * widest > MOST_ELEMENTS:
-        given, allowed = f"{most_rows}, {weight.shape[0]}", f"1 and more, {MOST_ELEMENTS} together"
-        raise ValueError(f"{name}: most_rows, columns of the result (value={given}, allowed={allowed})")
-    if x.shape[1] != weight.shape[1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
+    for width in weight.shape:
+        check_most_rows(name, most_rows, width)
     if isinstance(counts, torch.Tensor) and counts.device.type != "cpu":
         raise ValueError(f"{name}: device of counts (value={counts.device}, allowed=cpu: the host has to know them)")
     table = tuple(tuple(int(count) for count in row) for row in counts)
