@@ -20,19 +20,10 @@ REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
 ORDERS = (REMOTE_FIRST, OBLIVIOUS)
 """Orders of work: first for the peers, which wait (the fused operators paper, section III.A), or by number."""
 
-SIZES = {
-    "gemm_all_to_all": ("rows", "depth", "columns"),
-    "all_to_all_gemm": ("rows", "depth", "columns"),
-    "gemm_reduce_scatter": ("rows", "depth", "columns"),
-    "gemm_all_reduce": ("rows", "depth", "columns"),
-    "all_gather_gemm": ("rows of a rank", "depth", "columns"),
-}
-"""Sizes of the operators that the heuristic covers."""
-
 ROUTED = "gemm_all_to_all", "all_to_all_gemm"
 """Operators whose weight may be of several experts a rank."""
 
-WITHOUT_KERNEL = tuple(op for op in SIZES if op not in ROUTED)
+WITHOUT_KERNEL = "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
 """Operators that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
 
 FLOPS_PER_US = {2: 700e6, 4: 50e6}
@@ -68,7 +59,7 @@ def expected_us(
     >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
     25.2
     """
-    if op not in SIZES:
+    if op not in ROUTED and op not in WITHOUT_KERNEL:
         return None
     rows, depth, columns = sizes
     n = world_size

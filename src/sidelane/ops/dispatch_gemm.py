@@ -33,8 +33,6 @@ COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -68,7 +66,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
 from sidelane.ops.split_gemm import SplitAllToAllGemm, most_of, routed_method, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -121,15 +119,18 @@ class AllToAllGemm(KernelHandle):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Run the operator as :func:`all_to_all_gemm` does, with counts on the device."""
-        comm, tiles = self.comm, self._tiles
-        with telling_refusals(comm, NAME):
-            experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
-            check_rows(NAME, comm, x, counts, self.most_rows, REMOTE_FIRST, experts)
-            check_weight(NAME, comm, x, weight, self.most_rows)
+        with telling_refusals(self.comm, NAME):
+            check_rows(NAME, self.comm, x, counts, self.most_rows, REMOTE_FIRST, experts_of(weight))
+            check_weight(NAME, self.comm, x, weight, self.most_rows)
             given = (*weight.shape[:-3:-1], weight.dtype)
             if given != self.shape:
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={self.shape})")
-        depth, columns, dtype = self.shape
+        return self.run(x, weight, counts)
+
+    def run(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Run the operator with arguments that were checked."""
+        comm, tiles = self.comm, self._tiles
+        (depth, columns, dtype), experts = self.shape, experts_of(weight)
         output = x.new_empty(self.most_rows, columns)
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -218,15 +219,14 @@ def all_to_all_gemm(
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
 
-    make: dict[str, Callable[[int], object]] = {FUSED: handle, UNFUSED: unfused}
-    call = OperatorCall(key, (most_rows, depth, columns), dtype.itemsize, make)
+    call = OperatorCall(key, (most_rows, depth, columns), dtype.itemsize, {FUSED: handle, UNFUSED: unfused})
     found = routed_method(comm, NAME, method, routed, SplitAllToAllGemm, depth, dtype, call)
     if found.name == SPLIT:
         most = most_of(table, most_rows)
         return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
-        return handle()(x, weight, counts)
-    exchange = rows_handle(comm, most_rows, depth, dtype)
+        return handle().run(x, weight, counts)
+    exchange = rows_handle(comm, most_rows, depth, dtype).run
     with torch.no_grad():  # as the other methods
         if routed.grouped:
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)

@@ -121,6 +121,13 @@ def batch_of(tables: Sequence[torch.Tensor], offsets: torch.Tensor) -> int:
     return batch
 
 
+def sizes_of(
+    tables: Sequence[torch.Tensor], batch: int, indices: torch.Tensor, offsets: torch.Tensor
+) -> tuple[int, int, int]:
+    """Return batch, tables and pooling, by which this rank's times are looked up."""
+    return batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
+
+
 def check_offsets(tables: EmbeddingTables, offsets: torch.Tensor) -> None:
     """Refuse offsets of another batch. Raises ValueError."""
     wanted = len(tables.tables) * tables.batch + 1

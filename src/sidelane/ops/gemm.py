@@ -25,7 +25,6 @@ and COLS columns, of products over DEPTH columns of ``x`` at a time; E experts o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
 from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
@@ -165,22 +164,30 @@ class GemmAllToAll(KernelHandle):
         counts: torch.Tensor,
         *,
         order: str = REMOTE_FIRST,
-        groups: ExpertGroups | None = None,
     ) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`gemm_all_to_all`; without a weight it
-        sends rows unchanged, from or to the places in ``groups``.
+        sends rows unchanged.
         """
-        comm, tiles = self.comm, self._tiles
-        with telling_refusals(comm, NAME):
-            of = counts if weight is None else weight  # its first or last dimension are the experts
-            experts = of.shape[-1 if weight is None else 0] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
-            check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
+        with telling_refusals(self.comm, NAME):
+            check_rows(NAME, self.comm, x, counts, self.most_rows, order, experts_of(weight, counts))
             if weight is not None:
-                check_weight(NAME, comm, x, weight, self.most_rows)
+                check_weight(NAME, self.comm, x, weight, self.most_rows)
             columns = x.shape[1] if weight is None else weight.shape[-2]
             if (columns, x.dtype) != (self.columns, self.dtype):
                 given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+        return self.run(x, weight, counts, order)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        counts: torch.Tensor,
+        order: str = REMOTE_FIRST,
+        groups: ExpertGroups | None = None,
+    ) -> torch.Tensor:
+        """Run the operator with arguments that were checked; rows without a weight come from or go to ``groups``."""
+        comm, tiles, experts = self.comm, self._tiles, experts_of(weight, counts)
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -270,22 +277,21 @@ def gemm_all_to_all(
             groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
 
-    make: dict[str, Callable[[int], object]] = {FUSED: handle, UNFUSED: unfused}
-    call = OperatorCall(key, (most_rows, x.shape[1], columns), dtype.itemsize, make)
+    call = OperatorCall(key, (most_rows, x.shape[1], columns), dtype.itemsize, {FUSED: handle, UNFUSED: unfused})
     found = routed_method(comm, NAME, method, routed, SplitGemmAllToAll, columns, dtype, call)
     if found.name == SPLIT:
         most = most_of(routed.table, most_rows)
         return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
-        return handle()(x, weight, counts, order=order)
-    send = rows_handle(comm, most_rows, columns, dtype)
+        return handle().run(x, weight, counts, order)
+    send = rows_handle(comm, most_rows, columns, dtype).run
     if routed.experts is None:
-        return send(functional.linear(x, weight), None, counts, order=order)
+        return send(functional.linear(x, weight), None, counts, order)
     with torch.no_grad():
         if not routed.grouped:
-            return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order=order)
+            return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order)
         groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
-        return send(groups.product(groups.in_order(x), weight), None, counts, order=order, groups=groups)
+        return send(groups.product(groups.in_order(x), weight), None, counts, order, groups)
 
 
 def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:

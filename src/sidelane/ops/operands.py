@@ -119,7 +119,7 @@ def check_routed(
     if not (isinstance(counts, torch.Tensor) and (counts.device == comm.device or counts.device.type != "cpu")):
         table, found = _from_host(name, comm, counts)
         there, sent = found.counts, found.sent
-    experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
+    experts = experts_of(weight)
     if method == SPLIT and table is None:
         raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
     if experts is not None and method == SPLIT:
@@ -141,6 +141,14 @@ def check_routed(
             allowed = "counts on the host, or bfloat16 and multiples of 8 on a GPU with grouped products"
             raise ValueError(f"{name}: {UNFUSED} with several experts (value={given}, allowed={allowed})")
     return Routed(table, there, experts, grouped, without)
+
+
+def experts_of(weight: object, counts: object = None) -> int | None:
+    """Return the number of experts of a rank: the first dimension of the weight, or the last of the counts; None for a
+    matrix.
+    """
+    of, dimension = (counts, -1) if weight is None else (weight, 0)
+    return of.shape[dimension] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
 
 
 def on_the_host(comm: Communicator) -> bool:

@@ -44,4 +44,4 @@ def all_to_all_rows(comm: Communicator, x: torch.Tensor, counts: torch.Tensor, *
     with telling_refusals(comm, NAME):
         check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST)
         check_most_rows(NAME, most_rows, x.shape[1])
-    return rows_handle(comm, most_rows, x.shape[1], x.dtype)(x, None, counts)
+    return rows_handle(comm, most_rows, x.shape[1], x.dtype).run(x, None, counts)
