@@ -69,9 +69,9 @@ def test_what_differs_is_not_looked_up() -> None:
     assert chosen(some(sizes=300, fused=1), some(sizes=2000, unfused=1)).startswith("unfused measured")  # the nearer
     assert chosen(some(**{"split/1": 3.0, "split/4": 2.0, "fused": 2.5})).startswith("split measured")
     for other in (some(op="gemm_all_reduce", fused=1), some(nbytes=4, fused=1), some(sizes=200, fused=1)):
-        assert chosen(other, element_bytes=2).endswith("by thumb")
-    assert chosen(fast, n=4).endswith("by thumb")
-    assert chosen(fast, device_type="cpu", n=4) == "fused by thumb"
+        assert chosen(other, element_bytes=2).endswith("rule of thumb")
+    assert chosen(fast, n=4).endswith("rule of thumb")
+    assert chosen(fast, device_type="cpu", n=4) == "fused rule of thumb"
 
 
 def test_times_of_several_experts_say_nothing_about_one() -> None:
@@ -87,8 +87,8 @@ def test_times_of_several_experts_say_nothing_about_one() -> None:
     assert choose(1) == f"fused {where}, eager, here"
     assert choose(2) == choose(4) == f"unfused {where}, 4 experts, eager, here"
     assert choose(12) == choose(64) == f"fused {where}, 16 experts, eager, here"
-    assert choose(1, known[1:]).endswith("by thumb") and choose(2, known[:1]).endswith("by thumb")
-    assert choose(32, known[:2]).endswith("by thumb")  # too far
+    assert choose(1, known[1:]).endswith("rule of thumb") and choose(2, known[:1]).endswith("rule of thumb")
+    assert choose(32, known[:2]).endswith("rule of thumb")  # too far
     assert choose(2, (known[0], timed(2, captured=True, fused=2, unfused=1))).startswith("unfused measured")
     table = FusedTable(HERE, known, "here")
     assert FusedTable.parse(table.to_text(), "here") == table and table.to_text().count('"experts"') == 2
@@ -183,7 +183,7 @@ def test_orders_by_thumb() -> None:
         ORDERS[1],
     ]
     assert choose_order([], BAGS, 8, (64, 64, 79)).candidate == ORDERS[0]  # seven senders for one link
-    assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("by thumb: ")
+    assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("rule of thumb: ")
     unordered = some(op=BAGS, captured=True, fused=1.0)
     nearby = FusedTime(BAGS, 2, False, (900, 900, 900), 2, {"fused": 1.0}, {"remote_first": 1.0, "oblivious": 2.0})
     table = FusedTable(HERE, (unordered, nearby), "here")

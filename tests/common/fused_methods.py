@@ -62,7 +62,7 @@ def compared(comm: Communicator) -> list[str]:
         told = ops.explain(comm, op, 6 * n, 8, 5)
         assert told.startswith(f"{op}: split in 3 pieces: 1 us expected, next ")
         assert f"; measured at {6 * n}, 8, 5, eager" in told
-        assert "by thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
+        assert "rule of thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
     handles = [handle for handle in comm.kept.values() if isinstance(handle, gemm_reduce.SplitGemmReduce)]
     pieces = [[pieces for _, pieces in handle._moved.routings.known] for handle in handles]
     assert pieces == [[DEFAULT_PIECES, 3]] * 2, pieces

@@ -79,8 +79,8 @@ def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
     for measured, whole, asked, _ in ranks:
         assert (measured, asked) == (f"remote_first | {told}", f"oblivious | {told}")
         assert (
-            whole.startswith(f"oblivious | {name}: fused: by thumb")
-            and "; order oblivious: by thumb" in whole
+            whole.startswith(f"oblivious | {name}: fused: rule of thumb")
+            and "; order oblivious: rule of thumb" in whole
             and "takes no longer than" in whole
         )
 
@@ -156,7 +156,7 @@ def test_fused_or_unfused(four: Crew) -> None:
         times = "1 us expected, next fused 2 us; measured at 70, 16, 1, eager, fused-cpu.json"
         assert slow == f"False gemv_all_reduce: unfused: {times}"
         assert fast.startswith("True gemv_all_reduce: fused: 1 us expected, next unfused 2 us; measured at 1000")
-        assert unknown.startswith("True gemv_all_reduce: fused: by thumb")
+        assert unknown.startswith("True gemv_all_reduce: fused: rule of thumb")
 
 
 def test_timelines(four: Crew) -> None:

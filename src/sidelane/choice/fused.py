@@ -172,7 +172,7 @@ def choose_method(
     >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).candidate.pieces
     4
     >>> choose_method([table], "gemv_all_reduce", 2, (64, 64, 1)).reason
-    'by thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
+    'rule of thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
     """
     for table in tables:
         time = _nearest(table.times, op, world_size, sizes, element_bytes, captured, experts)
@@ -181,13 +181,13 @@ def choose_method(
         if time is not None and legal:
             expected = ((Method(ways[number], pieces), us) for number, pieces, us in legal)
             return select(expected, basis=_measured(time, table))
-    basis = f"by thumb: no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
-    thumb = None
+    basis = f"rule of thumb: no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
+    guess = None
     if device_type != CPU:
-        thumb = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
-    if thumb is None:
+        guess = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
+    if guess is None:
         return Selection(Method(ways[0]), basis)
-    return select(((Method(way), us) for way, us in thumb.items() if way in ways), basis=basis)
+    return select(((Method(way), us) for way, us in guess.items() if way in ways), basis=basis)
 
 
 def choose_order(
@@ -217,7 +217,7 @@ def choose_order(
             expected = ((order, time.orders[order]) for order in ORDERS if order in time.orders)
             return select(expected, basis=_measured(time, table))
     order, why = expected_order(world_size, sizes[-1])
-    return Selection(order, f"by thumb: {why}")
+    return Selection(order, f"rule of thumb: {why}")
 
 
 def _measured(time: FusedTime, table: FusedTable) -> str:

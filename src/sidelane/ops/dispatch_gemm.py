@@ -57,7 +57,7 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
-from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
+from sidelane.ops.gemm import TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import (
     KernelHandle,
     check_dtype,
@@ -125,9 +125,9 @@ class AllToAllGemm(KernelHandle):
             given = (*weight.shape[:-3:-1], weight.dtype)
             if given != self.shape:
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={self.shape})")
-        return self.run(x, weight, counts)
+        return self._run(x, weight, counts)
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Run the operator with arguments that were checked."""
         comm, tiles = self.comm, self._tiles
         (depth, columns, dtype), experts = self.shape, experts_of(weight)
@@ -214,7 +214,7 @@ def all_to_all_gemm(
         return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
 
     def unfused(_: int) -> None:
-        rows_handle(comm, most_rows, depth, dtype)
+        rows_sender(comm, most_rows, depth, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
@@ -225,8 +225,8 @@ def all_to_all_gemm(
         most = most_of(table, most_rows)
         return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
-        return handle().run(x, weight, counts)
-    exchange = rows_handle(comm, most_rows, depth, dtype).run
+        return handle()._run(x, weight, counts)
+    exchange = rows_sender(comm, most_rows, depth, dtype)
     with torch.no_grad():  # as the other methods
         if routed.grouped:
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)

@@ -181,9 +181,9 @@ class EmbeddingAllToAll(KernelHandle):
         with telling_refusals(self.comm, NAME):
             check_bags(self.comm, self.tables.tables, indices, offsets, per_sample_weights, self.mode, order)
             check_offsets(self.tables, offsets)
-        return self.run(indices, offsets, per_sample_weights, out, order)
+        return self._run(indices, offsets, per_sample_weights, out, order)
 
-    def run(
+    def _run(
         self,
         indices: torch.Tensor,
         offsets: torch.Tensor,
@@ -308,7 +308,7 @@ def embedding_all_to_all(
     handle: EmbeddingAllToAll
     found, handle = prepare(comm, NAME, FUSED if slice_bags and method == AUTO else method, None, check)
     if found.name == FUSED:
-        return handle.run(indices, offsets, per_sample_weights, out, order)
+        return handle._run(indices, offsets, per_sample_weights, out, order)
     with telling_refusals(comm, NAME):
         if out is not None:
             handle.place_of(out)

@@ -25,6 +25,7 @@ and COLS columns, of products over DEPTH columns of ``x`` at a time; E experts o
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -176,9 +177,9 @@ class GemmAllToAll(KernelHandle):
             if (columns, x.dtype) != (self.columns, self.dtype):
                 given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-        return self.run(x, weight, counts, order)
+        return self._run(x, weight, counts, order)
 
-    def run(
+    def _run(
         self,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -272,7 +273,7 @@ def gemm_all_to_all(
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
     def unfused(_: int) -> None:
-        rows_handle(comm, most_rows, columns, dtype)
+        rows_sender(comm, most_rows, columns, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
@@ -283,8 +284,8 @@ def gemm_all_to_all(
         most = most_of(routed.table, most_rows)
         return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
     if found.name == FUSED:
-        return handle().run(x, weight, counts, order)
-    send = rows_handle(comm, most_rows, columns, dtype).run
+        return handle()._run(x, weight, counts, order)
+    send = rows_sender(comm, most_rows, columns, dtype)
     if routed.experts is None:
         return send(functional.linear(x, weight), None, counts, order)
     with torch.no_grad():
@@ -294,10 +295,10 @@ def gemm_all_to_all(
         return send(groups.product(groups.in_order(x), weight), None, counts, order, groups)
 
 
-def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:
-    """Return the handle that sends rows unchanged, for a shape; all ranks make it together if it is new."""
+def rows_sender(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return the function that sends rows unchanged, for a shape; all ranks make its handle together if it is new."""
     key = (NAME, "rows", most_rows, columns, dtype)
-    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))
+    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))._run
 
 
 @triton.jit
