@@ -46,8 +46,9 @@ STUDIES = ("explain", "papers", "studies")
 
 # Files that may import a vendor's library, or name the vendor in their own name.
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
-VENDOR_FILES = tuple(
-    f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")
+VENDOR_FILES = (
+    *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
+    "sidelane_lab/studies/fused/single_rank.py",
 )
 
 
@@ -215,6 +216,24 @@ import sys
 from sidelane.cli.tool import main
 assert "collective" in main.list_commands()
 assert 'torch' not in sys.modules, 'help would take seconds'
+""")
+
+
+def test_operators_and_their_pass_are_loaded_by_their_names():
+    """A user who has imported the package writes what the guide does; the pass brings Inductor, and comes last."""
+    pytest.importorskip("triton")
+    run_python("""
+import sys, sidelane
+assert "ops" in dir(sidelane)
+assert sidelane.ops.explain and "fusion" in dir(sidelane.ops)
+assert not {name for name in sys.modules if name.startswith("sidelane.ops.fusion")}
+assert sidelane.ops.fusion.Fusion.__module__ == "sidelane.ops.fusion"
+try:
+    sidelane.ops.fusions
+except AttributeError as error:
+    assert "has no attribute 'fusions'" in str(error)
+else:
+    raise AssertionError
 """)
 
 

@@ -12,14 +12,21 @@ from sidelane.c3.expected_times import OF_CALLS, OF_STUDIES, Movers, PairRequest
 from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.measured_curves import isolated_times, parse_isolated
 from sidelane.c3.strategies import named, strategies
+from sidelane.c3.strategy import LaunchMode
 from sidelane.c3.workload import Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
+from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
 
 GEMM = Gemm(8192, 8192, 8192)
 MOVE = Workload(GEMM, Kind.ALL_GATHER, SIZE)
 ASKED = PairRequest(1000.0, GEMM, (MOVE,))
 H200 = hidden_shares("NVIDIA H200")
+
+
+def expected_of(choice: Selection[LaunchMode]) -> dict[str, float]:
+    """Expected times by strategy, and units if it takes some."""
+    return {str(mode): us for mode, us in choice.table if us is not None}
 
 
 def made_up(winner: str, implementation: str = "nccl") -> Isolated:
@@ -55,11 +62,11 @@ OF_LIBRARY = ("serial", "c3_base", "c3_sp", "priority", "c3_rp", "c3_sp_rp", "c3
 def test_each_strategy_wins_by_a_file_of_its_own(winner: str) -> None:
     able = [named(name) for name in OF_LIBRARY]
     choice = decide(ASKED, able, made_up(winner), H200, {})
-    assert choice.strategy == winner, choice.predicted_us
+    assert choice.candidate.strategy.name == winner, choice.table
     assert choice.reason.startswith(winner) and choice.reason.endswith("shares measured here")
-    assert (choice.units > 0) == (named(winner).partition is not None)
-    expected = dict(choice.predicted_us)
-    assert choice.predicted_us[0][1] == min(expected.values()) <= expected["serial"] == 1800.0
+    assert (choice.candidate.units > 0) == (named(winner).partition is not None)
+    expected = expected_of(choice)
+    assert choice.table[0][1] == min(expected.values()) <= expected["serial"] == 1800.0
 
 
 def test_calls_of_a_communicator_are_those_of_our_kernels() -> None:
@@ -70,39 +77,39 @@ def test_calls_of_a_communicator_are_those_of_our_kernels() -> None:
     known = parse_isolated(file_of(*rows), "made up")
     able = [named(name) for name in ("serial", "c3_sp", "conccl", "c3_base")]
     choice = decide(ASKED, able, known, H200, {}, OF_CALLS)
-    assert (choice.strategy, round(dict(choice.predicted_us)["c3_sp"])) == ("c3_sp", 1050)
-    assert round(dict(choice.predicted_us)["conccl"]) == 1500
-    assert dict(choice.predicted_us)["c3_base"] == 1700.0, "the constant of the machine: nothing is hidden"
+    assert (str(choice.candidate), round(expected_of(choice)["c3_sp"])) == ("c3_sp", 1050)
+    assert round(expected_of(choice)["conccl"]) == 1500
+    assert expected_of(choice)["c3_base"] == 1700.0, "the constant of the machine: nothing is hidden"
 
 
 @pytest.mark.parametrize("movers", [OF_STUDIES, OF_CALLS])
 def test_without_a_file_the_constants_decide(movers: Movers) -> None:
     able = [one for one in strategies() if one.mover in movers]
     choice = decide(ASKED, able, None, H200, {"library": 800.0, "dma": 850.0})
-    assert (choice.strategy, round(choice.predicted_us[0][1])) == ("conccl", round(1000 + 0.08 * 850))
+    assert (str(choice.candidate), round(choice.table[0][1])) == ("conccl", round(1000 + 0.08 * 850))
     assert choice.reason.endswith("shares that are constants")
-    assert not any(named(name).partition for name, _ in choice.predicted_us), "nobody knows what units cost"
+    assert not any(mode.strategy.partition for mode, _ in choice.table), "nobody knows what units cost"
     slow = decide(ASKED, able, None, H200, {"library": 800.0, "dma": 9000.0})
-    assert slow.strategy == "c3_sp", "engines that are slower than one after the other are not taken"
+    assert str(slow.candidate) == "c3_sp", "engines that are slower than one after the other are not taken"
 
 
 def test_never_slower_than_serial_by_its_own_estimate() -> None:
     for winner in OF_LIBRARY:
         for gemm_us in (10.0, 1000.0, 50_000.0):
             asked = dataclasses.replace(ASKED, gemm_us=gemm_us)
-            expected = dict(decide(asked, [named(n) for n in OF_LIBRARY], made_up(winner), H200, {}).predicted_us)
+            expected = expected_of(decide(asked, [named(n) for n in OF_LIBRARY], made_up(winner), H200, {}))
             assert min(expected.values()) <= expected["serial"]
 
 
 def test_several_collectives_follow_each_other() -> None:
     twice = dataclasses.replace(ASKED, moves=(MOVE, dataclasses.replace(MOVE, nbytes=SIZE // 2)))
-    expected = dict(decide(twice, [named(n) for n in OF_LIBRARY], made_up("c3_sp"), H200, {}).predicted_us)
+    expected = expected_of(decide(twice, [named(n) for n in OF_LIBRARY], made_up("c3_sp"), H200, {}))
     assert expected["serial"] == 1000 + 800 + 400
 
 
 def test_a_gemm_that_is_unknown_gives_no_units_away() -> None:
     asked = dataclasses.replace(ASKED, gemm=None)
-    names = [name for name, _ in decide(asked, [named(n) for n in OF_LIBRARY], made_up("c3_rp"), H200, {}).predicted_us]
+    names = expected_of(decide(asked, [named(n) for n in OF_LIBRARY], made_up("c3_rp"), H200, {}))
     assert set(names) == {"serial", "c3_base", "c3_sp", "priority", "conccl"}
 
 
@@ -120,11 +127,11 @@ def test_pairs_that_say_nothing_are_left_out() -> None:
     able = [named(name) for name in ("serial", "conccl")]
     known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *short), "made up")
     found = decide(ASKED, able, known, H200, {}, OF_CALLS)
-    assert found.reason.endswith("shares that are constants") and round(found.predicted_us[0][1]) == 1064
+    assert found.reason.endswith("shares that are constants") and round(found.table[0][1]) == 1064
     more = (pair("serial", 1300.0, "dma", alone=300.0), pair("conccl", 950.0, "dma"))
     known = parse_isolated(file_of(gemm(1000.0), collective(800.0, "dma"), *more), "made up")
     found = decide(ASKED, able, known, H200, {}, OF_CALLS)
-    assert found.predicted_us[0] == ("conccl", 1000.0), "nothing takes less than the longer of the two"
+    assert next(iter(expected_of(found).items())) == ("conccl", 1000.0), "nothing takes less than the longer"
 
 
 def test_what_differs_from_pair_to_pair_counts_for_its_least() -> None:
@@ -139,8 +146,8 @@ def test_what_differs_from_pair_to_pair_counts_for_its_least() -> None:
 
     able = [named(name) for name in ("serial", "c3_sp", "conccl")]
     steady, drawn = (decide(ASKED, able, known(second), H200, {}) for second in (1070.0, 1790.0))
-    assert steady.strategy == "c3_sp"
-    assert drawn.strategy == "conccl" and round(dict(drawn.predicted_us)["c3_sp"]) == 1790
+    assert str(steady.candidate) == "c3_sp"
+    assert str(drawn.candidate) == "conccl" and round(expected_of(drawn)["c3_sp"]) == 1790
 
 
 def test_what_adds_is_judged_by_what_adds() -> None:
@@ -152,4 +159,4 @@ def test_what_adds_is_judged_by_what_adds() -> None:
     able = [named(name) for name in ("serial", "conccl")]
     for kind, expected in ((Kind.REDUCE_SCATTER, 1600), (Kind.ALL_TO_ALL, 1100)):
         choice = decide(PairRequest(1000.0, GEMM, (Workload(GEMM, kind, SIZE),)), able, known, H200, {"dma": 800.0})
-        assert round(dict(choice.predicted_us)["conccl"]) == expected
+        assert round(expected_of(choice)["conccl"]) == expected

@@ -13,9 +13,9 @@ from made_up_device import FakeDevice
 
 from sidelane.c3 import launch, overlap
 from sidelane.c3.lanes import Lanes
-from sidelane.c3.launch import LaunchMode, kept_for_backward, ways_of
+from sidelane.c3.launch import kept_for_backward, ways_of
 from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Means, Partition
+from sidelane.c3.strategy import LaunchMode, Means, Partition
 from sidelane.errors import UnavailableError
 
 GPU = torch.device("cuda", 0)

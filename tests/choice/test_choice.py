@@ -38,7 +38,7 @@ def test_a_choice_from_other_measurements_says_so():
     assert "measured" not in choose(CROSSING, gather(dtype="float32")).reason, "bytes are bytes where nothing is added"
     added = profile(curve(ONE_SHOT, (1 << 10, 5.0), kind=Kind.REDUCE_SCATTER))
     call = dataclasses.replace(gather(dtype="float32"), kind=Kind.REDUCE_SCATTER)
-    assert f"(measured with {added.curves[0].dtype})" in choose(added, call).reason
+    assert f"; measured with {added.curves[0].dtype}" in choose(added, call).reason
 
 
 def test_a_kernel_that_has_to_stage_its_input_takes_that_much_longer():

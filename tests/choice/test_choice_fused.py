@@ -19,7 +19,7 @@ from sidelane.choice.fused import (
     keep,
     tables_of,
 )
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.choice.key import Key
 from sidelane_lab.harness.study import read
 from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, FusedRow, kept_of, times_of
@@ -37,7 +37,7 @@ def some(op: str = OP, captured: bool = False, nbytes: int = 2, sizes: int = 102
 def chosen(*times: FusedTime, op: str = OP, n: int = 2, **options: object) -> str:
     table = FusedTable(HERE, times, "here")
     found = choose_method([table], op, n, (1024, 1024, 1024), ways=ALL, **options)  # type: ignore[arg-type]
-    return f"{found.method} {found.reason.partition(':')[0]}"
+    return f"{found.candidate.name} {found.reason.rpartition('; ')[2].partition(':')[0]}"
 
 
 @pytest.mark.parametrize("table", builtin(), ids=lambda table: table.where)
@@ -56,8 +56,9 @@ def test_measured_shapes_are_never_slower_than_unfused(table: FusedTable) -> Non
         options = {"ways": tuple(by_method), "captured": time.captured, "experts": time.experts}
         for tables in ([table], []) if time.op.startswith(("gemm_r", "gemm_all_r", "all_gather")) else ([table],):
             found = choose_method(tables, time.op, time.world_size, time.sizes, **options)  # type: ignore[arg-type]
-            assert by_method[found.method] <= 1.02 * by_method.get(UNFUSED, float("inf")), (time, found)
-            assert not tables or by_method[found.method] == min(by_method.values())
+            chosen_us = by_method[found.candidate.name]
+            assert chosen_us <= 1.02 * by_method.get(UNFUSED, float("inf")), (time, found)
+            assert not tables or chosen_us == min(by_method.values())
 
 
 def test_what_differs_is_not_looked_up() -> None:
@@ -68,9 +69,9 @@ def test_what_differs_is_not_looked_up() -> None:
     assert chosen(some(sizes=300, fused=1), some(sizes=2000, unfused=1)).startswith("unfused measured")  # the nearer
     assert chosen(some(**{"split/1": 3.0, "split/4": 2.0, "fused": 2.5})).startswith("split measured")
     for other in (some(op="gemm_all_reduce", fused=1), some(nbytes=4, fused=1), some(sizes=200, fused=1)):
-        assert chosen(other, element_bytes=2).endswith("by thumb")
-    assert chosen(fast, n=4).endswith("by thumb")
-    assert chosen(fast, device_type="cpu", n=4) == "fused by thumb"
+        assert chosen(other, element_bytes=2).endswith("rule of thumb")
+    assert chosen(fast, n=4).endswith("rule of thumb")
+    assert chosen(fast, device_type="cpu", n=4) == "fused rule of thumb"
 
 
 def test_times_of_several_experts_say_nothing_about_one() -> None:
@@ -86,8 +87,8 @@ def test_times_of_several_experts_say_nothing_about_one() -> None:
     assert choose(1) == f"fused {where}, eager, here"
     assert choose(2) == choose(4) == f"unfused {where}, 4 experts, eager, here"
     assert choose(12) == choose(64) == f"fused {where}, 16 experts, eager, here"
-    assert choose(1, known[1:]).endswith("by thumb") and choose(2, known[:1]).endswith("by thumb")
-    assert choose(32, known[:2]).endswith("by thumb")  # too far
+    assert choose(1, known[1:]).endswith("rule of thumb") and choose(2, known[:1]).endswith("rule of thumb")
+    assert choose(32, known[:2]).endswith("rule of thumb")  # too far
     assert choose(2, (known[0], timed(2, captured=True, fused=2, unfused=1))).startswith("unfused measured")
     table = FusedTable(HERE, known, "here")
     assert FusedTable.parse(table.to_text(), "here") == table and table.to_text().count('"experts"') == 2
@@ -124,7 +125,7 @@ def test_rows_of_the_study_have_several_experts_apart() -> None:
 
 def test_thumb() -> None:
     def thumb(op: str, *sizes: int, n: int = 2, **options: object) -> str:
-        return choose_method([], op, n, sizes, **{"ways": ALL, **options}).method  # type: ignore[arg-type]
+        return choose_method([], op, n, sizes, **{"ways": ALL, **options}).candidate.name  # type: ignore[arg-type]
 
     assert thumb("gemv_all_reduce", 8192, 8192, 1) == FUSED  # nothing is known of it
     assert thumb(OP, 64, 64, 64) == UNFUSED  # the host's time
@@ -173,20 +174,20 @@ def test_measured_orders_are_the_fastest_and_the_thumb_is_right_about_them() -> 
         assert time.times[FUSED] == fastest
         for tables in ([table], []):
             found = choose_order(tables, time.op, time.world_size, time.sizes, element_bytes=time.element_bytes)
-            assert time.orders[found.order] <= (fastest if tables else 1.02 * fastest), (time, found)
+            assert time.orders[found.candidate] <= (fastest if tables else 1.02 * fastest), (time, found)
 
 
 def test_orders_by_thumb() -> None:
-    assert [choose_order([], BAGS, 2, (64, 64, pooling)).order for pooling in (1, 11, 12)] == [
+    assert [choose_order([], BAGS, 2, (64, 64, pooling)).candidate for pooling in (1, 11, 12)] == [
         *ORDERS[:1] * 2,
         ORDERS[1],
     ]
-    assert choose_order([], BAGS, 8, (64, 64, 79)).order == ORDERS[0]  # seven senders for one link
-    assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("by thumb: ")
+    assert choose_order([], BAGS, 8, (64, 64, 79)).candidate == ORDERS[0]  # seven senders for one link
+    assert choose_order([], BAGS, 1, (64, 64, 1)).reason.startswith("rule of thumb: ")
     unordered = some(op=BAGS, captured=True, fused=1.0)
     nearby = FusedTime(BAGS, 2, False, (900, 900, 900), 2, {"fused": 1.0}, {"remote_first": 1.0, "oblivious": 2.0})
     table = FusedTable(HERE, (unordered, nearby), "here")
-    assert choose_order([table], BAGS, 2, (1024, 1024, 1024)).order == ORDERS[0]
+    assert choose_order([table], BAGS, 2, (1024, 1024, 1024)).candidate == ORDERS[0]
     assert FusedTable.parse(table.to_text(), "here") == table
     with pytest.raises(ValueError, match="allowed=remote_first, oblivious"):
         FusedTime(BAGS, 2, False, (1, 1, 1), 2, {"fused": 1.0}, {"last": 1.0})

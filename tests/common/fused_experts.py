@@ -16,8 +16,9 @@ from fused_modules import there_and_back
 from fused_ops import Draws, check_close, communicator, noting
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import UNFUSED, FusedTime, MethodChoice, keep
+from sidelane.choice.fused import UNFUSED, FusedTime, Method, keep
 from sidelane.choice.key import key_here
+from sidelane.choice.selection import Selection
 from sidelane.ops import auto, dispatch_gemm, expert_products, gemm, operands
 from sidelane.ops.gemm import TileSizes
 
@@ -216,9 +217,9 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
         seen: list[tuple[str, ...]] = []
 
-        def choose(*_: Any, ways: tuple[str, ...], **__: Any) -> MethodChoice:
+        def choose(*_: Any, ways: tuple[str, ...], **__: Any) -> Selection[Method]:
             seen.append(tuple(ways))
-            return MethodChoice(ways[-1], "a test")
+            return Selection(Method(ways[-1]), "a test")
 
         patch.setattr(auto, "choose_method", choose)
         x, weight, counts = torch.ones(4 * n, 8), torch.ones(2, 4, 8), torch.full((n, n, 2), 2)
@@ -236,7 +237,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 def layers(group: dist.ProcessGroup, backend: str) -> int:
     """Both layers of experts, trained, where auto takes what is unfused: by products of a group each."""
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "choose_method", lambda *_, **__: MethodChoice(UNFUSED, "a test"))
+        patch.setattr(auto, "choose_method", lambda *_, **__: Selection(Method(UNFUSED), "a test"))
         went: list[str] = []
         for module in (gemm, dispatch_gemm):
             patch.setattr(module, "one_by_one", noting(module.one_by_one, "one by one", went))

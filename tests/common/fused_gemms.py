@@ -13,12 +13,12 @@ import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator, noting
 
 from sidelane import Communicator, ops
-from sidelane.choice.fused import SPLIT, MethodChoice
+from sidelane.choice.fused import SPLIT, Method
+from sidelane.choice.selection import Selection
 from sidelane.errors import UnavailableError
 from sidelane.ops import auto, dispatch_gemm, gemm, operands, reference, split_gemm
 from sidelane.ops.gemm import TileSizes
-from sidelane.ops.routings import DEFAULT_PIECES, suit_graphs
-from sidelane.ops.split_gemm import SplitGemmAllToAll, handle_of
+from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, handle_of, suit_graphs
 
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
@@ -223,10 +223,10 @@ def counts_in_captures(group: dist.ProcessGroup) -> list[str]:
     ways: list[str] = []
     with communicator(group) as comm, pytest.MonkeyPatch.context() as patch:
         n = comm.world_size
-        patch.setattr(auto, "choose_method", lambda *_, **__: MethodChoice(SPLIT, "a test", 2))
+        patch.setattr(auto, "choose_method", lambda *_, **__: Selection(Method(SPLIT, 2), "a test"))
         patch.setattr(comm, "refuse", lambda *_: None)  # each rank raises, and goes on
         for where in (gemm.GemmAllToAll, dispatch_gemm.AllToAllGemm):
-            patch.setattr(where, "__call__", noting(where.__call__, "fused", ways))
+            patch.setattr(where, "_run", noting(where._run, "fused", ways))
         for where in (split_gemm.SplitGemmAllToAll, split_gemm.SplitAllToAllGemm):
             patch.setattr(where, "__call__", noting(where.__call__, "split", ways))
         for number, op in enumerate((ops.gemm_all_to_all, ops.all_to_all_gemm)):
@@ -265,7 +265,7 @@ def as_if_captured(
 ) -> torch.Tensor:
     """What comes by a call that may believe that it is recorded."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (auto, gemm, dispatch_gemm, operands, split_gemm):
+        for module in (auto, operands, split_gemm):
             patch.setattr(module, "is_captured", lambda _: captured)
         found = op(comm, x, weight, counts, most_rows=len(x), method=method)
     return found[: sum(row[comm.rank] for row in counts)].clone()

@@ -18,7 +18,7 @@ from sidelane import Communicator, ops
 from sidelane.choice.fused import FusedTime, keep
 from sidelane.choice.key import key_here
 from sidelane.ops import gemm_reduce, gemv, rms_norm
-from sidelane.ops.routings import DEFAULT_PIECES
+from sidelane.ops.split_gemm import DEFAULT_PIECES
 from sidelane.program.pieces import SPLIT_GATHER
 
 SPLIT = ("gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm")
@@ -59,15 +59,17 @@ def compared(comm: Communicator) -> list[str]:
         expected = own(comm, x, weight, method="unfused").double()
         for method in ("split", "auto"):
             check_close(own(comm, x, weight, method=method), expected, (op, method))
-        assert ops.explain(comm, op, 6 * n, 8, 5).startswith(f"{op}: split, 3 pieces (measured at {6 * n}, 8, 5, eager")
-        assert "by thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
+        told = ops.explain(comm, op, 6 * n, 8, 5)
+        assert told.startswith(f"{op}: split in 3 pieces: 1 us expected, next ")
+        assert f"; measured at {6 * n}, 8, 5, eager" in told
+        assert "rule of thumb" in ops.explain(comm, op, 6 * n, 8, 5, dtype=torch.float16)
     handles = [handle for handle in comm.kept.values() if isinstance(handle, gemm_reduce.SplitGemmReduce)]
     pieces = [[pieces for _, pieces in handle._moved.routings.known] for handle in handles]
     assert pieces == [[DEFAULT_PIECES, 3]] * 2, pieces
     assert {key[-1] for key in comm.kept if isinstance(key, tuple) and key[0] == SPLIT_GATHER} == {1, 3}
     large = ops.gemv_all_reduce(comm, torch.ones(70_000, 2), torch.ones(2, 2))  # no cells were made for it
     assert large.shape == (2, 70_000) and bool((large == 2 * n).all())
-    assert "unfused (fused takes up to 131072" in ops.explain(comm, "gemv_all_reduce", 70_000, 2, 2)
+    assert "unfused: fused takes up to 131072" in ops.explain(comm, "gemv_all_reduce", 70_000, 2, 2)
     known_again(comm)
     done = []
     for rows in (70, 1000, 100_000):

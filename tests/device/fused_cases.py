@@ -15,7 +15,8 @@ import torch.distributed as dist
 from device_cases import Context
 
 from sidelane import Communicator, Config, ops
-from sidelane.choice.fused import FUSED, MethodChoice
+from sidelane.choice.fused import FUSED, Method
+from sidelane.choice.selection import Selection
 from sidelane.ops import auto
 
 
@@ -43,9 +44,9 @@ def on_the_device(context: Context) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-def fused_always(*_: object, **__: object) -> MethodChoice:
+def fused_always(*_: object, **__: object) -> Selection[Method]:
     """In place of the choice."""
-    return MethodChoice(FUSED, "a test")
+    return Selection(Method(FUSED), "a test")
 
 
 def refusals(context: Context, module: str, name: str) -> list[str]:

@@ -20,6 +20,7 @@ from sidelane.c3.strategy import Means, Partition
 from sidelane.c3.workload import parse_workload
 from sidelane.kernels.gemm_shape import OPT1, OPT2, TUNED
 from sidelane_lab.harness import running
+from sidelane_lab.pairs.partition import units_to_spare
 from sidelane_lab.pairs.run import run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3.occupancy import OccupancyOptions
@@ -200,4 +201,5 @@ def test_isolated_times_on_one_gpu(tmp_path: Path) -> None:
     means = {row.means for row in rows if row.what == "gemm" and row.units and row.time_us}  # type: ignore[union-attr]
     assert {"split", "target", "grid"} <= means, [row.note for row in rows]
     assert any(row.what == "beside" and row.time_us for row in rows)  # type: ignore[union-attr]
-    assert isolated_of(rows).spare(parse_workload("4096x4096x4096_1M").gemm).reason  # type: ignore[arg-type]
+    gemm = parse_workload("4096x4096x4096_1M").gemm
+    assert units_to_spare(isolated_of(rows), gemm).reason  # type: ignore[arg-type]

@@ -32,8 +32,8 @@ from sidelane.ops import (
     gemv_cells,
     gemv_tiling,
     rms_norm_kernels,
-    single_rank,
 )
+from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 
-from sidelane.c3.choose import StrategyCandidate, choose
+from sidelane.c3.expected_times import StrategyCandidate, choose
 from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import ideal_speedup, percent_of_ideal, speedup
+from sidelane.c3.strategy import LaunchMode, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, parse_workload
 from sidelane.choice.hidden import HIDDEN, hidden_shares
+from sidelane.choice.selection import Selection
 from sidelane.program.collective import Kind
 from sidelane_lab.harness.measure import Problem
 from sidelane_lab.pairs.outcome import GEMM, judge, pair_label
@@ -94,7 +95,7 @@ def test_every_strategy_gets_its_best_configuration_and_the_strictest_ideal() ->
     # The papers' figure takes the library's best isolated time: in place.
     assert results["conccl"].percent_of_ideal_library == pytest.approx(percent_of_ideal(1400, 2000, 1850))
     assert outcome.choice is not None
-    assert outcome.choice.strategy == "conccl"
+    assert str(outcome.choice.candidate) == "conccl"
 
 
 def test_another_call_is_a_row_and_no_ideal_and_nobody_s_choice() -> None:
@@ -110,7 +111,7 @@ def test_another_call_is_a_row_and_no_ideal_and_nobody_s_choice() -> None:
     results = {result.strategy: result for result in outcome.results}
     assert results["conccl_left"].comm_us == 900 and results["conccl_left"].speedup == pytest.approx(3200 / 1410)
     assert results["conccl_in_place"].percent_of_ideal == pytest.approx(percent_of_ideal(1400, 1800, 1420))
-    assert outcome.choice is not None and outcome.choice.strategy == "conccl"
+    assert outcome.choice is not None and str(outcome.choice.candidate) == "conccl"
 
 
 def test_ratios_are_taken_in_each_round_before_the_median() -> None:
@@ -136,7 +137,7 @@ def test_what_failed_has_no_time_and_says_why() -> None:
     assert conccl.failure == Problem("rank 1: 3 bytes are wrong", wrong=True)
     assert outcome.best == NCCL_IN_PLACE.label
     assert outcome.choice is not None
-    assert outcome.choice.strategy != "conccl"
+    assert str(outcome.choice.candidate) != "conccl"
     assert [alone.time_us for alone in outcome.isolated] == [2200, 2000, None]
 
 
@@ -164,16 +165,21 @@ def test_what_a_runner_refuses_is_a_result_with_the_reason() -> None:
     assert outcome.choice is None
 
 
-def candidates(**comm_us: float) -> list[StrategyCandidate]:
-    return [
-        StrategyCandidate(named(name), time, in_place=name in ("conccl", "nccl_ce")) for name, time in comm_us.items()
+def chosen(
+    gemm_us: float, collective: Kind, machine: str, *, in_place: bool = True, **comm_us: float
+) -> Selection[LaunchMode]:
+    shares = HIDDEN[machine]
+    found = [
+        StrategyCandidate(LaunchMode(named(name)), us, in_place, gemm_us, shares.get(name, 0.0))
+        for name, us in comm_us.items()
     ]
+    return choose(found, collective)
 
 
 def test_choice_on_measured_times() -> None:
-    choice = choose(1410, Kind.ALL_GATHER, candidates(serial=2170, c3_sp=2170, conccl=1840), HIDDEN["h200"])
-    assert choice.strategy == "conccl"
-    assert dict(choice.predicted_us) == pytest.approx(
+    choice = chosen(1410, Kind.ALL_GATHER, "h200", serial=2170, c3_sp=2170, conccl=1840)
+    assert choice.candidate == LaunchMode(named("conccl"))
+    assert {str(mode): us for mode, us in choice.table} == pytest.approx(
         {"conccl": 1840 + 0.08 * 1410, "c3_sp": 2170 + 0.98 * 1410, "serial": 3580}
     )
     assert choice.reason == "conccl: 1840 + 0.08 x 1410 = 1953 us expected, next c3_sp 3552 us"
@@ -181,21 +187,19 @@ def test_choice_on_measured_times() -> None:
 
 def test_small_messages_go_to_whoever_is_fast() -> None:
     # 10 us with the library's kernels, 40 us on DMA engines, next to 1 ms of GEMM.
-    choice = choose(1000, Kind.ALL_GATHER, candidates(serial=10, c3_sp=10, conccl=40))
-    assert choice.strategy == "c3_sp"
-    assert choose(1000, Kind.ALL_GATHER, candidates(serial=10, conccl=400)).strategy == "serial"
+    assert str(chosen(1000, Kind.ALL_GATHER, "mi300x", serial=10, c3_sp=10, conccl=40).candidate) == "c3_sp"
+    assert str(chosen(1000, Kind.ALL_GATHER, "mi300x", serial=10, conccl=400).candidate) == "serial"
 
 
 def test_own_chunk_decides_about_the_library_s_copy_engines() -> None:
-    both = candidates(conccl=1840, nccl_ce=1800)
-    assert choose(1410, Kind.ALL_GATHER, both, HIDDEN["h200"]).strategy == "nccl_ce"
-    assert choose(1410, Kind.ALL_TO_ALL, both, HIDDEN["h200"]).strategy == "conccl"
-    out_of_place = [both[0], dataclasses.replace(both[1], in_place=False)]
-    assert choose(1410, Kind.ALL_GATHER, out_of_place, HIDDEN["h200"]).strategy == "conccl"
+    both = {"conccl": 1840.0, "nccl_ce": 1800.0}
+    assert str(chosen(1410, Kind.ALL_GATHER, "h200", **both).candidate) == "nccl_ce"
+    assert str(chosen(1410, Kind.ALL_TO_ALL, "h200", **both).candidate) == "conccl"
+    assert str(chosen(1410, Kind.ALL_GATHER, "h200", in_place=False, **both).candidate) == "conccl"
 
 
 def test_choice_needs_a_candidate_and_a_known_machine_only_helps() -> None:
     with pytest.raises(ValueError, match="no candidate"):
-        choose(1.0, Kind.ALL_GATHER, [])
+        choose([], Kind.ALL_GATHER)
     assert hidden_shares("NVIDIA H200") is HIDDEN["h200"]
     assert hidden_shares("some processor") is HIDDEN["mi300x"]

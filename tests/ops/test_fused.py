@@ -73,12 +73,16 @@ def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
 def test_orders_of_embeddings_are_chosen(four: Crew) -> None:
     name, batch = "embedding_all_to_all", 3
     known = f"measured at {batch}, 1, 40, eager, fused-cpu.json"
-    told = f"{name}: fused, remote_first ({known}: fused 1 us; order {known}: remote_first 1 us, oblivious 2 us)"
+    told = f"{name}: fused: 1 us expected; {known}; order remote_first: 1 us expected, next oblivious 2 us; {known}"
     ranks = four.run(fused_embeddings.orders, 3, timeout_s=110)
     assert [captured.partition(" ")[0] for *_, captured in ranks] == ["oblivious", "remote_first", "oblivious"]
     for measured, whole, asked, _ in ranks:
         assert (measured, asked) == (f"remote_first | {told}", f"oblivious | {told}")
-        assert whole.startswith(f"oblivious | {name}: fused, oblivious (by thumb") and "takes no longer than" in whole
+        assert (
+            whole.startswith(f"oblivious | {name}: fused: rule of thumb")
+            and "; order oblivious: rule of thumb" in whole
+            and "takes no longer than" in whole
+        )
 
 
 @pytest.mark.parametrize("world_size", [long(2), 3])
@@ -149,12 +153,10 @@ def test_fused_or_unfused(four: Crew) -> None:
     """By rank 0's times on all ranks, and by thumb where there is none."""
     for found in four.run(fused_methods.methods, 2):
         slow, fast, unknown = found
-        assert slow.startswith(
-            "False gemv_all_reduce: unfused (measured at 70, 16, 1, eager, fused-cpu.json: fused 2 us"
-        )
-        assert slow.endswith("unfused 1 us)")
-        assert fast.startswith("True gemv_all_reduce: fused (measured at 1000")
-        assert unknown.startswith("True gemv_all_reduce: fused (by thumb")
+        times = "1 us expected, next fused 2 us; measured at 70, 16, 1, eager, fused-cpu.json"
+        assert slow == f"False gemv_all_reduce: unfused: {times}"
+        assert fast.startswith("True gemv_all_reduce: fused: 1 us expected, next unfused 2 us; measured at 1000")
+        assert unknown.startswith("True gemv_all_reduce: fused: rule of thumb")
 
 
 def test_timelines(four: Crew) -> None:

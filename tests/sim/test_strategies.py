@@ -26,6 +26,7 @@ from sidelane_lab.model.pipeline import (
 from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.strategies import partitions, predict, predictable
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II, c3_study, dma_study, pair_name, table_ii_workload
+from sidelane_lab.pairs.partition import units_to_spare
 
 MACHINE = named("mi300x8")
 PAIR = table_ii_workload("cb5_13G", Kind.ALL_GATHER)
@@ -129,8 +130,8 @@ def test_the_heuristics_say_why():
     pair = table_ii_workload("cb4_1G", Kind.ALL_TO_ALL)
     assert allocate(MACHINE, pair).reason.startswith(f"{allocate(MACHINE, pair).units} units: GEMM ")
     known = isolated_of_machine(MACHINE)
-    assert known.spare(parse_gemm("mb1")).units == 8  # ConCCL paper, VI-G
-    assert known.spare(parse_gemm("cb1")).reason.startswith("no units: the GEMM is compute-bound")
+    assert units_to_spare(known, parse_gemm("mb1")).units == 8  # ConCCL paper, VI-G
+    assert units_to_spare(known, parse_gemm("cb1")).reason.startswith("no units: the GEMM is compute-bound")
 
 
 def test_conccl_rp_touches_memory_bound_gemms_only():

@@ -1,41 +1,39 @@
-"""Choose the strategy of ``overlap`` under ``auto``, with a reason, by the machine's file, which ranks compare once."""
+"""Choose the strategy of ``overlap`` under ``auto``, with a reason, by rank 0's file."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 from collections.abc import Sequence
 
 import torch
 
-from sidelane.c3.choose import StrategyChoice
 from sidelane.c3.expected_times import OF_CALLS, PairRequest, decide
 from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.launch import objection
 from sidelane.c3.measured_curves import isolated_file, isolated_text, parse_isolated
 from sidelane.c3.strategies import strategies
-from sidelane.c3.strategy import Mover, Strategy
+from sidelane.c3.strategy import LaunchMode, Mover
 from sidelane.c3.workload import GEMM_DTYPES, Gemm, Workload
 from sidelane.choice import choose
 from sidelane.choice.hidden import hidden_shares
+from sidelane.choice.selection import Selection
 from sidelane.config import BUILTIN, COMPUTE, NOTHING
-from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane.program.shape import CallShape, Computation
 from sidelane.session import Communicator
+from sidelane.session.answers import measured_by_rank_0, recall, remember
 
 Moves = tuple[str, int] | Sequence[tuple[str, int]]
 """Type of a collective and its bytes, or several: ``("all_gather", 1 << 28)``. Bytes are the gathered size of an
 all_gather, the local buffer of the others."""
 
-_KNOWN, _CHOSEN = "overlap: isolated times", "overlap: chosen"
 
-
-def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> StrategyChoice:
+def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Selection[LaunchMode]:
     """Return the strategy of ``overlap(..., strategy="auto")``; its ``reason`` explains it.
 
-    It goes by the file of ``sidelane tune --study c3`` if this machine has one, else by shares that are constants and
-    by the times of ``sidelane tune``; with ``Config(profile="builtin")`` always by these. A strategy that is expected
+    It goes by rank 0's file of ``sidelane tune --study c3`` if there is one, else by shares that are constants and by
+    the times of ``sidelane tune``; with ``Config(profile="builtin")`` always by these. A strategy that is expected
     to be slower than serial is never taken. Collective, the first time for a communicator.
 
     Args:
@@ -44,20 +42,19 @@ def choose_overlap(comm: Communicator, beside: Computation, moves: Moves) -> Str
         moves: collectives with their bytes.
 
     Raises:
-        ValueError: there are no collectives, or a name or size is unknown; the ranks have different files, or an
-            invalid one.
+        ValueError: there are no collectives, or a name or size is unknown; rank 0's file is invalid.
         UnavailableError: the file was not read yet, and a graph is being captured.
     """
     asked = _asked(beside, moves)
-    chosen: dict[PairRequest, StrategyChoice] = comm.kept.setdefault(_CHOSEN, {})
-    if asked not in chosen:
-        known = _known(comm)
-        able = [one for one in strategies() if not objection(one, comm.device)]
-        chosen[asked] = _choose(comm, asked, able, known)
-    return chosen[asked]
+    found: Selection[LaunchMode] | None = recall(comm, asked)
+    if found is None:
+        found = _choose(comm, asked, measured_by_rank_0(comm, "overlap", lambda: _own_file(comm), _parse))
+        remember(comm, asked, found)
+    return found
 
 
-def _choose(comm: Communicator, asked: PairRequest, able: Sequence[Strategy], known: Isolated | None) -> StrategyChoice:
+def _choose(comm: Communicator, asked: PairRequest, known: Isolated | None) -> Selection[LaunchMode]:
+    able = [one for one in strategies() if not objection(one, comm.device)]
     name = torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else ""
     collectives = {curve.collective for curve in known.collectives} if known is not None else set()
     times: dict[str, float] = {}
@@ -69,7 +66,7 @@ def _choose(comm: Communicator, asked: PairRequest, able: Sequence[Strategy], kn
         if not times:
             first = min(able, key=lambda one: one.preference)
             reason = f"{first.name}: nothing was measured of these collectives (sidelane tune --study c3)"
-            return StrategyChoice(first.name, (), reason)
+            return Selection(LaunchMode(first), reason)
     return decide(asked, able, known, hidden_shares(name), times, OF_CALLS)
 
 
@@ -97,31 +94,12 @@ def _asked(beside: Computation, moves: Moves) -> PairRequest:
     return PairRequest(beside.us, gemm, tuple(found))
 
 
-def _known(comm: Communicator) -> Isolated | None:
-    """Return the contents of this machine's file, if there is one; the ranks read it once each and compare."""
-    if _KNOWN not in comm.kept:
-        if comm.lane.backend.place()[1]:
-            raise UnavailableError("overlap: auto while a graph is captured (allowed=after choose_overlap was called)")
-        problem, text, known = None, "", None
-        if comm.config.profile != BUILTIN:
-            try:
-                path = isolated_file(comm.device.type, comm.world_size)
-                text = isolated_text(path)
-                known = parse_isolated(text, str(path)) if text else None
-            except ValueError as error:
-                problem = error
-        _compare(comm, text, problem)
-        comm.kept[_KNOWN] = known
-    found: Isolated | None = comm.kept[_KNOWN]
-    return found
+def _own_file(comm: Communicator) -> str:
+    """Return the text of this machine's file, and its path; "" for no file."""
+    path = None if comm.config.profile == BUILTIN else isolated_file(comm.device.type, comm.world_size)
+    return json.dumps([isolated_text(path), str(path)])
 
 
-def _compare(comm: Communicator, text: str, problem: Exception | None) -> None:
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest())  # exact in a float32
-    mine = torch.tensor([digest, -digest, problem is not None], dtype=torch.float32, device=comm.device)
-    comm.all_reduce(mine, op="max")
-    most, least, wrong = mine.tolist()
-    if problem is not None:
-        raise ValueError(f"overlap: {problem}") from problem
-    if wrong or most != -least:
-        raise ValueError("overlap: the ranks read different files of isolated times (allowed=one for all of them)")
+def _parse(text: str) -> Isolated | None:
+    content, path = json.loads(text)
+    return parse_isolated(content, path) if content else None

@@ -1,6 +1,6 @@
-"""Expected time of each strategy for a pair: from measurements of the machine, or by constants.
+"""Choice of a strategy for a pair by the expected time of each: from measurements of the machine, or by constants.
 
-Every estimate is ``longer + (1 - hidden) x shorter`` (``c3.choose``): of times with the units that the strategy leaves
+Every estimate is ``longer + (1 - hidden) x shorter``: of times with the units that the strategy leaves
 to either, and of the share that it hides. Shares are those of the pairs that ``sidelane tune --study c3`` has measured;
 without such a pair, a strategy whose parts have units of their own hides everything, as the ConCCL paper's heuristic
 assumes (V-C), and others nothing. If no pair was measured at all, constants give the hidden shares (``choice.hidden``),
@@ -14,16 +14,21 @@ import dataclasses
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from sidelane.c3.choose import StrategyCandidate, StrategyChoice, choose
 from sidelane.c3.isolated_times import Isolated, PairTimes
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.strategy import LEAST_GAIN, Means, Mover, Strategy, ideal_speedup
+from sidelane.c3.strategy import LEAST_GAIN, LaunchMode, Means, Mover, Strategy, ideal_speedup
 from sidelane.c3.workload import Bound, Gemm, Workload
-from sidelane.program.collective import REDUCING
+from sidelane.choice.selection import Selection, select
+from sidelane.program.collective import REDUCING, Kind
 
 MOST_SPREAD = 0.25
 """Largest spread of shares of one way that count as shares of one kind. On two H200s the library's kernels hid 5 to 87%
 of the shorter operation if they were launched first (docs/lab/measured.md)."""
+
+OWN_CHUNK_HIDDEN = 0.03
+"""Share of the shorter operation that ``nccl_ce`` hides if it copies the caller's own chunk inside the GPU, a copy that
+waits for the GEMM (docs/lab/hardware.md: 2 to 4% of ideal out of place, and for every all-to-all)."""
+
 
 Movers = Mapping[Mover, tuple[str, ...]]
 """Type of the implementations of each mover, as the file of isolated times names them."""
@@ -50,6 +55,61 @@ class PairRequest:
     in_place: bool = True
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StrategyCandidate:
+    """A strategy that can run here, with the times of its parts.
+
+    Attributes:
+        mode: strategy, and the number of compute units that it takes from the GEMM.
+        comm_us: isolated time of the collective as this strategy runs it, in microseconds.
+        in_place: the isolated time is of an in-place call.
+        gemm_us: time of the GEMM alone without these units, in microseconds.
+        hidden: share of the shorter of the two that disappears.
+    """
+
+    mode: LaunchMode
+    comm_us: float
+    in_place: bool
+    gemm_us: float
+    hidden: float = 0.0
+
+
+def choose(candidates: Sequence[StrategyCandidate], collective: Kind, basis: str = "") -> Selection[LaunchMode]:
+    """Pick the candidate with the least expected time; ties go to the earlier one.
+
+    The time of a concurrent strategy is ``longer + (1 - hidden) * shorter``, with the isolated times of the GEMM and of
+    the collective *as that strategy runs it*; a serial one takes the sum.
+
+    Args:
+        candidates: legal candidates: available and correct.
+        collective: kind of the collective.
+        basis: origin of the shares, in words.
+
+    Raises:
+        ValueError: there is no candidate.
+    """
+    if not candidates:
+        raise ValueError("choose: no candidate (value=(), allowed=at least one)")
+    estimates = {one.mode: _estimate(one, collective) for one in candidates}
+    return select(
+        ((mode, us) for mode, (us, _) in estimates.items()),
+        formula=lambda mode: f"{mode}: {estimates[mode][1]} = ",
+        basis=basis,
+    )
+
+
+def _estimate(one: StrategyCandidate, collective: Kind) -> tuple[float, str]:
+    """Return the expected time in microseconds, and how it is computed."""
+    if not one.mode.strategy.concurrent:
+        return one.gemm_us + one.comm_us, f"{one.gemm_us:.0f} + {one.comm_us:.0f}"
+    hidden = one.hidden
+    copies_own_chunk = not (collective is Kind.ALL_GATHER and one.in_place)
+    if one.mode.strategy.mover is Mover.LIBRARY_DMA and copies_own_chunk:
+        hidden = min(hidden, OWN_CHUNK_HIDDEN)
+    longer, shorter = max(one.gemm_us, one.comm_us), min(one.gemm_us, one.comm_us)
+    return longer + (1.0 - hidden) * shorter, f"{longer:.0f} + {1.0 - hidden:.2f} x {shorter:.0f}"
+
+
 def decide(
     asked: PairRequest,
     strategies: Sequence[Strategy],
@@ -57,7 +117,7 @@ def decide(
     constants: Mapping[str, float],
     comm_us: Mapping[str, float],
     movers: Movers = OF_STUDIES,
-) -> StrategyChoice:
+) -> Selection[LaunchMode]:
     """Return the strategy with the least expected time; serial is always among them, so none is expected to be slower.
 
     Args:
@@ -81,15 +141,14 @@ def decide(
         if alone is None:
             continue
         if strategy.partition is None:
-            found.append(StrategyCandidate(strategy, alone, asked.in_place))
+            found.append(StrategyCandidate(LaunchMode(strategy), alone, asked.in_place, asked.gemm_us))
         elif known is not None and asked.gemm is not None and (_telling(known) or not strategy.mover.takes_units):
             found += _partitioned(strategy, asked, known, alone, ours[strategy.mover])
     for number, one in enumerate(found):
-        share = _share(one.strategy, one.units, asked, known, constants, ours[one.strategy.mover])
+        share = _share(one.mode.strategy, one.mode.units, asked, known, constants, ours[one.mode.strategy.mover])
         found[number] = dataclasses.replace(one, hidden=share)
-    chosen = choose(asked.gemm_us, asked.moves[0].collective, found)
     basis = "shares measured here" if known is not None and _telling(known) else "shares that are constants"
-    return dataclasses.replace(chosen, reason=f"{chosen.reason}; {basis}")
+    return choose(found, asked.moves[0].collective, basis)
 
 
 def _implementation(known: Isolated | None, asked: PairRequest, among: tuple[str, ...]) -> str:
@@ -127,7 +186,7 @@ def _partitioned(
 
 
 def _with(strategy: Strategy, asked: PairRequest, units: int, slower: float, comm_us: float) -> StrategyCandidate:
-    return StrategyCandidate(strategy, comm_us, asked.in_place, units, asked.gemm_us * slower)
+    return StrategyCandidate(LaunchMode(strategy, units), comm_us, asked.in_place, asked.gemm_us * slower)
 
 
 def _share(

@@ -8,7 +8,6 @@ recorded there, so that torch's allocator does not reuse them while the backward
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from sidelane.c3 import call_kernels
 from sidelane.c3.lanes import SMALLEST_SHARE, DevicePartitions, Lanes, shares
-from sidelane.c3.strategy import Means, Mover, Order, Strategy
+from sidelane.c3.strategy import LaunchMode, Means, Mover, Order, Strategy
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
@@ -26,17 +25,6 @@ from sidelane.session import Communicator, Work
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LaunchMode:
-    """A strategy, and the number of units that it takes from the computation."""
-
-    strategy: Strategy
-    units: int = 0
-
-    def __str__(self) -> str:
-        return self.strategy.name + (f" with {self.units} units" if self.units else "")
 
 
 def objection(strategy: Strategy, device: torch.device) -> str:

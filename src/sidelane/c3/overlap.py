@@ -16,9 +16,9 @@ import torch
 from sidelane.c3.auto import Moves, choose_overlap
 from sidelane.c3.call_kernels import BY_KERNELS
 from sidelane.c3.heuristic import KernelDemand, launch_order
-from sidelane.c3.launch import LaunchMode, objection, run, ways_of
-from sidelane.c3.strategies import named, strategies
-from sidelane.c3.strategy import Mover
+from sidelane.c3.launch import objection, run, ways_of
+from sidelane.c3.strategies import strategies
+from sidelane.c3.strategy import LaunchMode, Mover
 from sidelane.errors import Page, explained, see
 from sidelane.program.shape import Computation
 from sidelane.session import Communicator
@@ -120,8 +120,7 @@ def overlap(
             raise _refused(
                 f"overlap: beside, moves, units (value={beside}, {moves}, {units}, allowed=the first two with auto)"
             )
-        choice = choose_overlap(comms[0], beside, moves)
-        way = LaunchMode(named(choice.strategy), choice.units)
+        way = choose_overlap(comms[0], beside, moves).candidate
     else:
         if beside is not None or moves:
             raise _refused(f"overlap: beside, moves (value={beside}, {moves}, allowed=with strategy='auto')")

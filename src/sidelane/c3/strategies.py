@@ -1,7 +1,7 @@
 """Registry of strategies, under which a computation and a collective run together.
 
-A new strategy is a new entry here. The studies, ``overlap``, the simulator and the commands use the value; the code
-that runs a strategy objects if a machine cannot.
+A new strategy is a new line in one of the tables here. The studies, ``overlap``, the simulator and the commands use the
+value; the code that runs a strategy objects if a machine cannot.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _place(strategy: Strategy) -> tuple[object, ...]:
     return strategy.concurrent, movers.index(strategy.mover), means, strategy.name
 
 
-# The baseline: one after the other on one stream.
+MEMORY_BOUND_UNITS = 8
+"""Units that the ConCCL paper takes from a memory-bound GEMM on an MI300X (VI-G): one of each of its dies."""
+
 register(
     Strategy(
         name="serial",
@@ -58,143 +60,65 @@ register(
     )
 )
 
-# Two streams, the GEMM first (ConCCL paper, IV-C).
-C3_BASE = register(
-    Strategy(
-        name="c3_base",
-        order=Order.GEMM_FIRST,
+_BASE, _FIRST = Order.GEMM_FIRST, Order.COLLECTIVE_FIRST
+_OF_KERNELS: tuple[tuple[str, Order, str, int, Partition | None, int], ...] = (
+    # Two streams (ConCCL paper, IV-C); schedule prioritisation (V-A); and both with an urgent stream.
+    ("base", _BASE, "two streams, the GEMM first", 0, None, 40),
+    ("sp", _FIRST, "two streams, the collective first", 0, None, 20),
+    ("priority", _BASE, "the GEMM first, the collective on an urgent stream", 1, None, 30),
+    # Resource partitioning: units of its own for the collective (V-B).
+    ("rp", _BASE, "the GEMM first, the collective on units of its own", 0, Partition(), 100),
+    ("sp_rp", _FIRST, "the collective first, on units of its own", 0, Partition(), 100),
+    # The GEMM's library counts on fewer units: no unit is closed to it.
+    (
+        *("target", _FIRST, "the collective first, a GEMM that leaves it units of its own accord"),
+        *(0, Partition(means=Means.TARGET), 100),
+    ),
+)
+"""Strategies of collectives by kernels: name, order, recipe, priority, partition and preference.
+
+Each is one of the library's kernels, of Sidelane's, and, without units of its own, of the library's kernels with a
+varied number of CTAs (NCCL's ``max_ctas``), the best of which is reported. Fewer CTAs leave more of the GPU to the
+GEMM, and take longer. The GEMM may still use their units; under ``cta_target`` it leaves as many units as there are
+CTAs of its own accord.
+"""
+
+for _name, _order, _recipe, _priority, _partition, _preference in _OF_KERNELS:
+    _library = Strategy(
+        name=_name if _name == "priority" else f"c3_{_name}",
+        order=_order,
         mover=Mover.LIBRARY,
-        recipe="two streams, the GEMM first",
-        preference=40,
+        recipe=_recipe,
+        priority=_priority,
+        partition=_partition,
+        preference=_preference,
     )
-)
-register(C3_BASE.by_kernels("sm_base"))
+    _ctas = f"{_recipe}; of the best number of CTAs"
+    register(_library)
+    register(dataclasses.replace(_library, name=f"sm_{_name}", mover=Mover.SM, preference=100))
+    if _partition is None or _partition.means is Means.TARGET:
+        _mover = Mover.LIBRARY_CTAS
+        register(dataclasses.replace(_library, name=f"cta_{_name}", mover=_mover, recipe=_ctas, preference=100))
 
-# Schedule prioritisation: the collective is launched first (ConCCL paper, V-A).
-C3_SP = register(
-    Strategy(
-        name="c3_sp",
-        order=Order.COLLECTIVE_FIRST,
-        mover=Mover.LIBRARY,
-        recipe="two streams, the collective first",
-        preference=20,
+# Collectives on copy engines (ConCCL paper, VI). They are released first: a copy inside one GPU (the caller's own part)
+# would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
+# are in their best case in place, if the collective has that.
+_ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMMs on fewer units"
+_PARTITION = Partition(MEMORY_BOUND_UNITS, memory_bound_only=True)  # VI-F
+# An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays in place
+# (``copy_own_part=False``), or input and output are the same bytes, and sent bytes are staged first, which among two
+# ranks is a copy of as many bytes.
+_LEFT, _IN_PLACE = "; an all-to-all leaves own parts where they are", "; an all-to-all in place"
+
+for _name, _mover, _recipe, _partition, _preference in (
+    ("nccl_ce", Mover.LIBRARY_DMA, "the library's collective first, on copy engines", None, 100),
+    ("conccl", Mover.DMA, _ENGINES, None, 10),
+    ("conccl_rp", Mover.DMA, _ENGINES + _FEWER, _PARTITION, 100),
+    ("conccl_left", Mover.DMA_LEFT, _ENGINES + _LEFT, None, 100),
+    ("conccl_rp_left", Mover.DMA_LEFT, _ENGINES + _FEWER + _LEFT, _PARTITION, 100),
+    ("conccl_in_place", Mover.DMA_IN_PLACE, _ENGINES + _IN_PLACE, None, 100),
+):
+    _strategy = Strategy(
+        name=_name, order=_FIRST, mover=_mover, recipe=_recipe, partition=_partition, preference=_preference
     )
-)
-register(C3_SP.by_kernels("sm_sp"))
-
-# The GEMM first, the collective on a stream of higher priority.
-PRIORITY = register(
-    Strategy(
-        name="priority",
-        order=Order.GEMM_FIRST,
-        mover=Mover.LIBRARY,
-        recipe="the GEMM first, the collective on an urgent stream",
-        priority=1,
-        preference=30,
-    )
-)
-register(PRIORITY.by_kernels("sm_priority"))
-
-# Resource partitioning: units of its own for the collective (ConCCL paper, V-B).
-C3_RP = register(
-    Strategy(
-        name="c3_rp",
-        order=Order.GEMM_FIRST,
-        mover=Mover.LIBRARY,
-        recipe="the GEMM first, the collective on units of its own",
-        partition=Partition(),
-    )
-)
-register(C3_RP.by_kernels("sm_rp"))
-
-# Launched first, and on units of its own (ConCCL paper, V-B).
-C3_SP_RP = register(
-    Strategy(
-        name="c3_sp_rp",
-        order=Order.COLLECTIVE_FIRST,
-        mover=Mover.LIBRARY,
-        recipe="the collective first, on units of its own",
-        partition=Partition(),
-    )
-)
-register(C3_SP_RP.by_kernels("sm_sp_rp"))
-
-# The collective first, next to a GEMM whose library counts on fewer units: no unit is closed to it.
-C3_TARGET = register(
-    Strategy(
-        name="c3_target",
-        order=Order.COLLECTIVE_FIRST,
-        mover=Mover.LIBRARY,
-        recipe="the collective first, a GEMM that leaves it units of its own accord",
-        partition=Partition(means=Means.TARGET),
-    )
-)
-register(C3_TARGET.by_kernels("sm_target"))
-
-# The library's collective with a varied number of CTAs (NCCL's ``max_ctas``): the best of them is reported.
-#
-# Fewer CTAs leave more of the GPU to the GEMM, and take longer. The GEMM may still use their units; under
-# ``cta_target`` it leaves as many units as there are CTAs of its own accord.
-register(C3_BASE.by_ctas("cta_base"))
-register(C3_SP.by_ctas("cta_sp"))
-register(PRIORITY.by_ctas("cta_priority"))
-register(C3_TARGET.by_ctas("cta_target"))
-
-# The library's collective on copy engines.
-#
-# In its best case: released first, and in place if the collective has that.
-register(
-    Strategy(
-        name="nccl_ce",
-        order=Order.COLLECTIVE_FIRST,
-        mover=Mover.LIBRARY_DMA,
-        recipe="the library's collective first, on copy engines",
-    )
-)
-
-# The collective on copy engines (ConCCL paper, VI).
-#
-# It is released first: a copy inside one GPU (the caller's own chunk) would wait for the end of
-# a GEMM that was released before it (docs/lab/hardware.md, "Copy engines").
-CONCCL = register(
-    Strategy(
-        name="conccl",
-        order=Order.COLLECTIVE_FIRST,
-        mover=Mover.DMA,
-        recipe="the collective first, on copy engines",
-        preference=10,
-    )
-)
-
-# The collective on copy engines, and memory-bound GEMMs on fewer units (ConCCL paper, VI-F).
-MEMORY_BOUND_UNITS = 8
-"""Units that the paper takes from a memory-bound GEMM on an MI300X (VI-G): one of each of its dies."""
-
-CONCCL_RP = register(
-    Strategy(
-        name="conccl_rp",
-        order=Order.COLLECTIVE_FIRST,
-        mover=Mover.DMA,
-        recipe="the collective first, on copy engines; memory-bound GEMMs on fewer units",
-        partition=Partition(MEMORY_BOUND_UNITS, memory_bound_only=True),
-    )
-)
-
-# All-to-alls on copy engines without the copy of the own part inside a GPU, which serialises with the GEMM.
-#
-# ``conccl_left``: the own part stays in place (``copy_own_part=False``). ``conccl_in_place``: input and output are
-# the same bytes, and sent bytes are staged first, which among two ranks is a copy of as many bytes.
-LEAVING = "an all-to-all leaves own parts where they are"
-
-for _strategy, _name in ((CONCCL, "conccl_left"), (CONCCL_RP, "conccl_rp_left")):
-    _recipe = f"{_strategy.recipe}; {LEAVING}"
-    register(dataclasses.replace(_strategy, name=_name, mover=Mover.DMA_LEFT, recipe=_recipe, preference=100))
-register(
-    dataclasses.replace(
-        CONCCL,
-        name="conccl_in_place",
-        mover=Mover.DMA_IN_PLACE,
-        recipe=f"{CONCCL.recipe}; an all-to-all in place",
-        preference=100,
-    )
-)
+    register(_strategy)

@@ -158,14 +158,16 @@ class Strategy:
         """Return the implementation that this strategy uses here, or None if there is none."""
         return next((name for name in self.mover.implementations if name in available), None)
 
-    def by_kernels(self, name: str) -> Strategy:
-        """Return the same strategy with Sidelane's kernels as the mover."""
-        return dataclasses.replace(self, name=name, mover=Mover.SM, preference=100)
 
-    def by_ctas(self, name: str) -> Strategy:
-        """Return the same strategy with the library's kernels in varied numbers of workgroups."""
-        recipe = f"{self.recipe}; of the best number of CTAs"
-        return dataclasses.replace(self, name=name, mover=Mover.LIBRARY_CTAS, recipe=recipe, preference=100)
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaunchMode:
+    """A strategy, and the number of units that it takes from the computation."""
+
+    strategy: Strategy
+    units: int = 0
+
+    def __str__(self) -> str:
+        return self.strategy.name + (f" with {self.units} units" if self.units else "")
 
 
 def ideal_speedup(gemm_us: float, comm_us: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from sidelane.choice.candidate import (
@@ -17,6 +17,7 @@ from sidelane.choice.candidate import (
     candidates,
 )
 from sidelane.choice.profile import Curve, Profile
+from sidelane.choice.selection import Selection, select
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.kernel import MOST_PARCEL_BYTES, may_be_direct
 from sidelane.program.shape import CallShape, Computation
@@ -58,23 +59,10 @@ probes, in docs/lab/performance.md. Broadcasts among more than two ranks: see ``
 EQUALS = 1.005
 """Ratio of expected times below which they count as equal: medians of a few rounds repeat no better."""
 
+Choice = Selection[Candidate]
+"""Type of the choice for a call."""
+
 Table = tuple[tuple[Candidate, float | None], ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """Chosen candidate, with the reason.
-
-    Attributes:
-        candidate: chosen candidate.
-        reason: reason of the choice, in words.
-        table: every legal candidate with its expected time in microseconds, the chosen one and then the fastest first;
-            None if it was not measured.
-    """
-
-    candidate: Candidate
-    reason: str
-    table: Table
 
 
 def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVERYTHING) -> Choice:
@@ -100,21 +88,14 @@ def choose(profile: Profile | None, call: CallShape, abilities: Abilities = EVER
     beside = call.computation
     if beside is not None:
         times = [(found, None if us is None else _together_us(beside, found, us)) for found, us in times]
-    table = tuple(sorted(times, key=lambda entry: (entry[1] is None, entry[1] or 0.0)))
-    if table[0][1] is None:
-        return _by_thumb(call, legal, table, measured=profile is not None)
-    table = _preferred_first(table, legal)
-    return Choice(table[0][0], _reason(call, table, curves[0]), table)
+    if all(us is None for _, us in times):
+        return _by_heuristic(call, legal, tuple(times), measured=profile is not None)
+    what = f" with {beside}" if beside is not None else ""
+    return select(times, equal=EQUALS, beside=what, basis=_differences(call, curves[0]))
 
 
-def _reason(call: CallShape, table: Sequence[tuple[Candidate, float | None]], curve: Curve) -> str:
-    """Describe why the first candidate of a table is taken, and how its measurement differs from the call."""
-    beside, best_us = call.computation, table[0][1]
-    reason = f"{best_us:.4g} us expected" + (f" with {beside}" if beside is not None else "")
-    if len(table) > 1 and (second_us := table[1][1]) is not None:
-        reason += f", next {table[1][0]} {second_us:.4g} us"
-        if best_us is not None and second_us < best_us:
-            reason += f" (no faster than by {100 * (EQUALS - 1):.2g}%: the first in order of preference)"
+def _differences(call: CallShape, curve: Curve) -> str:
+    """Describe how a measurement differs from the call; empty if it does not."""
     differs = [
         text
         for text, different in (
@@ -126,9 +107,7 @@ def _reason(call: CallShape, table: Sequence[tuple[Candidate, float | None]], cu
         )
         if different
     ]
-    if differs:
-        reason += f" (measured {', '.join(differs)})"
-    return reason
+    return f"measured {', '.join(differs)}" if differs else ""
 
 
 def _is_timed(profile: Profile | None, call: CallShape, abilities: Abilities) -> bool:
@@ -176,15 +155,6 @@ def _wide(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, variant=Variant.of(candidate.variant).wide)
 
 
-def _preferred_first(table: Table, legal: tuple[Candidate, ...]) -> Table:
-    """Put the preferred one of those that are as good as the fastest in front."""
-    fastest_us = table[0][1]
-    assert fastest_us is not None
-    equals = [entry for entry in table if entry[1] is not None and entry[1] <= EQUALS * fastest_us]
-    chosen = min(equals, key=lambda entry: legal.index(entry[0]))
-    return (chosen, *(entry for entry in table if entry is not chosen))
-
-
 def _staging_us(call: CallShape, candidate: Candidate) -> float:
     if call.symmetric or candidate.implementation != SM:
         return 0.0
@@ -194,10 +164,10 @@ def _staging_us(call: CallShape, candidate: Candidate) -> float:
     return STAGED_US[Variant.of(candidate.variant).algorithm] + call.nbytes / STAGING_BYTES_PER_US
 
 
-def _by_thumb(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
+def _by_heuristic(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, measured: bool) -> Choice:
     kernel = next((found for found in legal if found.implementation == SM), None)
     lacking = f"{call.kind} was not measured" if measured else "nothing was measured"
-    most = _most_by_thumb(call)
+    most = _most_by_heuristic(call)
     if kernel is not None and call.nbytes < most:
         below = f" below {int(most) >> 20} MiB" if most < math.inf else ""
         return Choice(kernel, f"{lacking}; rule of thumb: a kernel{below}", table)
@@ -209,7 +179,7 @@ def _by_thumb(call: CallShape, legal: tuple[Candidate, ...], table: Table, *, me
     return Choice(engines, f"{lacking}; rule of thumb: one copy engine a rank", table)
 
 
-def _most_by_thumb(call: CallShape) -> float:
+def _most_by_heuristic(call: CallShape) -> float:
     """Return the bytes below which a kernel without measurements is taken."""
     if call.kind is not Kind.BROADCAST:
         return SMALL_BYTES

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.choice import store
-from sidelane.choice.fused_heuristic import expected_us
-from sidelane.choice.fused_order import ORDERS, expected_order
+from sidelane.choice.fused_heuristic import ORDERS, expected_order, expected_us
 from sidelane.choice.key import CPU, Key
+from sidelane.choice.selection import Selection, select
 from sidelane.config import BUILTIN
 from sidelane.user_files import MOST_RANKS, flag_in, json_of, text_in, whole_in
 
@@ -30,6 +30,34 @@ ORDERED = ("embedding_all_to_all",)
 
 FARTHEST = 4.0
 """Largest factor between a size of a call and a measured one that counts as near."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """One way to run a fused operator.
+
+    Attributes:
+        name: ``fused``, ``split`` or ``unfused``.
+        pieces: number of pieces of a split one, for each peer; 0 for the operator's default.
+    """
+
+    name: str
+    pieces: int = 0
+
+    @staticmethod
+    def parse(text: str) -> Method:
+        """Read a name in a file.
+
+        >>> str(Method.parse("split/2")), Method.parse("fused")
+        ('split in 2 pieces', Method(name='fused', pieces=0))
+        """
+        name, _, pieces = text.partition("/")
+        if name not in (FUSED, SPLIT, UNFUSED) or bool(pieces) != (name == SPLIT):
+            raise ValueError(f"way of a fused operator (value={text!r}, allowed={FUSED}, {UNFUSED}, {SPLIT}/<pieces>)")
+        return Method(name, int(pieces or 0))
+
+    def __str__(self) -> str:
+        return self.name + (f" in {self.pieces} pieces" if self.pieces > 1 else "")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +89,8 @@ class FusedTime:
         every = (*self.times.values(), *self.orders.values())
         if not all(math.isfinite(us) and us > 0 for us in every) or min(*self.sizes, self.experts) < 1:
             raise ValueError(f"FusedTime: times and sizes must be positive (value={self})")
-        for way in self.times:
-            _parts(way)
+        for text in self.times:
+            Method.parse(text)
         if not set(self.orders) <= set(ORDERS):
             raise ValueError(
                 f"orders of a fused operator (value={', '.join(self.orders)}, allowed={', '.join(ORDERS)})"
@@ -110,21 +138,6 @@ class FusedTable:
             raise ValueError(f"{where}: not times of fused operators: {type(problem).__name__}: {problem}") from problem
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MethodChoice:
-    """Chosen method, with the reason.
-
-    Attributes:
-        method: ``fused``, ``split`` or ``unfused``.
-        reason: reason of the choice, in words.
-        pieces: number of pieces of a split one, for each peer; 0 for the operator's default.
-    """
-
-    method: str
-    reason: str
-    pieces: int = 0
-
-
 def choose_method(
     tables: Iterable[FusedTable],
     op: str,
@@ -136,7 +149,7 @@ def choose_method(
     captured: bool = False,
     device_type: str = "cuda",
     experts: int = 1,
-) -> MethodChoice:
+) -> Selection[Method]:
     """Choose the method by the nearest measured shape. Deterministic: equal arguments give the same on all ranks.
 
     Args:
@@ -144,7 +157,7 @@ def choose_method(
         op: name of the operator.
         world_size: number of ranks.
         sizes: sizes of the call.
-        ways: legal methods of the call, fused first.
+        ways: names of the legal methods of the call, fused first.
         element_bytes: size of an element of the call in bytes; None for any.
         captured: the call is in a graph.
         device_type: type of the device; on CPU ranks a call without measurements takes the first of ``ways``, for
@@ -154,40 +167,27 @@ def choose_method(
     >>> times = {"fused": 20.0, "unfused": 15.0, "split/4": 12.0}
     >>> rows = (FusedTime("all_to_all_gemm", 2, False, (64, 64, 64), 2, times),)
     >>> table = FusedTable(Key("cuda", "some", 2), rows, "own")
-    >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64)).method
-    'unfused'
-    >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).pieces
+    >>> str(choose_method([table], "all_to_all_gemm", 2, (64, 100, 64)))
+    'unfused: 15 us expected, next fused 20 us; measured at 64, 64, 64, eager, own'
+    >>> choose_method([table], "all_to_all_gemm", 2, (64, 100, 64), ways=(FUSED, SPLIT, UNFUSED)).candidate.pieces
     4
     >>> choose_method([table], "gemv_all_reduce", 2, (64, 64, 1)).reason
-    'by thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
+    'rule of thumb: no time of a shape like 64, 64, 1 (sidelane fused --keep measures)'
     """
     for table in tables:
         time = _nearest(table.times, op, world_size, sizes, element_bytes, captured, experts)
-        found = {} if time is None else {way: us for way, us in time.times.items() if _parts(way)[0] in ways}
-        if time is not None and found:
-            best = min(found, key=lambda way: (found[way], ways.index(_parts(way)[0]), way))
-            return MethodChoice(_parts(best)[0], _measured(time, table, found), _parts(best)[1])
-    words = f"no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
-    thumb = None
+        known = () if time is None else ((Method.parse(text), us) for text, us in time.times.items())
+        legal = sorted((ways.index(method.name), method.pieces, us) for method, us in known if method.name in ways)
+        if time is not None and legal:
+            expected = ((Method(ways[number], pieces), us) for number, pieces, us in legal)
+            return select(expected, basis=_measured(time, table))
+    basis = f"rule of thumb: no time of a shape like {_shape(sizes, experts)} (sidelane fused --keep measures)"
+    guess = None
     if device_type != CPU:
-        thumb = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
-    if thumb is None:
-        return MethodChoice(ways[0], f"by thumb: {words}")
-    expected = {way: us for way, us in thumb.items() if way in ways}
-    return MethodChoice(min(expected, key=lambda way: expected[way]), f"by thumb: {_in_words(expected)}; {words}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OrderChoice:
-    """Chosen order, with the reason.
-
-    Attributes:
-        order: ``remote_first`` or ``oblivious``.
-        reason: reason of the choice, in words.
-    """
-
-    order: str
-    reason: str
+        guess = expected_us(op, world_size, sizes, element_bytes or 2, captured=captured, experts=experts)
+    if guess is None:
+        return Selection(Method(ways[0]), basis)
+    return select(((Method(way), us) for way, us in guess.items() if way in ways), basis=basis)
 
 
 def choose_order(
@@ -197,7 +197,7 @@ def choose_order(
     sizes: tuple[int, ...],
     *,
     element_bytes: int | None = None,
-) -> OrderChoice:
+) -> Selection[str]:
     """Choose the order by the nearest measured shape, for all launches by times in graphs, which exclude the host's.
 
     Arguments are those of :func:`choose_method`; ``op`` is one of ``ORDERED``.
@@ -205,24 +205,24 @@ def choose_order(
     >>> times = {"remote_first": 20.0, "oblivious": 15.0}
     >>> time = FusedTime("embedding_all_to_all", 2, True, (64, 64, 64), 2, {"fused": 15.0}, times)
     >>> table = FusedTable(Key("cuda", "some", 2), (time,), "own")
-    >>> choose_order([table], "embedding_all_to_all", 2, (64, 64, 64)).reason
-    'measured at 64, 64, 64, in a graph, own: remote_first 20 us, oblivious 15 us'
-    >>> choose_order([], "embedding_all_to_all", 2, (64, 64, 2)).order
+    >>> str(choose_order([table], "embedding_all_to_all", 2, (64, 64, 64)))
+    'oblivious: 15 us expected, next remote_first 20 us; measured at 64, 64, 64, in a graph, own'
+    >>> choose_order([], "embedding_all_to_all", 2, (64, 64, 2)).candidate
     'remote_first'
     """
     for table in tables:
         known = [time for time in table.times if time.orders]
         time = _nearest(known, op, world_size, sizes, element_bytes, captured=True)
         if time is not None:
-            best = min(time.orders, key=lambda order: (time.orders[order], ORDERS.index(order)))
-            return OrderChoice(best, _measured(time, table, time.orders))
+            expected = ((order, time.orders[order]) for order in ORDERS if order in time.orders)
+            return select(expected, basis=_measured(time, table))
     order, why = expected_order(world_size, sizes[-1])
-    return OrderChoice(order, f"by thumb: {why}")
+    return Selection(order, f"rule of thumb: {why}")
 
 
-def _measured(time: FusedTime, table: FusedTable, found: Mapping[str, float]) -> str:
-    where = f"{_shape(time.sizes, time.experts)}, {'in a graph' if time.captured else 'eager'}, {table.where}"
-    return f"measured at {where}: {_in_words(found)}"
+def _measured(time: FusedTime, table: FusedTable) -> str:
+    shape = _shape(time.sizes, time.experts)
+    return f"measured at {shape}, {'in a graph' if time.captured else 'eager'}, {table.where}"
 
 
 def _shape(sizes: tuple[int, ...], experts: int) -> str:
@@ -255,22 +255,6 @@ def _nearest(
 
 def _distances(one: tuple[int, ...], other: tuple[int, ...]) -> list[float]:
     return [abs(math.log(first / max(1, second))) for first, second in zip(one, other, strict=True)]
-
-
-def _parts(way: str) -> tuple[str, int]:
-    """Return the method and the pieces of a name.
-
-    >>> _parts("split/2"), _parts("fused")
-    (('split', 2), ('fused', 0))
-    """
-    method, _, pieces = way.partition("/")
-    if method not in (FUSED, SPLIT, UNFUSED) or bool(pieces) != (method == SPLIT):
-        raise ValueError(f"way of a fused operator (value={way!r}, allowed={FUSED}, {UNFUSED}, {SPLIT}/<pieces>)")
-    return method, int(pieces or 0)
-
-
-def _in_words(times: Mapping[str, float]) -> str:
-    return ", ".join(f"{way} {us:.4g} us" for way, us in times.items())
 
 
 def _time_of(number: int, row: Any) -> FusedTime:
@@ -337,8 +321,5 @@ def keep(key: Key, times: Iterable[FusedTime]) -> Path:
     path = store.required("fused", user_file(key))
     before = [time for table in _of_the_user(key) for time in table.times]
     found = {(t.op, t.world_size, t.captured, t.sizes, t.element_bytes, t.experts): t for t in (*before, *times)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(FusedTable(key, tuple(found.values()), path.name).to_text(), encoding="utf-8")
-    temporary.replace(path)
+    store.write(path, FusedTable(key, tuple(found.values()), path.name))
     return path

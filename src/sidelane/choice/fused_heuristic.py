@@ -1,4 +1,5 @@
-"""Heuristic times of a GEMM and a collective by method: for machines and shapes without measurements.
+"""Heuristics of fused operators, for machines and shapes without measurements: times of a GEMM and a collective by
+method, and the order for embedding bags.
 
 The figures are those of an H200, rounded (results/h200x1, results/h200x2). Only their ratios count: the time of a
 product next to that of a byte between GPUs, and how much slower tiles of Triton are than the library's::
@@ -15,19 +16,14 @@ from __future__ import annotations
 
 import math
 
-SIZES = {
-    "gemm_all_to_all": ("rows", "depth", "columns"),
-    "all_to_all_gemm": ("rows", "depth", "columns"),
-    "gemm_reduce_scatter": ("rows", "depth", "columns"),
-    "gemm_all_reduce": ("rows", "depth", "columns"),
-    "all_gather_gemm": ("rows of a rank", "depth", "columns"),
-}
-"""Sizes of the operators that the heuristic covers."""
+REMOTE_FIRST, OBLIVIOUS = "remote_first", "oblivious"
+ORDERS = (REMOTE_FIRST, OBLIVIOUS)
+"""Orders of work: first for the peers, which wait (the fused operators paper, section III.A), or by number."""
 
 ROUTED = "gemm_all_to_all", "all_to_all_gemm"
 """Operators whose weight may be of several experts a rank."""
 
-WITHOUT_KERNEL = tuple(op for op in SIZES if op not in ROUTED)
+WITHOUT_KERNEL = "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
 """Operators that are split or unfused: fused kernels took longer at every shape (docs/lab/kernels.md)."""
 
 FLOPS_PER_US = {2: 700e6, 4: 50e6}
@@ -63,7 +59,7 @@ def expected_us(
     >>> expected_us("gemm_all_reduce", 2, (64, 4096, 8192), 2, captured=True)["unfused"]
     25.2
     """
-    if op not in SIZES:
+    if op not in ROUTED and op not in WITHOUT_KERNEL:
         return None
     rows, depth, columns = sizes
     n = world_size
@@ -101,3 +97,20 @@ def expected_us(
     if op in WITHOUT_KERNEL:
         del found["fused"]
     return {way: round(us if captured else max(us, EAGER_US[way]), 1) for way, us in found.items()}
+
+
+def expected_order(world_size: int, pooling: int) -> tuple[str, str]:
+    """Return the order for bags of so many rows each, with the reason.
+
+    In the order of ranks all send to rank 0 at first, then all to rank 1, and so on: in one turn the bags of N - 1
+    senders share the link of their receiver, while each loads the rows of its bags. Where that hides them, the order of
+    ranks is faster, by 2 to 4% between two H200s; with slower links, the bags that peers wait for have to come first
+    (docs/lab/measured.md, *Fused operators between two GPUs*). A bag is as large as a row.
+
+    >>> [expected_order(2, pooling)[0] for pooling in (1, 8, 16, 70)], expected_order(4, 16)[0]
+    (['remote_first', 'remote_first', 'oblivious', 'oblivious'], 'remote_first')
+    """
+    rows = (world_size - 1) * MEMORY_BYTES_PER_US / LINK_BYTES_PER_US  # loaded in the time in which a turn is sent
+    longer = "longer" if pooling < rows else "no longer"
+    why = f"to send a turn takes {longer} than to load it, as much as {rows:.3g} rows a bag (here {pooling})"
+    return (REMOTE_FIRST if pooling < rows else OBLIVIOUS), why

@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sidelane.choice.key import CPU, Key
 from sidelane.choice.profile import Profile, parse
@@ -134,13 +134,19 @@ def read(path: Path) -> Profile | None:
         raise see(ValueError(f"profile: {_shown(path)}: {problem}"), Page.TUNING) from problem
 
 
-def write(path: Path, profile: Profile) -> None:
+class FileContent(Protocol):
+    """Content of a file: a profile, or times of fused operators."""
+
+    def to_text(self) -> str: ...
+
+
+def write(path: Path, content: FileContent) -> None:
     """Write a file atomically, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(profile.to_text())
+            file.write(content.to_text())
         os.chmod(temporary, 0o644)  # mkstemp makes it private
         os.replace(temporary, path)
     except BaseException:

@@ -1,5 +1,8 @@
 """Fused operators: kernels that compute, and send their results while they go on. They need Triton."""
 
+from importlib import import_module
+from typing import Any
+
 from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
@@ -48,3 +51,14 @@ __all__ = [
     "split_gemm_all_to_all",
     "split_gemm_reduce_scatter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The pass of torch.compile loads Inductor, which takes seconds.
+    if name == "fusion":
+        return import_module("sidelane.ops.fusion")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "fusion"})

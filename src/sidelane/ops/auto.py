@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -34,21 +35,20 @@ from sidelane.choice.fused import (
     SPLIT,
     UNFUSED,
     FusedTable,
-    MethodChoice,
-    OrderChoice,
+    Method,
     choose_method,
     choose_order,
     tables_of,
 )
 from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.choice.key import key_here
+from sidelane.choice.selection import Selection
 from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
+from sidelane.session.answers import measured_by_rank_0, recall, remember
 
 AUTO = "auto"
-MOST_ANSWERS = 1 << 12
-"""Largest number of calls that are remembered; layouts that change with every call would be too many."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,48 +80,87 @@ OPS = {
 """Methods by operator. A graph has none that needs the host, as bags of a table do."""
 
 
-def method_of(
-    comm: Communicator,
-    op: str,
-    method: str,
-    key: Hashable,
-    sizes: tuple[int, ...],
-    element_bytes: int,
-    make: Mapping[str, Callable[[int], object]] | None = None,
-    *,
-    without: Sequence[str] = (),
-    experts: int = 1,
-) -> MethodChoice:
-    """Choose the method of a call. Collective if a shape is new and ``method`` is ``auto``.
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """Properties of a checked call by which its method is chosen and made ready.
+
+    Attributes:
+        key: key that distinguishes the shapes of calls on all ranks.
+        sizes: sizes of this rank, by which times are looked up.
+        element_bytes: size of an element in bytes, by which times are looked up; alike on all ranks. None: any.
+        make: function of each method that makes its resources before a capture; it gets the pieces of a split one.
+        without: names of methods that these arguments rule out.
+        experts: number of experts of a rank.
+    """
+
+    key: Hashable
+    sizes: tuple[int, ...]
+    element_bytes: int | None
+    make: Mapping[str, Callable[[int], object]] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    experts: int = 1
+
+
+def prepare(
+    comm: Communicator, op: str, method: str, question: Hashable, check: Callable[[], OperatorCall]
+) -> tuple[Method, Any]:
+    """Return the method of a call, and what was made for it. Every operator begins here; its method follows.
+
+    A new call is checked. The ranks choose a method together if its shape is new, and make the method's resources; an
+    equal call recalls both.
 
     Args:
         comm: communicator of the ranks.
         op: name of the operator.
-        method: one of its methods, or ``auto``; the same on all ranks.
-        key: key that distinguishes the shapes of calls on all ranks.
-        sizes: sizes of this rank.
-        element_bytes: size of an element in bytes, by which times are looked up; alike on all ranks.
-        make: function of each method that makes its resources before a capture; it gets the pieces of a split one.
-        without: methods that these arguments rule out; ``key`` contains that.
-        experts: number of experts of a rank; ``key`` contains it.
+        method: name of one of its methods, or ``auto``; the same on all ranks.
+        question: result of :func:`question_of`, or None for a call that is checked each time.
+        check: function that refuses wrong arguments.
+    """
+    known: tuple[Method, Any] | None = recall(comm, question)
+    if known is not None:
+        return known
+    with telling_refusals(comm, op):
+        check_method(comm, op, method)
+        call = check()
+    found = agree(comm, op, method, call)
+    ready = found, _made(call, found)
+    if method != AUTO or (agree, op, call.key) in comm.kept:  # else in a capture, before the ranks have agreed
+        remember(comm, question, ready)
+    return ready
+
+
+def agree(comm: Communicator, op: str, method: str, call: OperatorCall) -> Method:
+    """Return the method of a checked call. Collective if its shape is new and ``method`` is ``auto``: then the ranks
+    choose for eager calls and for graphs, and make the resources of both.
     """
     if method != AUTO:
-        return MethodChoice(method, "asked for")
+        return Method(method)
     captured = is_captured(comm)
-    known: tuple[MethodChoice, MethodChoice] | None = comm.kept.get((method_of, op, key))
+    known: tuple[Method, Method] | None = comm.kept.get((agree, op, call.key))
     if known is None:
         if captured:
-            return MethodChoice(OPS[op].captured[0], "a new shape")  # making it raises the error
-        agreed = _agree(comm, op, sizes)
-        eager, in_graph = (
-            _choice(comm, op, agreed, element_bytes, captured=is_in, without=without, experts=experts)
-            for is_in in (False, True)
-        )
-        known = comm.kept[method_of, op, key] = eager, in_graph
+            return Method(OPS[op].captured[0])  # making it raises the error
+        sizes = _mean_sizes(comm, op, call.sizes)
+        eager, in_graph = (_choice(comm, op, sizes, call, captured=is_in).candidate for is_in in (False, True))
+        known = comm.kept[agree, op, call.key] = eager, in_graph
         for found in (eager,) if comm.device.type == "cpu" else known:
-            if make and found.method in make:
-                make[found.method](found.pieces)
+            _made(call, found)
     return known[captured]
+
+
+def question_of(comm: Communicator, words: tuple[object, ...], *tensors: object) -> Hashable:
+    """Return a key of everything that a call's checks and choice depend on; None if the call has no valid tensors.
+
+    Args:
+        comm: communicator of the ranks.
+        words: operator, its ``method`` and all other arguments that are no tensors.
+        tensors: tensors, None for missing ones. Properties other than their layout belong into ``words``.
+    """
+    try:
+        layouts = [t if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors]  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return (words, is_captured(comm), *layouts)
 
 
 def order_of(comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int) -> str:
@@ -131,45 +170,14 @@ def order_of(comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes:
     proved with orders that differ between ranks, too.
     """
     if is_captured(comm):
-        return _order(comm, op, sizes, element_bytes, comm.kept.get(_tables) or ()).order
-    agreed = _agree(comm, op, sizes)
-    return _order(comm, op, agreed, element_bytes, _tables(comm)).order
+        tables = comm.kept.get((measured_by_rank_0, _TABLES)) or ()
+        return choose_order(tables, op, comm.world_size, sizes, element_bytes=element_bytes).candidate
+    agreed = _mean_sizes(comm, op, sizes)
+    return choose_order(_tables(comm), op, comm.world_size, agreed, element_bytes=element_bytes).candidate
 
 
-def asked_of(words: tuple[object, ...], *tensors: object) -> Hashable:
-    """Return a key of everything that a call's checks and choice depend on; None if the call has no valid tensors.
-
-    Args:
-        words: operator, its ``method`` and all other arguments that are no tensors.
-        tensors: tensors, None for missing ones. Properties other than their layout belong into ``words``.
-    """
-    try:
-        return (words, *[t if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors])  # type: ignore[attr-defined]
-    except (AttributeError, TypeError, RuntimeError):
-        return None
-
-
-def recalled(comm: Communicator, asked: Hashable) -> MethodChoice | None:
-    """Return the choice for a known call, which was checked then; None if it is new. Each call begins here."""
-    answers: dict[Hashable, tuple[MethodChoice, MethodChoice]] | None = comm.kept.get(recalled)
-    if answers is None or asked is None:
-        return None
-    try:
-        known = answers.get(asked)
-    except TypeError:  # a word of another type, such as a list: checks refuse it
-        return None
-    return None if known is None else known[is_captured(comm)]
-
-
-def remember(comm: Communicator, asked: Hashable, op: str, key: Hashable, found: MethodChoice, method: str) -> None:
-    """Remember the choice for such calls, eager and in graphs, once :func:`method_of` has made it."""
-    pair = (found, found) if method != AUTO else comm.kept.get((method_of, op, key))
-    if pair is None or asked is None:
-        return  # in a capture, before the ranks have agreed
-    answers = comm.kept.setdefault(recalled, {})
-    if len(answers) >= MOST_ANSWERS:
-        answers.clear()
-    answers[asked] = pair
+def _made(call: OperatorCall, chosen: Method) -> object:
+    return call.make[chosen.name](chosen.pieces) if chosen.name in call.make else None
 
 
 def check_method(comm: Communicator, op: str, method: str) -> None:
@@ -211,48 +219,35 @@ def explain(
         if len(sizes) != wanted or min(sizes) < 1:
             raise ValueError(f"explain: sizes of {op} (value={sizes}, allowed={wanted}, each 1 and more)")
     element_bytes = None if dtype is None else dtype.itemsize
-    found = _choice(comm, op, sizes, element_bytes, captured=captured, without=without, experts=experts)
-    pieces = f", {found.pieces} pieces" if found.pieces > 1 else ""
-    if op in ORDERED and found.method == FUSED:
-        order = _order(comm, op, sizes, element_bytes, _tables(comm))
-        return f"{op}: {found.method}, {order.order} ({found.reason}; order {order.reason})"
-    return f"{op}: {found.method}{pieces} ({found.reason})"
+    call = OperatorCall((), sizes, element_bytes, without=tuple(without), experts=experts)
+    found = _choice(comm, op, sizes, call, captured=captured)
+    if op not in ORDERED or found.candidate.name != FUSED:
+        return f"{op}: {found}"
+    order = choose_order(_tables(comm), op, comm.world_size, sizes, element_bytes=element_bytes)
+    return f"{op}: {found}; order {order}"
 
 
 def _choice(
-    comm: Communicator,
-    op: str,
-    sizes: tuple[int, ...],
-    element_bytes: int | None,
-    *,
-    captured: bool,
-    without: Sequence[str],
-    experts: int,
-) -> MethodChoice:
+    comm: Communicator, op: str, sizes: tuple[int, ...], call: OperatorCall, *, captured: bool
+) -> Selection[Method]:
     if op == "gemv_all_reduce" and 4 * sizes[0] * sizes[2] > CELLS_BYTES:
-        return MethodChoice(UNFUSED, f"fused takes up to {CELLS_BYTES // 4} elements of the result")
-    ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in without]
+        return Selection(Method(UNFUSED), f"fused takes up to {CELLS_BYTES // 4} elements of the result")
+    ways = [way for way in (OPS[op].captured if captured else OPS[op].eager) if way not in call.without]
     return choose_method(
         _tables(comm),
         op,
         comm.world_size,
         sizes,
         ways=ways,
-        element_bytes=element_bytes,
+        element_bytes=call.element_bytes,
         captured=captured,
         device_type=comm.device.type,
-        experts=experts,
+        experts=call.experts,
     )
 
 
-def _order(
-    comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int | None, tables: Sequence[FusedTable]
-) -> OrderChoice:
-    return choose_order(tables, op, comm.world_size, sizes, element_bytes=element_bytes)
-
-
-def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return one list of sizes for all ranks, whose own may differ."""
+def _mean_sizes(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return one list of sizes for all ranks, whose own may differ. Collective."""
     _tables(comm)
     own = torch.tensor(sizes, dtype=torch.int64, device=comm.device)
     of_all = torch.empty(comm.world_size * len(sizes), dtype=torch.int64, device=comm.device)
@@ -264,24 +259,18 @@ def _agree(comm: Communicator, op: str, sizes: tuple[int, ...]) -> tuple[int, ..
     return tuple(max(1, round(sum(column) / len(column))) for column in columns)
 
 
+_TABLES = "fused operators"
+
+
 def _tables(comm: Communicator) -> tuple[FusedTable, ...]:
     """Return rank 0's tables on all ranks; the first time collective."""
-    found: tuple[FusedTable, ...] | None = comm.kept.get(_tables)
-    if found is None:
-        found = comm.kept[_tables] = _tables_of_rank_0(comm)
-    return found
+
+    def read() -> str:
+        tables = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size))
+        return json.dumps([(table.to_text(), table.where) for table in tables])
+
+    return measured_by_rank_0(comm, _TABLES, read, _parse)
 
 
-def _tables_of_rank_0(comm: Communicator) -> tuple[FusedTable, ...]:
-    own = tables_of(comm.config.profile, key_here(comm.device.type, comm.world_size)) if comm.rank == 0 else ()
-    text = json.dumps([(table.to_text(), table.where) for table in own]).encode()
-    length = torch.tensor([len(text)], dtype=torch.int64, device=comm.device)
-    comm.broadcast(length, root=0)
-    comm.synchronize()
-    words = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-    if comm.rank == 0:
-        words.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    words = words.to(comm.device)
-    comm.broadcast(words, root=0)
-    comm.synchronize()
-    return tuple(FusedTable.parse(*found) for found in json.loads(bytes(words.cpu().tolist()).decode()))
+def _parse(text: str) -> tuple[FusedTable, ...]:
+    return tuple(FusedTable.parse(*found) for found in json.loads(text))

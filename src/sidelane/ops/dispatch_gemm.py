@@ -33,15 +33,13 @@ COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_order import REMOTE_FIRST
+from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -57,21 +55,19 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO, method_of
+from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
-from sidelane.ops.gemm import TileSizes, rows_handle, tile_at, tile_product
+from sidelane.ops.gemm import TileSizes, rows_sender, tile_at, tile_product
 from sidelane.ops.handle import (
     KernelHandle,
     check_dtype,
-    is_captured,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
-from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
-from sidelane.ops.split_gemm import SplitAllToAllGemm, handle_of, split_all_to_all_gemm
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.split_gemm import SplitAllToAllGemm, most_of, routed_method, split_all_to_all_gemm
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -123,15 +119,18 @@ class AllToAllGemm(KernelHandle):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Run the operator as :func:`all_to_all_gemm` does, with counts on the device."""
-        comm, tiles = self.comm, self._tiles
-        with telling_refusals(comm, NAME):
-            experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
-            check_rows(NAME, comm, x, counts, self.most_rows, REMOTE_FIRST, experts)
-            check_weight(NAME, comm, x, weight, self.most_rows)
+        with telling_refusals(self.comm, NAME):
+            check_rows(NAME, self.comm, x, counts, self.most_rows, REMOTE_FIRST, experts_of(weight))
+            check_weight(NAME, self.comm, x, weight, self.most_rows)
             given = (*weight.shape[:-3:-1], weight.dtype)
             if given != self.shape:
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={self.shape})")
-        depth, columns, dtype = self.shape
+        return self._run(x, weight, counts)
+
+    def _run(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Run the operator with arguments that were checked."""
+        comm, tiles = self.comm, self._tiles
+        (depth, columns, dtype), experts = self.shape, experts_of(weight)
         output = x.new_empty(self.most_rows, columns)
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
@@ -206,7 +205,7 @@ def all_to_all_gemm(
     with telling_refusals(comm, NAME):
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, REMOTE_FIRST, method, depth_is_alike=True)
         check_most_rows(NAME, most_rows, x.shape[1])
-    table, counts, without = routed.table, routed.counts, routed.without
+    table, counts = routed.table, routed.counts
     columns, depth = weight.shape[-2:]
     dtype = weight.dtype
     key = (NAME, most_rows, depth, columns, dtype, tiles)
@@ -214,29 +213,20 @@ def all_to_all_gemm(
     def handle(_: int = 0) -> AllToAllGemm:
         return kept(comm, key, lambda: AllToAllGemm(comm, most_rows, depth, columns, dtype, tiles=tiles))
 
-    def both(pieces: int) -> None:
-        handle()  # for a graph with other counts
-        split = handle_of(SplitAllToAllGemm, comm, most_of(table, most_rows), depth, dtype)
-        split.routings.of(table, pieces or DEFAULT_PIECES)
-
     def unfused(_: int) -> None:
-        rows_handle(comm, most_rows, depth, dtype)
+        rows_sender(comm, most_rows, depth, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)
             groups.in_order(groups.product(x.new_zeros(most_rows, depth), weight.detach()))
 
-    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
-    known = (*key, without, routed.experts)
-    sizes, experts = (most_rows, depth, columns), routed.experts or 1
-    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
-    if found.method == SPLIT:
-        pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        split = SplitAllToAllGemm.name, most, depth, dtype
-        if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
-            return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
-    if found.method in (FUSED, SPLIT):
-        return handle()(x, weight, counts)
-    exchange = rows_handle(comm, most_rows, depth, dtype)
+    call = OperatorCall(key, (most_rows, depth, columns), dtype.itemsize, {FUSED: handle, UNFUSED: unfused})
+    found = routed_method(comm, NAME, method, routed, SplitAllToAllGemm, depth, dtype, call)
+    if found.name == SPLIT:
+        most = most_of(table, most_rows)
+        return split_all_to_all_gemm(comm, x, weight, table, most_rows=most, pieces=found.pieces)[:most_rows]
+    if found.name == FUSED:
+        return handle()._run(x, weight, counts)
+    exchange = rows_sender(comm, most_rows, depth, dtype)
     with torch.no_grad():  # as the other methods
         if routed.grouped:
             groups = ExpertGroups(counts, comm.rank, most_rows, are_sent=False)

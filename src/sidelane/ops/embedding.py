@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_order import OBLIVIOUS, REMOTE_FIRST
+from sidelane.choice.fused_heuristic import OBLIVIOUS, REMOTE_FIRST
 from sidelane.device.context import (
     arrive_acq_rel,
     begin,
@@ -55,7 +55,7 @@ from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, method_of, order_of
+from sidelane.ops.auto import AUTO, OperatorCall, order_of, prepare
 from sidelane.ops.embedding_tables import (
     MEAN,
     MODES,
@@ -68,6 +68,7 @@ from sidelane.ops.embedding_tables import (
     check_offsets,
     check_sizes,
     checked,
+    sizes_of,
     threads_of,
 )
 from sidelane.ops.handle import (
@@ -177,11 +178,23 @@ class EmbeddingAllToAll(KernelHandle):
         order: str = AUTO,
     ) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
+        with telling_refusals(self.comm, NAME):
+            check_bags(self.comm, self.tables.tables, indices, offsets, per_sample_weights, self.mode, order)
+            check_offsets(self.tables, offsets)
+        return self._run(indices, offsets, per_sample_weights, out, order)
+
+    def _run(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        order: str,
+    ) -> torch.Tensor:
+        """Run the operator with arguments that were checked, but for the place of ``out``."""
         comm, tables = self.comm, self.tables
+        output = self._output if out is None else out
         with telling_refusals(comm, NAME):
-            check_bags(comm, tables.tables, indices, offsets, per_sample_weights, self.mode, order)
-            check_offsets(tables, offsets)
-            output = self._output if out is None else out
             place = self.place_of(output)
         chosen = self._order or self._ordered(indices, offsets)
         stamps, stamped = stamps_of(comm, self._programs)
@@ -216,7 +229,7 @@ class EmbeddingAllToAll(KernelHandle):
     def _ordered(self, indices: torch.Tensor, offsets: torch.Tensor) -> str:
         """Return the order for ``auto``. All ranks agree in the first call outside of a capture, whatever they pass."""
         comm, tables = self.comm, self.tables
-        found = order_of(comm, NAME, _sizes_of(tables.tables, tables.batch, indices, offsets), tables.dtype.itemsize)
+        found = order_of(comm, NAME, sizes_of(tables.tables, tables.batch, indices, offsets), tables.dtype.itemsize)
         if not is_captured(comm):
             self._order = found
         return found
@@ -275,32 +288,33 @@ def embedding_all_to_all(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method)
+
+    def check() -> OperatorCall:
         kind = checked(comm, tables).key
         check_bags(comm, tables, indices, offsets, per_sample_weights, mode, order)
         batch = batch_of(tables, offsets)
         check_sizes(comm, tables, batch, slice_bags)
         if slice_bags and method == UNFUSED:
             raise ValueError(f"{NAME}: method with slice_bags (value={method}, allowed={AUTO}, {FUSED})")
-    key = (NAME, batch, mode, slice_bags, *kind)
-    handle = kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
-    sizes = _sizes_of(tables, batch, indices, offsets)
-    if slice_bags or method_of(comm, NAME, method, key, sizes, tables[0].element_size()).method == FUSED:
-        return handle(indices, offsets, per_sample_weights=per_sample_weights, out=out, order=order)
+        key = (NAME, batch, mode, slice_bags, *kind)
+
+        def handle(_: int) -> EmbeddingAllToAll:
+            return kept(comm, key, lambda: EmbeddingAllToAll(comm, tables, batch, mode=mode, slice_bags=slice_bags))
+
+        sizes = sizes_of(tables, batch, indices, offsets)
+        # The handle has what the unfused method needs, too.
+        return OperatorCall(key, sizes, tables[0].element_size(), {FUSED: handle, UNFUSED: handle})
+
+    handle: EmbeddingAllToAll
+    found, handle = prepare(comm, NAME, FUSED if slice_bags and method == AUTO else method, None, check)
+    if found.name == FUSED:
+        return handle._run(indices, offsets, per_sample_weights, out, order)
     with telling_refusals(comm, NAME):
         if out is not None:
             handle.place_of(out)
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     result = reference.embedding_all_to_all(comm, tables, indices, offsets, handle.tables.counts, **options)
     return result if out is None else out.copy_(result)
-
-
-def _sizes_of(
-    tables: Sequence[torch.Tensor], batch: int, indices: torch.Tensor, offsets: torch.Tensor
-) -> tuple[int, int, int]:
-    """Return batch, tables and pooling, by which this rank's times are looked up."""
-    return batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
 
 
 @triton.jit

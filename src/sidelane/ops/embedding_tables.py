@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
@@ -119,6 +119,13 @@ def batch_of(tables: Sequence[torch.Tensor], offsets: torch.Tensor) -> int:
         allowed = f"a multiple of {len(tables)}, and 1"
         raise ValueError(f"{NAME}: offsets (value={offsets.numel()}, allowed={allowed})")
     return batch
+
+
+def sizes_of(
+    tables: Sequence[torch.Tensor], batch: int, indices: torch.Tensor, offsets: torch.Tensor
+) -> tuple[int, int, int]:
+    """Return batch, tables and pooling, by which this rank's times are looked up."""
+    return batch, len(tables), max(1, indices.numel() // max(1, offsets.numel() - 1))
 
 
 def check_offsets(tables: EmbeddingTables, offsets: torch.Tensor) -> None:

@@ -19,11 +19,11 @@ import torch
 
 from sidelane.choice.fused import SPLIT
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, check_method, method_of
+from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
-from sidelane.ops.routings import check_pieces
+from sidelane.ops.split_gemm import check_pieces
 from sidelane.program.pieces import SPLIT_GATHER, gathering_program, parts_of
 from sidelane.session import Communicator
 
@@ -91,14 +91,16 @@ def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *
         UnavailableError: a new shape inside of a capture.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
-        check_method(comm, NAME, method)
+
+    def check() -> OperatorCall:
         check_operands(NAME, comm, x, weight)
-    (rows, depth), columns, dtype = x.shape, weight.shape[0], weight.dtype
-    key, sizes = (NAME, rows, depth, columns, dtype), (rows, depth, columns)
-    found = method_of(comm, NAME, method, key, sizes, dtype.itemsize, {SPLIT: lambda pieces: _handle(comm, x, pieces)})
-    if found.method == SPLIT:
-        return _handle(comm, x, found.pieces)(x, weight)
+        sizes, dtype = (*x.shape, weight.shape[0]), weight.dtype
+        return OperatorCall((*sizes, dtype), sizes, dtype.itemsize, {SPLIT: lambda pieces: _handle(comm, x, pieces)})
+
+    found, handle = prepare(comm, NAME, method, question_of(comm, (NAME, method), x, weight), check)
+    if found.name == SPLIT:
+        parts: SplitAllGatherGemm = handle
+        return parts(x, weight)
     return reference.all_gather_gemm(comm, x, weight)
 
 

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_order import REMOTE_FIRST
+from sidelane.choice.fused_heuristic import REMOTE_FIRST
 from sidelane.device import layout
 from sidelane.device.context import (
     arrive_acq_rel,
@@ -50,21 +50,19 @@ from sidelane.device.context import (
 )
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.memory.persistent import lasting
-from sidelane.ops.auto import AUTO, method_of
+from sidelane.ops.auto import AUTO, OperatorCall
 from sidelane.ops.expert_products import ExpertGroups, one_by_one
 from sidelane.ops.handle import (
     INTERPRETED,
     KernelHandle,
     check_dtype,
-    is_captured,
     kept,
     power_of_two,
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight
-from sidelane.ops.routings import DEFAULT_PIECES, most_of, suit_graphs
-from sidelane.ops.split_gemm import SplitGemmAllToAll, handle_of, split_gemm_all_to_all
+from sidelane.ops.operands import Counts, check_most_rows, check_routed, check_rows, check_weight, experts_of
+from sidelane.ops.split_gemm import SplitGemmAllToAll, most_of, routed_method, split_gemm_all_to_all
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -167,22 +165,30 @@ class GemmAllToAll(KernelHandle):
         counts: torch.Tensor,
         *,
         order: str = REMOTE_FIRST,
-        groups: ExpertGroups | None = None,
     ) -> torch.Tensor:
         """Run the operator. Arguments, result and errors are those of :func:`gemm_all_to_all`; without a weight it
-        sends rows unchanged, from or to the places in ``groups``.
+        sends rows unchanged.
         """
-        comm, tiles = self.comm, self._tiles
-        with telling_refusals(comm, NAME):
-            of = counts if weight is None else weight  # its first or last dimension are the experts
-            experts = of.shape[-1 if weight is None else 0] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
-            check_rows(NAME, comm, x, counts, self.most_rows, order, experts)
+        with telling_refusals(self.comm, NAME):
+            check_rows(NAME, self.comm, x, counts, self.most_rows, order, experts_of(weight, counts))
             if weight is not None:
-                check_weight(NAME, comm, x, weight, self.most_rows)
+                check_weight(NAME, self.comm, x, weight, self.most_rows)
             columns = x.shape[1] if weight is None else weight.shape[-2]
             if (columns, x.dtype) != (self.columns, self.dtype):
                 given, allowed = f"{columns}, {x.dtype}", f"{self.columns}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
+        return self._run(x, weight, counts, order)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        counts: torch.Tensor,
+        order: str = REMOTE_FIRST,
+        groups: ExpertGroups | None = None,
+    ) -> torch.Tensor:
+        """Run the operator with arguments that were checked; rows without a weight come from or go to ``groups``."""
+        comm, tiles, experts = self.comm, self._tiles, experts_of(weight, counts)
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -259,49 +265,40 @@ def gemm_all_to_all(
     """
     with telling_refusals(comm, NAME):
         routed = check_routed(NAME, comm, x, weight, counts, most_rows, order, method, depth_is_alike=False)
-    table, counts, without = routed.table, routed.counts, routed.without
+    counts = routed.counts
     columns, dtype = weight.shape[-2], weight.dtype
     key = (NAME, most_rows, columns, dtype, tiles)
 
     def handle(_: int = 0) -> GemmAllToAll:
         return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=tiles))
 
-    def both(pieces: int) -> None:
-        handle()  # for a graph with other counts
-        split = handle_of(SplitGemmAllToAll, comm, most_of(table, most_rows), columns, dtype)
-        split.routings.of(table, pieces or DEFAULT_PIECES)
-
     def unfused(_: int) -> None:
-        rows_handle(comm, most_rows, columns, dtype)
+        rows_sender(comm, most_rows, columns, dtype)
         if routed.grouped:  # kernels are loaded by a launch, which may not be inside of a capture
             groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
             groups.product(groups.in_order(x.detach()), weight.detach())
 
-    make: dict[str, Callable[[int], object]] = {FUSED: handle, SPLIT: both, UNFUSED: unfused}
-    known = (*key, without, routed.experts)
-    sizes, experts = (most_rows, x.shape[1], columns), routed.experts or 1
-    found = method_of(comm, NAME, method, known, sizes, dtype.itemsize, make, without=without, experts=experts)
-    if found.method == SPLIT:
-        pieces, most = found.pieces or DEFAULT_PIECES, most_of(table, most_rows)
-        split = SplitGemmAllToAll.name, most, columns, dtype
-        if method == SPLIT or not is_captured(comm) or suit_graphs(comm, split, table, pieces):
-            return split_gemm_all_to_all(comm, x, weight, table, most_rows=most, pieces=pieces)[:most_rows]
-    if found.method in (FUSED, SPLIT):
-        return handle()(x, weight, counts, order=order)
-    send = rows_handle(comm, most_rows, columns, dtype)
+    call = OperatorCall(key, (most_rows, x.shape[1], columns), dtype.itemsize, {FUSED: handle, UNFUSED: unfused})
+    found = routed_method(comm, NAME, method, routed, SplitGemmAllToAll, columns, dtype, call)
+    if found.name == SPLIT:
+        most = most_of(routed.table, most_rows)
+        return split_gemm_all_to_all(comm, x, weight, routed.table, most_rows=most, pieces=found.pieces)[:most_rows]
+    if found.name == FUSED:
+        return handle()._run(x, weight, counts, order)
+    send = rows_sender(comm, most_rows, columns, dtype)
     if routed.experts is None:
-        return send(functional.linear(x, weight), None, counts, order=order)
+        return send(functional.linear(x, weight), None, counts, order)
     with torch.no_grad():
         if not routed.grouped:
-            return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order=order)
+            return send(one_by_one(x, weight, routed.numbers[comm.rank]), None, counts, order)
         groups = ExpertGroups(counts, comm.rank, x.shape[0], are_sent=True)
-        return send(groups.product(groups.in_order(x), weight), None, counts, order=order, groups=groups)
+        return send(groups.product(groups.in_order(x), weight), None, counts, order, groups)
 
 
-def rows_handle(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> GemmAllToAll:
-    """Return the handle that sends rows unchanged, for a shape; all ranks make it together if it is new."""
+def rows_sender(comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Return the function that sends rows unchanged, for a shape; all ranks make its handle together if it is new."""
     key = (NAME, "rows", most_rows, columns, dtype)
-    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))
+    return kept(comm, key, lambda: GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES))._run
 
 
 @triton.jit

@@ -15,12 +15,11 @@ import torch
 
 from sidelane.choice.fused import SPLIT
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
+from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
-from sidelane.ops.routings import DEFAULT_PIECES, check_pieces
-from sidelane.ops.split_gemm import SplitGemmAllToAll
+from sidelane.ops.split_gemm import DEFAULT_PIECES, SplitGemmAllToAll, check_pieces
 from sidelane.session import Communicator
 
 SCATTER, ALL = "gemm_reduce_scatter", "gemm_all_reduce"
@@ -128,19 +127,22 @@ def split_gemm_all_reduce(
 
 def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: str, *, gathers: bool) -> torch.Tensor:
     name = ALL if gathers else SCATTER
-    asked = asked_of((name, method), x, weight)
-    found = recalled(comm, asked)
-    if found is None:
-        with telling_refusals(comm, name):
-            check_method(comm, name, method)
-            check_operands(name, comm, x, weight, scatters=not gathers)
-        sizes, dtype = (x.shape[0], x.shape[1], weight.shape[0]), weight.dtype
-        key = (name, x.shape[0], weight.shape[0], dtype)
-        make = {SPLIT: lambda pieces: _handle(comm, x, weight, gathers).make(pieces or DEFAULT_PIECES)}
-        found = method_of(comm, name, method, key, sizes, dtype.itemsize, make)
-        remember(comm, asked, name, key, found, method)
-    if found.method == SPLIT:
-        return _handle(comm, x, weight, gathers)(x, weight, found.pieces or DEFAULT_PIECES)
+
+    def check() -> OperatorCall:
+        check_operands(name, comm, x, weight, scatters=not gathers)
+        (rows, depth), columns, dtype = x.shape, weight.shape[0], weight.dtype
+
+        def split(pieces: int) -> SplitGemmReduce:
+            handle = _handle(comm, x, weight, gathers)
+            handle.make(pieces or DEFAULT_PIECES)
+            return handle
+
+        return OperatorCall((name, rows, columns, dtype), (rows, depth, columns), dtype.itemsize, {SPLIT: split})
+
+    found, handle = prepare(comm, name, method, question_of(comm, (name, method), x, weight), check)
+    if found.name == SPLIT:
+        parts: SplitGemmReduce = handle
+        return parts(x, weight, found.pieces or DEFAULT_PIECES)
     return (reference.gemm_all_reduce if gathers else reference.gemm_reduce_scatter)(comm, x, weight)
 
 

@@ -20,7 +20,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.errors import UnavailableError
 from sidelane.ops import gemv_cells, reference
-from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
+from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.gemv_tiling import MOST_TOKENS, Tiling, shared_bytes_of, tiling_of
 from sidelane.ops.handle import (
     FLOAT8S,
@@ -34,6 +34,7 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
+from sidelane.ops.operands import check_neighbours
 from sidelane.ops.timeline import stamps_of
 from sidelane.session import Communicator
 
@@ -193,31 +194,34 @@ def gemv_all_reduce(
             compile.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    asked = asked_of((NAME, method, tiling), weight, x, scale, out)
-    found = recalled(comm, asked)
-    if found is None:
-        with telling_refusals(comm, NAME):
-            check_method(comm, NAME, method)
-            _check(comm, weight, x, scale, out)
-    tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
-    rows = weight.shape[0]
-    key = (NAME, rows, tokens, x.dtype, weight.dtype, tiling)
-    if found is None:
-
-        def handle(_: int = 0) -> GemvAllReduce:
-            dtypes = x.dtype, weight.dtype
-            return kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
-
-        sizes = rows, weight.shape[1], tokens
-        found = method_of(comm, NAME, method, key, sizes, weight.element_size(), {FUSED: handle})
-        if found.method == FUSED:
-            handle()
-        remember(comm, asked, NAME, key, found, method)
-    if found.method == UNFUSED:
+    question = question_of(comm, (NAME, method, tiling), weight, x, scale, out)
+    found, handle = prepare(comm, NAME, method, question, lambda: _checked(comm, weight, x, scale, out, tiling))
+    if found.name == UNFUSED:
         result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
         return result if out is None else out.copy_(result)
-    known: GemvAllReduce = comm.kept[key]
-    return known.run(weight, x, scale, out)
+    kernel: GemvAllReduce = handle
+    return kernel.run(weight, x, scale, out)
+
+
+def _checked(
+    comm: Communicator,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    out: torch.Tensor | None,
+    tiling: Tiling | None,
+) -> OperatorCall:
+    """Refuse wrong arguments. Raises ValueError or TypeError."""
+    _check(comm, weight, x, scale, out)
+    rows, columns = weight.shape
+    tokens = power_of_two(1 if x.dim() == 1 else x.shape[0])
+    key = (NAME, rows, tokens, x.dtype, weight.dtype, tiling)
+
+    def handle(_: int) -> GemvAllReduce:
+        dtypes = x.dtype, weight.dtype
+        return kept(comm, key, lambda: GemvAllReduce(comm, rows, tokens, *dtypes, tiling=tiling))
+
+    return OperatorCall(key, (rows, columns, tokens), weight.element_size(), {FUSED: handle})
 
 
 def _check_sizes(rows: int, tokens: int) -> None:
@@ -228,19 +232,14 @@ def _check_sizes(rows: int, tokens: int) -> None:
 
 
 def _check(comm: Communicator, weight: object, x: object, scale: object, out: object) -> None:
-    check_tensor(NAME, "weight", weight, comm.device, FLOATS + FLOAT8S, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(NAME, "x", x, comm.device, FLOATS if weight.dtype in FLOAT8S else (weight.dtype,), (1, 2))
-    assert isinstance(x, torch.Tensor)
+    weight = check_tensor(NAME, "weight", weight, comm.device, FLOATS + FLOAT8S, (2,))
+    x = check_tensor(NAME, "x", x, comm.device, FLOATS if weight.dtype in FLOAT8S else (weight.dtype,), (1, 2))
     _check_sizes(weight.shape[0], 1 if x.dim() == 1 else x.shape[0])
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"{NAME}: columns of x (value={x.shape[-1]}, allowed={weight.shape[1]}, those of the weight)")
-    for what, tensor in (("weight", weight), ("x", x)):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{NAME}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
+    check_neighbours(NAME, weight=weight, x=x)
     if scale is not None:
-        check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))
-        assert isinstance(scale, torch.Tensor)
+        scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1))
         if weight.dtype not in FLOAT8S:
             allowed = ", ".join(map(str, FLOAT8S))
             raise ValueError(f"{NAME}: scale of a weight (value={weight.dtype}, allowed={allowed})")
@@ -248,8 +247,7 @@ def _check(comm: Communicator, weight: object, x: object, scale: object, out: ob
             allowed = f"one element, or {weight.shape[0]}, contiguous"
             raise ValueError(f"{NAME}: shape of scale (value={tuple(scale.shape)}, allowed={allowed})")
     if out is not None:
-        check_tensor(NAME, "out", out, comm.device, (x.dtype,), (x.dim(),))
-        assert isinstance(out, torch.Tensor)
+        out = check_tensor(NAME, "out", out, comm.device, (x.dtype,), (x.dim(),))
         shape = (*x.shape[:-1], weight.shape[0])
         if out.shape != shape or not out.is_contiguous():
             raise ValueError(f"{NAME}: shape of out (value={tuple(out.shape)}, allowed={shape}, contiguous)")

@@ -72,8 +72,8 @@ def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:
 
 def check_tensor(
     name: str, what: str, tensor: object, device: torch.device, dtypes: tuple[torch.dtype, ...], dims: tuple[int, ...]
-) -> None:
-    """Refuse an object that is no tensor of such dtypes and dimensions on the device.
+) -> torch.Tensor:
+    """Return an object as the tensor that it is, of such dtypes and dimensions on the device.
 
     Raises:
         TypeError: it is no tensor, or has another dtype.
@@ -88,6 +88,7 @@ def check_tensor(
     if tensor.dim() not in dims:
         allowed = " or ".join(map(str, dims))
         raise ValueError(f"{name}: dimensions of {what} (value={tensor.dim()}, allowed={allowed})")
+    return tensor
 
 
 def check_dtype(name: str, dtype: object) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from sidelane.ops import (
     dispatch_gemm,
@@ -54,7 +56,44 @@ def communicator(number: int) -> Communicator:
     return found
 
 
-@torch.library.custom_op("sidelane::row_parallel_linear", mutates_args=())
+def _operator(
+    fake: Callable[..., Any], backward: Callable[..., Any] | None = None, saves: Callable[..., None] | None = None
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Register a function as an operator of PyTorch, under its name.
+
+    Args:
+        fake: function of the same arguments that returns results without content.
+        backward: function that returns a gradient for each argument; None for no gradients.
+        saves: function that keeps what ``backward`` needs.
+    """
+
+    def register(function: Callable[..., Any]) -> CustomOpDef:
+        made = torch.library.custom_op(f"sidelane::{function.__name__}", function, mutates_args=())
+        made.register_fake(fake)
+        if backward is not None:
+            made.register_autograd(backward, setup_context=saves)
+        return made
+
+    return register
+
+
+def _saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep the communicator's number, and the tensors behind it."""
+    ctx.comm = inputs[0]
+    ctx.save_for_backward(*(one for one in inputs[1:] if isinstance(one, Tensor)))
+
+
+def _product_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    _, for_x, for_weight = ctx.needs_input_grad
+    return None, grad @ weight if for_x else None, grad.T @ x if for_weight else None
+
+
+@_operator(_product_like, _linear_backward, _saves)
 def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_reduce(x @ weight.T)`` of [T, K] and [M, K] by ``auto``: a GEMV up to 16 tokens, else a GEMM."""
     ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
@@ -73,39 +112,6 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     return gemm_reduce.gemm_all_reduce(ranks, filled, factor)[:tokens].clone()
 
 
-@row_parallel_linear.register_fake
-def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-def _linear_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:])
-
-
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    _, for_x, for_weight = ctx.needs_input_grad
-    return None, grad @ weight if for_x else None, grad.T @ x if for_weight else None
-
-
-row_parallel_linear.register_autograd(_linear_backward, setup_context=_linear_saves)
-
-
-@torch.library.custom_op("sidelane::all_reduce_rms_norm", mutates_args=())
-def all_reduce_rms_norm(
-    comm: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """See :func:`sidelane.ops.all_reduce_rms_norm`; more tokens than its limit are reduced and normalised unfused."""
-    if x.shape[0] > rms_norm.MOST_TOKENS or not x.shape[0]:
-        return reference.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
-    return rms_norm.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
-
-
-@all_reduce_rms_norm.register_fake
-def _(comm: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
 def _norm_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.eps = inputs[4]
     ctx.save_for_backward(output[1], inputs[3])
@@ -122,76 +128,23 @@ def _norm_backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor |
     return None, of_total, of_total.clone() if ctx.needs_input_grad[2] else None, of_weight, None
 
 
-all_reduce_rms_norm.register_autograd(_norm_backward, setup_context=_norm_saves)
+@_operator(lambda comm, x, *_: (torch.empty_like(x), torch.empty_like(x)), _norm_backward, _norm_saves)
+def all_reduce_rms_norm(
+    comm: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :func:`sidelane.ops.all_reduce_rms_norm`; more tokens than its limit are reduced and normalised unfused."""
+    if x.shape[0] > rms_norm.MOST_TOKENS or not x.shape[0]:
+        return reference.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
+    return rms_norm.all_reduce_rms_norm(communicator(comm), x, residual, weight, eps=eps)
 
 
-@torch.library.custom_op("sidelane::embedding_all_to_all", mutates_args=())
-def embedding_all_to_all(
-    comm: int,
-    tables: list[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    mode: str,
-    table_count: int,
-    sparse: bool = False,
-) -> Tensor:
-    """See :func:`sidelane.ops.embedding_all_to_all`; ``table_count`` is that of all ranks.
-
-    ``sparse``: gradients of tables are those of rows, COO tensors that are not coalesced, for eager code only.
-    """
-    options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    return embedding.embedding_all_to_all(communicator(comm), tables, indices, offsets, **options).clone()
-
-
-@embedding_all_to_all.register_fake
-def _(
-    comm: int,
-    tables: list[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    mode: str,
-    table_count: int,
-    sparse: bool = False,
+def _embedding_like(
+    comm: int, tables: list[Tensor], indices: Tensor, offsets: Tensor, _: Any, mode: str, table_count: int, *__: Any
 ) -> Tensor:
     ranks = communicator(comm)
     batch = (offsets.shape[0] - 1) // len(tables)
     own = (batch + ranks.world_size - 1 - ranks.rank) // ranks.world_size
     return tables[0].new_empty(own, table_count * tables[0].shape[1])
-
-
-@torch.library.custom_op("sidelane::embedding_all_to_all_backward", mutates_args=())
-def embedding_all_to_all_backward(
-    comm: int,
-    grad: Tensor,
-    tables: list[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    mode: str,
-) -> list[Tensor]:
-    """Return dense gradients of the tables, then that of the weights, if there are any."""
-    options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    found, of_weights = embedding_backward.embedding_all_to_all_backward(
-        communicator(comm), grad, tables, indices, offsets, **options
-    )
-    found = [part.clone() if part.untyped_storage().nbytes() > part.nbytes else part for part in found]  # no views
-    return found if of_weights is None else [*found, of_weights]
-
-
-@embedding_all_to_all_backward.register_fake
-def _(
-    comm: int,
-    grad: Tensor,
-    tables: list[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    mode: str,
-) -> list[Tensor]:
-    some = tables if per_sample_weights is None else [*tables, per_sample_weights]
-    return [torch.empty_like(part) for part in some]
 
 
 def _embedding_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -211,58 +164,55 @@ def _embedding_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, of_tables, None, None, of_weights, None, None, None
     found = embedding_all_to_all_backward(ctx.comm, grad, tables, indices, offsets, weights, ctx.mode)
     of_weights = found[-1] if ctx.is_weighted else None
-    return (
-        None,
-        found[: len(tables)],
-        None,
-        None,
-        of_weights,
-        None,
-        None,
-    )  # torch omits attributes at their defaults
+    return None, found[: len(tables)], None, None, of_weights, None, None  # torch omits attributes at their defaults
 
 
-embedding_all_to_all.register_autograd(_embedding_gradients, setup_context=_embedding_saves)
+@_operator(_embedding_like, _embedding_gradients, _embedding_saves)
+def embedding_all_to_all(
+    comm: int,
+    tables: list[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    mode: str,
+    table_count: int,
+    sparse: bool = False,
+) -> Tensor:
+    """See :func:`sidelane.ops.embedding_all_to_all`; ``table_count`` is that of all ranks.
+
+    ``sparse``: gradients of tables are those of rows, COO tensors that are not coalesced, for eager code only.
+    """
+    options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
+    return embedding.embedding_all_to_all(communicator(comm), tables, indices, offsets, **options).clone()
 
 
-@torch.library.custom_op("sidelane::gemm_reduce_scatter", mutates_args=())
-def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
-    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows(weight))
+def _gradients_like(
+    comm: int, grad: Tensor, tables: list[Tensor], indices: Tensor, offsets: Tensor, weights: Tensor | None, mode: str
+) -> list[Tensor]:
+    return [torch.empty_like(part) for part in (tables if weights is None else [*tables, weights])]
 
 
-@gemm_reduce_scatter.register_fake
-def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+@_operator(_gradients_like)
+def embedding_all_to_all_backward(
+    comm: int,
+    grad: Tensor,
+    tables: list[Tensor],
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    mode: str,
+) -> list[Tensor]:
+    """Return dense gradients of the tables, then that of the weights, if there are any."""
+    options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
+    found, of_weights = embedding_backward.embedding_all_to_all_backward(
+        communicator(comm), grad, tables, indices, offsets, **options
+    )
+    found = [part.clone() if part.untyped_storage().nbytes() > part.nbytes else part for part in found]  # no views
+    return found if of_weights is None else [*found, of_weights]
+
+
+def _scattered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape[0] // communicator(comm).world_size, weight.shape[0])
-
-
-@torch.library.custom_op("sidelane::all_gather_gemm", mutates_args=())
-def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
-    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows(weight))
-
-
-@all_gather_gemm.register_fake
-def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0] * communicator(comm).world_size, weight.shape[0])
-
-
-@torch.library.custom_op("sidelane::all_gather_rows", mutates_args=())
-def all_gather_rows(comm: int, x: Tensor) -> Tensor:
-    """Return the rows of all ranks, for gradients of weights."""
-    gathered = x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
-    communicator(comm).all_gather(gathered, x.contiguous())
-    return gathered
-
-
-@all_gather_rows.register_fake
-def _(comm: int, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
-
-
-def _gemm_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.comm = inputs[0]
-    ctx.save_for_backward(*inputs[1:])
 
 
 def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -272,6 +222,16 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     return None, of_all @ weight if for_x else None, of_all.T @ x if for_weight else None
 
 
+@_operator(_scattered_like, _reduce_scatter_backward, _saves)
+def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
+    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows(weight))
+
+
+def _gathered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0] * communicator(comm).world_size, weight.shape[0])
+
+
 def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     _, for_x, for_weight = ctx.needs_input_grad
@@ -279,11 +239,21 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x, grad.T @ all_gather_rows(ctx.comm, x) if for_weight else None
 
 
-gemm_reduce_scatter.register_autograd(_reduce_scatter_backward, setup_context=_gemm_saves)
-all_gather_gemm.register_autograd(_all_gather_backward, setup_context=_gemm_saves)
+@_operator(_gathered_like, _all_gather_backward, _saves)
+def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
+    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows(weight))
 
 
-@torch.library.custom_op("sidelane::gemm_all_reduce", mutates_args=())
+@_operator(lambda comm, x: x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1]))
+def all_gather_rows(comm: int, x: Tensor) -> Tensor:
+    """Return the rows of all ranks, for gradients of weights."""
+    gathered = x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
+    communicator(comm).all_gather(gathered, x.contiguous())
+    return gathered
+
+
+@_operator(_product_like, _linear_backward, _saves)
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
@@ -291,92 +261,8 @@ def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     return result.clone()  # the next call writes into it
 
 
-@gemm_all_reduce.register_fake
-def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-gemm_all_reduce.register_autograd(_linear_backward, setup_context=_linear_saves)
-
-
-@torch.library.custom_op("sidelane::gemm_all_to_all", mutates_args=())
-def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
-    ranks = communicator(comm)
-    came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
-    return _with_zeros(came, counts[:, ranks.rank].sum())
-
-
-@gemm_all_to_all.register_fake
-def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+def _routed_like(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, *_: Any) -> Tensor:
     return x.new_empty(most_rows, weight.shape[-2])
-
-
-@torch.library.custom_op("sidelane::gemm_all_to_all_evenly", mutates_args=())
-def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
-    ranks, rows = communicator(comm), x.shape[0]
-    given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
-    return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
-
-
-@gemm_all_to_all_evenly.register_fake
-def _(comm: int, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("sidelane::all_to_all_gemm", mutates_args=())
-def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
-    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results are zeros. Gradients come back to no more than
-    ``most_sent`` rows of any rank, alike on all.
-    """
-    ranks = communicator(comm)
-    found = dispatch_gemm.all_to_all_gemm(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
-    return _with_zeros(found, counts[:, ranks.rank].sum())
-
-
-@all_to_all_gemm.register_fake
-def _(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
-    return x.new_empty(most_rows, weight.shape[-2])
-
-
-@torch.library.custom_op("sidelane::rows_there", mutates_args=())
-def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
-    ranks = communicator(comm)
-    return _with_zeros(all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows), counts[:, ranks.rank].sum())
-
-
-@rows_there.register_fake
-def _(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
-    return x.new_empty(most_rows, x.shape[1])
-
-
-@torch.library.custom_op("sidelane::rows_back", mutates_args=())
-def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
-    """Return rows to the ranks that they came from, [sent, H]: the way back of ``gemm_all_to_all``; zeros for unsent
-    ones.
-
-    ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
-    all ranks know of a rank's sent rows: so much symmetric memory it takes.
-    """
-    ranks = communicator(comm)
-    n, most = ranks.world_size, rows.shape[0]
-    back = rows.new_zeros(sent, rows.shape[1])
-    came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
-    some = min(sent, n * most)
-    back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
-    return back
-
-
-@rows_back.register_fake
-def _(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
-    return rows.new_empty(sent, rows.shape[1])
-
-
-def _all_to_all_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.comm = inputs[0]
-    ctx.save_for_backward(*inputs[1:4])
 
 
 def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -394,12 +280,25 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x if for_x else None, torch.stack(of_weight) if for_weight else None, None, None
 
 
-gemm_all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_saves)
+@_operator(_routed_like, _all_to_all_backward, _saves)
+def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
+    ranks = communicator(comm)
+    came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+    return _with_zeros(came, counts[:, ranks.rank].sum())
+
+
+@_operator(_product_like)
+def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
+    ranks, rows = communicator(comm), x.shape[0]
+    given = [[rows // ranks.world_size] * ranks.world_size] * ranks.world_size
+    return gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), given, most_rows=rows).clone()
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.comm, ctx.most_sent = inputs[0], inputs[5]
-    ctx.save_for_backward(*inputs[1:4])
+    _saves(ctx, inputs, output)
+    ctx.most_sent = inputs[5]
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -423,7 +322,38 @@ def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x, of_weight, None, None, None
 
 
-all_to_all_gemm.register_autograd(_dispatch_backward, setup_context=_dispatch_saves)
+@_operator(_routed_like, _dispatch_backward, _dispatch_saves)
+def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
+    """See :func:`sidelane.ops.all_to_all_gemm`; behind the results are zeros. Gradients come back to no more than
+    ``most_sent`` rows of any rank, alike on all.
+    """
+    ranks = communicator(comm)
+    found = dispatch_gemm.all_to_all_gemm(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+    return _with_zeros(found, counts[:, ranks.rank].sum())
+
+
+@_operator(lambda comm, x, counts, most_rows: x.new_empty(most_rows, x.shape[1]))
+def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
+    """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
+    ranks = communicator(comm)
+    return _with_zeros(all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows), counts[:, ranks.rank].sum())
+
+
+@_operator(lambda comm, rows, counts, sent: rows.new_empty(sent, rows.shape[1]))
+def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
+    """Return rows to the ranks that they came from, [sent, H]: the way back of ``gemm_all_to_all``; zeros for unsent
+    ones.
+
+    ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
+    all ranks know of a rank's sent rows: so much symmetric memory it takes.
+    """
+    ranks = communicator(comm)
+    n, most = ranks.world_size, rows.shape[0]
+    back = rows.new_zeros(sent, rows.shape[1])
+    came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
+    some = min(sent, n * most)
+    back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
+    return back
 
 
 def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:

@@ -149,7 +149,32 @@ class EmbeddingBagAllToAll(nn.Module):
         return f"embedding_dim={self.embedding_dim}, mode={self.mode}{sparse}, tables of all ranks={self.table_count}"
 
 
-class ExpertCombine(nn.Module):
+class _ExpertLinear(nn.Module):
+    """Linear layer of a rank's experts; see :class:`ExpertCombine` for the arguments."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        in_features: int,
+        out_features: int,
+        *,
+        most_rows: int,
+        experts: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.most_rows = in_features, out_features, most_rows
+        self.experts = experts
+        self._comm = library.number_of(comm)
+        bound = 1 / math.sqrt(in_features)
+        shape = (out_features, in_features) if experts is None else (experts, out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=comm.device, dtype=dtype).uniform_(-bound, bound))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
+
+
+class ExpertCombine(_ExpertLinear):
     """Last linear layer of each rank's experts, the way back of its rows, and the sum over each token's experts.
 
     The host never waits for the routing, forward or backward. Gradients take symmetric memory for ``most_rows`` rows
@@ -169,22 +194,6 @@ class ExpertCombine(nn.Module):
             in_features].
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        in_features: int,
-        out_features: int,
-        *,
-        most_rows: int,
-        experts: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.most_rows = in_features, out_features, most_rows
-        self.experts = experts
-        self._comm = library.number_of(comm)
-        self.weight = _experts_weight(comm, in_features, out_features, experts, dtype)
-
     def forward(self, x: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens.
 
@@ -203,11 +212,8 @@ class ExpertCombine(nn.Module):
         came: torch.Tensor = library.gemm_all_to_all(self._comm, *_autocast(x, self.weight), counts, self.most_rows)
         return (came[slots].float() * gates.float().unsqueeze(-1)).sum(1).to(came.dtype)
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
 
-
-class ExpertDispatch(nn.Module):
+class ExpertDispatch(_ExpertLinear):
     """Way of tokens to their experts, and the first linear layer there; :class:`ExpertCombine` is the way back.
 
     The host never waits for the routing, forward or backward. ``chosen``, the routing of a rank's tokens, has the
@@ -246,11 +252,8 @@ class ExpertDispatch(nn.Module):
         experts: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.experts = in_features, out_features, experts
-        self.most_rows, self.most_sent = most_rows, most_sent
-        self._comm = library.number_of(comm)
-        self.weight = _experts_weight(comm, in_features, out_features, experts, dtype)
+        super().__init__(comm, in_features, out_features, most_rows=most_rows, experts=experts, dtype=dtype)
+        self.most_sent = most_sent
 
     def forward(self, tokens: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's experts.
@@ -271,9 +274,6 @@ class ExpertDispatch(nn.Module):
         )
         return found
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, most_rows={self.most_rows}"
-
 
 def _autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the factors of a product in the dtype of ``torch.autocast`` for products; unchanged outside of it."""
@@ -282,14 +282,6 @@ def _autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
         return x, weight
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype)
-
-
-def _experts_weight(
-    comm: Communicator, in_features: int, out_features: int, experts: int | None, dtype: torch.dtype | None
-) -> nn.Parameter:
-    bound = 1 / math.sqrt(in_features)
-    shape = (out_features, in_features) if experts is None else (experts, out_features, in_features)
-    return nn.Parameter(torch.empty(shape, device=comm.device, dtype=dtype).uniform_(-bound, bound))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

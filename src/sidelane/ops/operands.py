@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.errors import UnavailableError
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO, check_method
@@ -72,20 +72,25 @@ class _OnDevice:
 
 def check_operands(name: str, comm: Communicator, x: object, weight: object, *, scatters: bool = False) -> None:
     """Refuse matrices without a product, or with one that cannot be scattered. Raises ValueError or TypeError."""
-    check_tensor(name, "weight", weight, comm.device, FLOATS, (2,))
-    assert isinstance(weight, torch.Tensor)
-    check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
-    assert isinstance(x, torch.Tensor)
+    x, weight = check_product(name, comm, x, weight)
     rows, columns = x.shape[0], weight.shape[0]
     if rows < 1 or columns < 1 or rows * columns > MOST_ELEMENTS:
         allowed = f"1 and more, {MOST_ELEMENTS} together"
         raise ValueError(f"{name}: rows of x, columns of the result (value={rows}, {columns}, allowed={allowed})")
     if scatters and rows % comm.world_size:
         raise ValueError(f"{name}: rows of x (value={rows}, allowed=multiples of {comm.world_size}, the ranks)")
-    if x.shape[1] != weight.shape[1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[1]}, those of the weight)")
-    _check_neighbours(name, "weight", weight)
-    _check_neighbours(name, "x", x)
+    check_neighbours(name, weight=weight, x=x)
+
+
+def check_product(
+    name: str, comm: Communicator, x: object, weight: object, dims: tuple[int, ...] = (2,)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of a product ``x @ weight.T`` as tensors. Raises ValueError or TypeError for others."""
+    weight = check_tensor(name, "weight", weight, comm.device, FLOATS, dims)
+    x = check_tensor(name, "x", x, comm.device, (weight.dtype,), (2,))
+    if x.shape[1] != weight.shape[-1] or not x.shape[1]:
+        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]}, those of the weight)")
+    return x, weight
 
 
 def check_routed(
@@ -114,7 +119,7 @@ def check_routed(
     if not (isinstance(counts, torch.Tensor) and (counts.device == comm.device or counts.device.type != "cpu")):
         table, found = _from_host(name, comm, counts)
         there, sent = found.counts, found.sent
-    experts = weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() == 3 else None
+    experts = experts_of(weight)
     if method == SPLIT and table is None:
         raise ValueError(f"{name}: counts with method {SPLIT} (value=on the device, allowed=on the host)")
     if experts is not None and method == SPLIT:
@@ -136,6 +141,14 @@ def check_routed(
             allowed = "counts on the host, or bfloat16 and multiples of 8 on a GPU with grouped products"
             raise ValueError(f"{name}: {UNFUSED} with several experts (value={given}, allowed={allowed})")
     return Routed(table, there, experts, grouped, without)
+
+
+def experts_of(weight: object, counts: object = None) -> int | None:
+    """Return the number of experts of a rank: the first dimension of the weight, or the last of the counts; None for a
+    matrix.
+    """
+    of, dimension = (counts, -1) if weight is None else (weight, 0)
+    return of.shape[dimension] if isinstance(of, torch.Tensor) and of.dim() == 3 else None
 
 
 def on_the_host(comm: Communicator) -> bool:
@@ -194,16 +207,15 @@ def check_rows(
         ValueError, TypeError: an argument is wrong.
     """
     check_choice(name, "order", order, ORDERS)
-    check_tensor(name, "x", x, comm.device, FLOATS, (2,))
-    check_tensor(name, "counts", counts, comm.device, (torch.int32, torch.int64), (2 if experts is None else 3,))
-    assert isinstance(x, torch.Tensor)
-    assert isinstance(counts, torch.Tensor)
+    x = check_tensor(name, "x", x, comm.device, FLOATS, (2,))
+    whole = torch.int32, torch.int64
+    counts = check_tensor(name, "counts", counts, comm.device, whole, (2 if experts is None else 3,))
     check_most_rows(name, most_rows, max(1, x.shape[1]))
     n = comm.world_size
     allowed = (n, n) if experts is None else (n, n, experts)
     if counts.shape != allowed or not counts.is_contiguous():
         raise ValueError(f"{name}: shape of counts (value={tuple(counts.shape)}, allowed={allowed}, contiguous)")
-    _check_neighbours(name, "x", x)
+    check_neighbours(name, x=x)
     if comm.config.debug and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         table = counts.view(n, n, -1).sum(-1).tolist()
         sent, got = sum(table[comm.rank]), max(map(sum, zip(*table, strict=True)))
@@ -214,16 +226,16 @@ def check_rows(
 
 def check_weight(name: str, comm: Communicator, x: torch.Tensor, weight: object, most_rows: int) -> None:
     """Refuse a weight that rows cannot be multiplied by. Raises ValueError or TypeError."""
-    check_tensor(name, "weight", weight, comm.device, (x.dtype,), (2, 3))
-    assert isinstance(weight, torch.Tensor)
+    _, weight = check_product(name, comm, x, weight, (2, 3))
     if weight.dim() == 3 and not 1 <= weight.shape[0] <= MOST_EXPERTS:
         raise ValueError(f"{name}: experts of a rank (value={weight.shape[0]}, allowed=1..{MOST_EXPERTS})")
     check_most_rows(name, most_rows, weight.shape[-2])
-    if x.shape[1] != weight.shape[-1] or not x.shape[1]:
-        raise ValueError(f"{name}: columns of x (value={x.shape[1]}, allowed={weight.shape[-1]}, those of the weight)")
-    _check_neighbours(name, "weight", weight)
+    check_neighbours(name, weight=weight)
 
 
-def _check_neighbours(name: str, what: str, tensor: torch.Tensor) -> None:
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name}: neighbours in a row of {what} lie apart (value={tensor.stride()}, allowed=1)")
+def check_neighbours(name: str, **tensors: torch.Tensor) -> None:
+    """Refuse tensors that are not contiguous in their last dimension. Raises ValueError."""
+    for what, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            given = f"value={tensor.stride()}, allowed=1"
+            raise ValueError(f"{name}: neighbours in a row of {what} lie apart ({given})")

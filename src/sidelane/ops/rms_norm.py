@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from sidelane.choice.fused import UNFUSED
+from sidelane.choice.fused import FUSED, UNFUSED
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
-from sidelane.ops.auto import AUTO, asked_of, check_method, method_of, recalled, remember
+from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.handle import (
     FLOATS,
     KernelHandle,
@@ -189,26 +189,30 @@ def all_reduce_rms_norm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     tensors = x, residual, weight, out, residual_out
-    asked = asked_of((NAME, method, schedule), *tensors)
-    found = recalled(comm, asked)
-    if found is None or any(tensor is not None and tensor.data_ptr() & 3 for tensor in tensors):
-        with telling_refusals(comm, NAME):
-            check_choice(NAME, "schedule", schedule, SCHEDULES)
-            check_method(comm, NAME, method)
-            _check(comm, *tensors)
-    tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
-    key = (NAME, tokens, hidden, x.dtype, schedule)
-    if found is None:
-        kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
-        found = method_of(comm, NAME, method, key, (tokens, hidden), x.element_size())
-        remember(comm, asked, NAME, key, found, method)
-    if found.method == UNFUSED:
+    question = question_of(comm, (NAME, method, schedule), *tensors)
+    if question is not None and any(tensor is not None and tensor.data_ptr() & 3 for tensor in tensors):
+        question = None  # checks refuse it
+    found, handle = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
+    if found.name == UNFUSED:
         y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps)
         given = (y, out), (total, residual_out)
         y, total = (made if place is None else place.copy_(made) for made, place in given)
         return y, total
-    handle: AllReduceRmsNorm = comm.kept[key]
-    return handle.run(x, residual, weight, eps, out, residual_out)
+    kernel: AllReduceRmsNorm = handle
+    return kernel.run(x, residual, weight, eps, out, residual_out)
+
+
+def _checked(comm: Communicator, schedule: str, x: torch.Tensor, *others: torch.Tensor | None) -> OperatorCall:
+    """Refuse wrong arguments. Raises ValueError or TypeError."""
+    check_choice(NAME, "schedule", schedule, SCHEDULES)
+    _check(comm, x, *others)
+    tokens, hidden = power_of_two(x.shape[0]), x.shape[1]
+    key = (NAME, tokens, hidden, x.dtype, schedule)
+
+    def handle(_: int) -> AllReduceRmsNorm:
+        return kept(comm, key, lambda: AllReduceRmsNorm(comm, tokens, hidden, x.dtype, schedule=schedule))
+
+    return OperatorCall(key, (tokens, hidden), x.element_size(), {FUSED: handle})
 
 
 def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
@@ -221,15 +225,13 @@ def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
 
 
 def _check(comm: Communicator, x: object, residual: object, weight: object, out: object, residual_out: object) -> None:
-    check_tensor(NAME, "x", x, comm.device, FLOATS, (2,))
-    assert isinstance(x, torch.Tensor)
+    x = check_tensor(NAME, "x", x, comm.device, FLOATS, (2,))
     _check_sizes(x.shape[0], x.shape[1], x.dtype)
     shapes = {"x": (x, x.shape), "weight": (weight, x.shape[1:])}
     given = {"residual": residual, "out": out, "residual_out": residual_out}
     shapes |= {name: (tensor, x.shape) for name, tensor in given.items() if tensor is not None}
-    for name, (tensor, shape) in shapes.items():
-        check_tensor(NAME, name, tensor, comm.device, (x.dtype,), (len(shape),))
-        assert isinstance(tensor, torch.Tensor)
+    for name, (one, shape) in shapes.items():
+        tensor = check_tensor(NAME, name, one, comm.device, (x.dtype,), (len(shape),))
         if tensor.shape != shape or not tensor.is_contiguous():
             allowed = f"{tuple(shape)}, contiguous"
             raise ValueError(f"{NAME}: shape of {name} (value={tuple(tensor.shape)}, allowed={allowed})")

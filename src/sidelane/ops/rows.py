@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from sidelane.choice.fused_order import REMOTE_FIRST
-from sidelane.ops.gemm import rows_handle
+from sidelane.choice.fused_heuristic import REMOTE_FIRST
+from sidelane.ops.gemm import rows_sender
 from sidelane.ops.handle import telling_refusals
 from sidelane.ops.operands import check_most_rows, check_rows
 from sidelane.session import Communicator
@@ -44,4 +44,4 @@ def all_to_all_rows(comm: Communicator, x: torch.Tensor, counts: torch.Tensor, *
     with telling_refusals(comm, NAME):
         check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST)
         check_most_rows(NAME, most_rows, x.shape[1])
-    return rows_handle(comm, most_rows, x.shape[1], x.dtype)(x, None, counts)
+    return rows_sender(comm, most_rows, x.shape[1], x.dtype)(x, None, counts)

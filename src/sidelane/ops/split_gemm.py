@@ -21,16 +21,71 @@ Sent and then computed; the product of a part waits for its arrival, and the fir
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
 
+from sidelane.choice import fused_heuristic
+from sidelane.choice.fused import FUSED, SPLIT, Method
+from sidelane.ops.auto import OperatorCall, agree
 from sidelane.ops.buffer_turn import in_turn
-from sidelane.ops.handle import is_captured, kept, telling_refusals
-from sidelane.ops.routings import DEFAULT_PIECES, Counts, Maker, Routings, Table, checked
+from sidelane.ops.handle import is_captured, kept, power_of_two, telling_refusals
+from sidelane.ops.operands import Routed, check_most_rows, check_product
+from sidelane.program.ir import Program
 from sidelane.program.pieces import SPLIT_DISPATCH, SPLIT_GEMM, arriving_program, coming, going, split_program
 from sidelane.session import BoundProgram, Communicator
+
+MOST_PIECES, DEFAULT_PIECES = 64, fused_heuristic.PIECES
+MOST_TABLES = 8
+"""Largest number of routings whose programs a communicator keeps; an older one is proved and bound again."""
+
+Counts = Sequence[Sequence[int]] | torch.Tensor
+Table = tuple[tuple[int, ...], ...]
+Maker = Callable[[Table, int, int, int], Program]
+
+
+@dataclasses.dataclass(slots=True)
+class Routing:
+    """The program for one table and number of pieces.
+
+    Attributes:
+        program: program of all parts.
+        in_a_graph: a graph holds it, so that it must stay.
+    """
+
+    program: BoundProgram
+    in_a_graph: bool = False
+
+
+class Routings:
+    """Programs for some routings between two buffers of every rank.
+
+    Args:
+        comm: communicator of the ranks.
+        make: function that makes the program of a table, pieces, bytes of a row and most rows (``program.pieces``).
+        sent: rows that leave, [most_rows, columns] in symmetric memory.
+        buffers: buffers of that program, by name, ``sent`` among them.
+    """
+
+    def __init__(self, comm: Communicator, make: Maker, sent: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
+        self._comm, self._make, self._buffers = comm, make, buffers
+        self._sizes = sent.shape[1] * sent.element_size(), sent.shape[0]
+        self.known: dict[tuple[Table, int], Routing] = {}
+
+    def of(self, table: Table, pieces: int) -> Routing:
+        """Return the program for such counts; all ranks make it together if they are new."""
+        key = table, pieces
+        found = self.known.pop(key, None)
+        if found is None:
+            found = Routing(self._comm.load(self._make(table, pieces, *self._sizes), self._buffers))
+            # Programs that graphs hold stay.
+            loose = [known for known, routing in self.known.items() if not routing.in_a_graph]
+            if len(loose) >= MOST_TABLES:
+                self.known.pop(loose[0]).program.close()
+        self.known[key] = found  # the latest comes last
+        return found
 
 
 class SplitByCounts:
@@ -216,3 +271,86 @@ def _for_the_library(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix that the library's GEMM reads in place, without a copy that has to be allocated."""
     (rows, columns), (down, across) = matrix.shape, matrix.stride()
     return matrix if (across == 1 and down >= columns) or (down == 1 and across >= rows) else matrix.contiguous()
+
+
+def routed_method(
+    comm: Communicator,
+    name: str,
+    method: str,
+    routed: Routed,
+    kind: type[SplitByCounts],
+    width: int,
+    dtype: torch.dtype,
+    call: OperatorCall,
+) -> Method:
+    """Return the method of a GEMM whose rows travel by counts, split in pieces or not; see :func:`auto.agree`.
+
+    Args:
+        comm: communicator of the ranks.
+        name: name of the operator.
+        method: the caller's ``method``.
+        routed: counts of the call.
+        kind: class of the operator in parts.
+        width: number of columns of the rows that travel.
+        dtype: dtype of these rows.
+        call: properties of the call, with the functions of the fused method and the unfused one.
+    """
+    table, most_rows = routed.table, call.sizes[0]
+
+    def split(pieces: int) -> None:
+        call.make[FUSED](0)  # for a graph with other counts
+        handle_of(kind, comm, most_of(table, most_rows), width, dtype).routings.of(table, pieces or DEFAULT_PIECES)
+
+    known = (call.key, routed.without, routed.experts)
+    make = {**call.make, SPLIT: split}
+    call = dataclasses.replace(call, key=known, make=make, without=routed.without, experts=routed.experts or 1)
+    found = agree(comm, name, method, call)
+    if found.name != SPLIT:
+        return found
+    pieces = found.pieces or DEFAULT_PIECES
+    kept_as = kind.name, most_of(table, most_rows), width, dtype
+    if method == SPLIT or not is_captured(comm) or suit_graphs(comm, kept_as, table, pieces):
+        return Method(SPLIT, pieces)
+    return Method(FUSED)
+
+
+def suit_graphs(comm: Communicator, kept_as: Hashable, table: Table, pieces: int) -> bool:
+    """Return True if a graph can hold a call with such counts: the ranks have made its resources."""
+    handle = comm.kept.get(kept_as)
+    return handle is not None and (table, pieces) in handle.routings.known
+
+
+def most_of(table: Table, most_rows: int) -> int:
+    """Return the rows of buffers for any rank's sent or received rows: few shapes, whatever the counts.
+
+    >>> most_of(((3, 30), (2, 3)), 10), most_of(((3, 3), (2, 3)), 10)
+    (64, 10)
+    """
+    return max(most_rows, power_of_two(max(map(sum, (*table, *zip(*table, strict=True))))))
+
+
+def check_pieces(name: str, pieces: int) -> None:
+    """Refuse an invalid number of pieces. Raises ValueError."""
+    if not 1 <= pieces <= MOST_PIECES:
+        raise ValueError(f"{name}: pieces (value={pieces}, allowed=1..{MOST_PIECES})")
+
+
+def checked(
+    name: str, comm: Communicator, x: object, weight: object, counts: Counts, most_rows: int, pieces: int
+) -> Table:
+    """Return the counts as numbers. Raises ValueError or TypeError for arguments that a GEMM in parts cannot take."""
+    x, weight = check_product(name, comm, x, weight)
+    n = comm.world_size
+    check_pieces(name, pieces)
+    for width in weight.shape:
+        check_most_rows(name, most_rows, width)
+    if isinstance(counts, torch.Tensor) and counts.device.type != "cpu":
+        raise ValueError(f"{name}: device of counts (value={counts.device}, allowed=cpu: the host has to know them)")
+    table = tuple(tuple(int(count) for count in row) for row in counts)
+    if [len(row) for row in table] != [n] * n:
+        raise ValueError(f"{name}: rows of counts (value={[len(row) for row in table]}, allowed={[n] * n})")
+    sends, gets = list(map(sum, table)), list(map(sum, zip(*table, strict=True)))
+    if min(map(min, table)) < 0 or sends[comm.rank] > x.shape[0] or max(*sends, *gets) > most_rows:
+        given = f"{sends[comm.rank]} sent of {x.shape[0]}, {max(*sends, *gets)} to or from a rank"
+        raise ValueError(f"{name}: counts (value={given}, allowed=rows of x, up to {most_rows}, none negative)")
+    return table

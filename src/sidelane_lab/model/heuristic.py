@@ -1,7 +1,7 @@
 """The look-up heuristics of the ConCCL paper, sections V-C and VI-G, on described machines; and a described machine as
 one that was measured: its isolated times, and pairs under every strategy (``pairs.judged``).
 
-The arithmetic is in ``c3.heuristic``; the tables of slowdowns by units come from the device model: two GEMMs and two
+The arithmetic is in ``pairs.partition``; the tables of slowdowns by units come from the device model: two GEMMs and two
 sizes of each collective, made once for a machine.
 """
 
@@ -11,8 +11,7 @@ import dataclasses
 import functools
 import itertools
 
-from sidelane.c3 import heuristic
-from sidelane.c3.heuristic import TIE, KernelDemand
+from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
@@ -23,7 +22,9 @@ from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound, traffic_bytes
 from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
 from sidelane_lab.model.strategies import partitions, predict, predictable
+from sidelane_lab.pairs import partition
 from sidelane_lab.pairs.heuristics import Sweep, Way
+from sidelane_lab.pairs.partition import TIE
 
 PROFILED_GEMMS = {True: "mb1", False: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
@@ -51,16 +52,16 @@ class AllocationCost:
         return self.loss < TIE - 1
 
 
-def allocate(machine: Machine, workload: Workload) -> heuristic.UnitAllocation:
+def allocate(machine: Machine, workload: Workload) -> partition.UnitAllocation:
     """Return the units for the collective by the look-up heuristic."""
     gemm, gpu = workload.gemm, machine.gpu
-    gemm_alone = heuristic.expected_gemm_us(
+    gemm_alone = partition.expected_gemm_us(
         gemm.flops, traffic_bytes(machine, gemm), float(gpu.peak_tflops), float(gpu.memory_gbps)
     )
     sent = workload.nbytes * (machine.gpus - 1) / machine.gpus
-    comm_alone = heuristic.expected_comm_us(sent, wire_peak_gbps(machine))
+    comm_alone = partition.expected_comm_us(sent, wire_peak_gbps(machine))
     bound = is_memory_bound(machine, gemm)
-    return heuristic.allocate(
+    return partition.allocate(
         gemm_alone,
         comm_alone,
         {units: gemm_slowdown(machine, bound, units) for units in partitions(machine)},

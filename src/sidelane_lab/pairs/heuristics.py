@@ -15,6 +15,7 @@ from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.workload import Workload
+from sidelane_lab.pairs.partition import units_for, units_to_spare
 
 RIGHT_WITHIN = 0.005
 """A choice that loses less is right: medians of a few rounds repeat no better."""
@@ -135,7 +136,7 @@ def _partition(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
         return HeuristicVerdict(PARTITION, False, reason="no partition was run")
     try:
         library = [c.implementation for c in known.collectives if c.implementation in Mover.LIBRARY.implementations]
-        found = known.allocate(sweep.workload, library[0] if library else None)
+        found = units_for(known, sweep.workload, library[0] if library else None)
     except ValueError as problem:
         return HeuristicVerdict(PARTITION, False, reason=str(problem))
     chosen = (names[0], found.units)
@@ -156,7 +157,7 @@ def _spared(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
         return HeuristicVerdict(
             SPARED, False, reason="copy engines were not run with and without units taken from the GEMM"
         )
-    found = known.spare(sweep.workload.gemm)
+    found = units_to_spare(known, sweep.workload.gemm)
     # A sweep that has other units than were spared is judged by those that come nearest.
     chosen = min(times, key=lambda way: (abs(way[1] - found.units), named(way[0]).preference))
     return _verdict(SPARED, chosen, times, found.reason)
@@ -170,9 +171,10 @@ def _choice(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> He
         found = decide(asked, able, known, constants, {})
     except ValueError as problem:
         return HeuristicVerdict(CHOICE, False, reason=str(problem))
-    chosen = (found.strategy, found.units)
+    name = found.candidate.strategy.name
+    chosen = (name, found.candidate.units)
     if chosen not in times:  # a strategy that keeps its units from a GEMM that is not limited by its bytes
-        chosen = next(way for way in times if way[0] == found.strategy)
+        chosen = next(way for way in times if way[0] == name)
     return _verdict(CHOICE, chosen, times, found.reason)
 
 

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from sidelane.c3.choose import StrategyCandidate, StrategyChoice, choose
-from sidelane.c3.expected_times import PairRequest, decide
+from sidelane.c3.expected_times import PairRequest, StrategyCandidate, choose, decide
 from sidelane.c3.isolated_times import Isolated
-from sidelane.c3.strategy import LIBRARY, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
+from sidelane.c3.strategy import LIBRARY, LaunchMode, Mover, Strategy, ideal_speedup, percent_of_ideal, speedup
 from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane.choice.selection import Selection
 from sidelane_lab.harness.measure import Problem
 
 GEMM = "gemm"
@@ -85,7 +85,7 @@ class PairOutcome:
     c3_class: C3Class | None
     isolated: tuple[Alone, ...]
     results: tuple[StrategyResult, ...]
-    choice: StrategyChoice | None
+    choice: Selection[LaunchMode] | None
 
 
 def pair_label(strategy: Strategy, configuration: Configuration, units: int = 0) -> str:
@@ -135,7 +135,7 @@ def judge(
         _judge_strategy(strategy, configurations, times, failures, unavailable, tried.get(strategy.name, (0,)))
         for strategy in strategies
     ]
-    candidates = [one for _, one in judged if one is not None and one.strategy.mover.as_asked]
+    candidates = [one for _, one in judged if one is not None and one.mode.strategy.mover.as_asked]
     return PairOutcome(
         workload=workload,
         gemm_us=gemm_us,
@@ -154,15 +154,16 @@ def _choice(
     candidates: Sequence[StrategyCandidate],
     hidden: Mapping[str, float],
     known: Isolated | None,
-) -> StrategyChoice:
+) -> Selection[LaunchMode]:
     """By the machine's own isolated times where there are any: then over those that take units, too."""
     if known is None:
-        return choose(gemm_us, workload.collective, candidates, hidden)
+        shared = (dataclasses.replace(one, hidden=hidden.get(one.mode.strategy.name, 0.0)) for one in candidates)
+        return choose(list(shared), workload.collective)
     # Of the library's engines it matters whether they have a chunk to copy inside the GPU.
-    by_engines = [one.in_place for one in candidates if one.strategy.mover is Mover.LIBRARY_DMA]
+    by_engines = [one.in_place for one in candidates if one.mode.strategy.mover is Mover.LIBRARY_DMA]
     asked = PairRequest(gemm_us, workload.gemm, (workload,), in_place=all(by_engines))
-    alone: dict[str, float] = {one.strategy.mover: one.comm_us for one in candidates}
-    return decide(asked, [one.strategy for one in candidates], known, hidden, alone)
+    alone: dict[str, float] = {one.mode.strategy.mover: one.comm_us for one in candidates}
+    return decide(asked, [one.mode.strategy for one in candidates], known, hidden, alone)
 
 
 def _judge_strategy(
@@ -206,7 +207,7 @@ def _judge_strategy(
         percent_of_ideal=percent_of_rounds(gemm, times[best.label], pair),
         percent_of_ideal_library=percent_of_rounds(gemm, times[library.label], pair) if library else None,
     )
-    return result, StrategyCandidate(strategy, comm_us, chosen.in_place)
+    return result, StrategyCandidate(LaunchMode(strategy), comm_us, chosen.in_place, statistics.median(gemm))
 
 
 def _as_asked(configurations: Sequence[Configuration]) -> list[Configuration]:

@@ -34,6 +34,7 @@ from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
 from sidelane_lab.model.gemm import is_memory_bound
 from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
+from sidelane_lab.pairs.partition import units_for
 from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
@@ -247,7 +248,7 @@ def rows_of(outcome: PairOutcome, known: Isolated | None = None) -> list[C3Row]:
         raise UnavailableError(f"{outcome.workload.name}: no implementation works: {reasons}")
     rows = [_row(outcome, result, known) for result in outcome.results]
     if outcome.choice is not None:
-        picked = next(row for row in rows if row.strategy == outcome.choice.strategy)
+        picked = next(row for row in rows if row.strategy == outcome.choice.candidate.strategy.name)
         rows.append(
             dataclasses.replace(
                 _with_units(picked, outcome),
@@ -304,7 +305,8 @@ def _with_units(picked: C3Row, outcome: PairOutcome) -> C3Row:
     """The row of a swept strategy with the units that were chosen, which need not be the best."""
     assert outcome.choice is not None
     swept = next(dict(one.by_units) for one in outcome.results if one.strategy == picked.strategy)
-    time_us, units = swept.get(outcome.choice.units), outcome.choice.units
+    units = outcome.choice.candidate.units
+    time_us = swept.get(units)
     if units == picked.units or time_us is None or picked.time_us is None or picked.speedup is None:
         return picked
     gemm_us, best_us = outcome.gemm_us, outcome.best_comm_us or 0.0
@@ -324,7 +326,7 @@ def _heuristic(outcome: PairOutcome, result: StrategyResult, known: Isolated | N
         return ""
     implementation = next(one.implementation for one in outcome.isolated if one.label == result.label)
     try:
-        found = known.allocate(outcome.workload, implementation)
+        found = units_for(known, outcome.workload, implementation)
     except ValueError as problem:
         return f"; no heuristic: {problem}"
     times = dict(result.by_units)

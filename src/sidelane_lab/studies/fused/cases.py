@@ -18,12 +18,10 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, SPLIT, UNFUSED
-from sidelane.choice.fused_heuristic import ROUTED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS, ROUTED
 from sidelane.ops import rms_norm as norms
 from sidelane.ops.gemv_tiling import tiling_of
 from sidelane.ops.handle import power_of_two
-from sidelane.ops.single_rank import add_norm
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
@@ -56,6 +54,7 @@ from sidelane_lab.studies.fused.shapes import (
     evenly,
     half_for_one,
 )
+from sidelane_lab.studies.fused.single_rank import add_norm
 
 CELLS = "cells"
 """How a GEMV is fused, as rows have it."""

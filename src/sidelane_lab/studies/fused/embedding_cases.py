@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.choice.fused import FUSED, UNFUSED
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS
 from sidelane.ops.embedding_tables import UNIT_WARPS, threads_of
-from sidelane.ops.single_rank import BagKernel
 from sidelane.session import Communicator
 from sidelane_lab.studies.fused.case import (
     AS_CALLED,
@@ -32,6 +31,7 @@ from sidelane_lab.studies.fused.case import (
     symmetric,
 )
 from sidelane_lab.studies.fused.rows import OWN, OWN_METHOD, with_programs
+from sidelane_lab.studies.fused.single_rank import BagKernel
 
 DIM, TABLE_ROWS = 256, 1 << 17
 """64 MiB a table in bfloat16: 64 of them are 80 times the cache of an H200."""

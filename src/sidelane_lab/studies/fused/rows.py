@@ -10,8 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from sidelane.choice.fused import FUSED, ORDERED, SPLIT, UNFUSED, FusedTime
-from sidelane.choice.fused_heuristic import ROUTED, WITHOUT_KERNEL
-from sidelane.choice.fused_order import ORDERS
+from sidelane.choice.fused_heuristic import ORDERS, ROUTED, WITHOUT_KERNEL
 from sidelane.choice.key import CPU, SOFTWARE, Key
 from sidelane.cli.table import Table, grouped, verdict
 from sidelane_lab.cli.collectives import FUSED_OPS

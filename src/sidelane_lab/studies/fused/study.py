@@ -155,7 +155,7 @@ class _Case:
 
     def write_timelines(self, folder: Path) -> None:
         """A trace and a picture of a call of each schedule, and how far ranks are apart; the first call compiles."""
-        from sidelane.choice.fused_order import ORDERS
+        from sidelane.choice.fused_heuristic import ORDERS
         from sidelane.ops import Timeline
         from sidelane_lab.studies.fused.pictures import Times, draw_skew, draw_timeline, times_of_ranks
 

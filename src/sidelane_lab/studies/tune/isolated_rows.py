@@ -28,6 +28,7 @@ from sidelane_lab.harness.drawing import (
 )
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.pairs.partition import class_of, expected_time_us, limit_of, units_for, units_to_spare
 
 ISOLATED = ("gemm", "collective", "memory", "beside", "pair")
 Key = tuple[object, ...]
@@ -101,17 +102,17 @@ def choices_table(known: Isolated) -> Table:
     """Show what the heuristic says of every GEMM next to every collective that was measured, with the reason."""
     lines, reasons = [], []
     for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
-        spared = known.spare(gemm)
+        spared = units_to_spare(known, gemm)
         lines.append(Line((gemm.name, "(copy engines)", "", str(spared.units), "")))
         reasons.append((f"{gemm.name} (copy engines)", spared.reason))
         for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
             workload = Workload(gemm, collective, nbytes)
             try:
-                found = known.allocate(workload)
+                found = units_for(known, workload)
                 units, reason = str(found.units), found.reason
             except ValueError as problem:
                 units, reason = "", str(problem).partition(" (value=")[0]
-            kind = str(known.kind(workload))
+            kind = str(class_of(known, workload))
             lines.append(Line((gemm.name, str(collective), format_bytes(nbytes), units, kind)))
             reasons.append((f"{workload.name}", reason))
     columns = ("<GEMM", "<collective", "bytes", "units for\nthe collective", "<class")
@@ -188,14 +189,14 @@ def _pairs(rows: Sequence[IsolatedRow]) -> Table:
 def _classes(known: Isolated) -> Table:
     lines = []
     for gemm in dict.fromkeys(curve.gemm for curve in known.gemms):
-        (bound, why), time_us = known.bound(gemm), known.gemm_us(gemm)
+        (bound, why), time_us = known.bound(gemm), expected_time_us(known, gemm)
         needs = gemm.nbytes / time_us / 1e3
         tflops = gemm.flops / time_us / 1e6
         lines.append(
             Line((gemm.name, f"{gemm.flops / gemm.nbytes:.0f}", number(needs), number(tflops), f"{bound}-bound, {why}"))
         )
     for collective, nbytes in dict.fromkeys((c.collective, c.nbytes) for c in known.collectives):
-        limit = f"{known.limit(collective, nbytes)}-bound"
+        limit = f"{limit_of(known, collective, nbytes)}-bound"
         lines.append(Line((f"{collective} {format_bytes(nbytes)}", "", "", "", limit)))
     columns = ("<what", "operations\na byte", "needs\nGB/s", "TFLOP/s", "<class")
     title = (

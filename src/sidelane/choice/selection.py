@@ -1,0 +1,69 @@
+"""Selections: one of several candidates by the least expected time, with the reason in words.
+
+Every chooser ends here: that of collectives (``choice.choose``), of operators (``choice.fused``) and of strategies for
+pairs (``c3.expected_times``). They differ in their candidates, and in where expected times come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True)  # with slots, no alias such as Selection[str] could be called in Python 3.11
+class Selection(Generic[C]):
+    """Selected candidate, with the reason.
+
+    Attributes:
+        candidate: selected candidate.
+        reason: reason of the choice, in words.
+        table: every candidate with its expected time in microseconds, the selected one and then the fastest first; None
+            if it is not known.
+    """
+
+    candidate: C
+    reason: str
+    table: tuple[tuple[C, float | None], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.candidate}: {self.reason}"
+
+
+def select(
+    expected: Iterable[tuple[C, float | None]],
+    *,
+    equal: float = 1.0,
+    formula: Callable[[C], str] | None = None,
+    beside: str = "",
+    basis: str = "",
+) -> Selection[C]:
+    """Take the candidate with the least expected time. Deterministic: equal arguments give the same on every rank.
+
+    Args:
+        expected: candidates in order of preference, with expected times in microseconds; None: not known. At least one
+            is known.
+        equal: ratio of times up to which they count as equal, so that the order of preference decides.
+        formula: function that returns the text in front of the least time; None for none.
+        beside: text behind the least time: what runs at the same time.
+        basis: origin of the times, in words.
+
+    >>> str(select([("b2b", 20.0), ("one_shot", 15.0), ("pcpy", None)], basis="measured here"))
+    'one_shot: 15 us expected, next b2b 20 us; measured here'
+    >>> select([("b2b", 20.1), ("one_shot", 20.0)], equal=1.01).reason
+    '20.1 us expected, next one_shot 20 us (no faster than by 1%: the first in order of preference)'
+    """
+    entries = list(expected)
+    times_us = [us for _, us in entries if us is not None]
+    fastest_us = min(times_us)
+    number = next(n for n, (_, us) in enumerate(entries) if us is not None and us <= equal * fastest_us)
+    best, best_us = entries.pop(number)
+    others = sorted(entries, key=lambda entry: (entry[1] is None, entry[1] or 0.0))
+    reason = f"{formula(best) if formula else ''}{best_us:.4g} us expected{beside}"
+    if others and (second_us := others[0][1]) is not None:
+        reason += f", next {others[0][0]} {second_us:.4g} us"
+        if best_us is not None and second_us < best_us:
+            reason += f" (no faster than by {100 * (equal - 1):.2g}%: the first in order of preference)"
+    return Selection(best, reason + (f"; {basis}" if basis else ""), ((best, best_us), *others))

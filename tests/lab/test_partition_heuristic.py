@@ -1,0 +1,153 @@
+"""The partition heuristic of the ConCCL paper: on the paper's own cases, and on measured times."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sidelane.c3.heuristic import EFFICIENCY
+from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
+from sidelane.c3.workload import C3Class, Gemm, parse_gemm, parse_workload
+from sidelane.program.collective import Kind
+from sidelane_lab.pairs.partition import (
+    Limit,
+    allocate,
+    class_of,
+    expected_comm_us,
+    expected_gemm_us,
+    expected_time_us,
+    limit_of,
+    slowed_beside,
+    spare,
+    units_for,
+    units_to_spare,
+)
+
+# Figure 5 as its text has it: compute-bound GEMMs lose 17 to 27% with 32 to 64 units fewer, memory-bound ones nothing
+# and are faster with 8 fewer; an all-gather needs 32 units, an all-to-all 64.
+COMPUTE_BOUND = {8: 1.04, 16: 1.08, 32: 1.17, 64: 1.27, 128: 1.75}
+MEMORY_BOUND = {8: 0.95, 16: 0.96, 32: 0.98, 64: 1.0, 128: 1.3}
+ALL_GATHER = {8: 4.0, 16: 2.0, 32: 1.0, 64: 1.0, 128: 1.0}
+ALL_TO_ALL = {8: 8.0, 16: 4.0, 32: 2.0, 64: 1.0, 128: 1.0}
+
+CB1, MB1 = parse_gemm("cb1"), parse_gemm("mb1")
+COMPUTE = GemmTimes(CB1, "split", 132, {0: 1400.0, 8: 1520.0, 64: 2700.0})  # 64 of 132 in proportion: x 1.94
+MEMORY = GemmTimes(MB1, "split", 132, {0: 12000.0, 8: 11400.0, 64: 13000.0})
+GATHER = CollectiveTimes(Kind.ALL_GATHER, 896 << 20, "nccl", {0: 2200.0, 8: 4400.0, 64: 2200.0})
+SMALL = CollectiveTimes(Kind.ALL_GATHER, 1 << 10, "nccl", {0: 12.0})
+MEDIUM = CollectiveTimes(Kind.ALL_GATHER, 1 << 20, "nccl", {0: 20.0})
+BY_ENGINES = CollectiveTimes(Kind.ALL_GATHER, 896 << 20, "dma", {0: 1850.0})
+MACHINE = Isolated(800.0, 4000.0, (COMPUTE, MEMORY), (GATHER, SMALL, MEDIUM, BY_ENGINES))
+
+
+def test_a_long_gemm_keeps_what_the_collective_can_do_without() -> None:
+    # G-long, compute-bound: a quarter of its time for the collective, so that even 16 units are enough.
+    found = allocate(1000.0, 250.0, COMPUTE_BOUND, ALL_GATHER)
+    assert (found.units, found.equal) == (8, (8,))
+    assert allocate(1000.0, 400.0, COMPUTE_BOUND, ALL_GATHER).units == 16
+
+
+def test_a_long_collective_gets_what_it_needs_and_no_more() -> None:
+    for table, needed in ((ALL_GATHER, 32), (ALL_TO_ALL, 64)):
+        found = allocate(500.0, 1000.0, COMPUTE_BOUND, table)
+        assert found.units == needed == min(found.equal)
+        assert dict(found.expected_us)[needed] == 1000.0
+    # Memory-bound: nothing is lost by giving 64.
+    assert allocate(1000.0, 990.0, MEMORY_BOUND, ALL_TO_ALL).units == 64
+
+
+def test_the_reason_names_the_next_best() -> None:
+    found = allocate(1000.0, 1000.0, COMPUTE_BOUND, ALL_GATHER)
+    assert found.reason == (
+        "32 units: GEMM 1000 x 1.17, collective 1000 x 1.00 = 1170 us expected, next 64 units 1270 us"
+    )
+    assert "next" not in allocate(1.0, 1.0, {8: 1.0}, {8: 1.0}).reason
+    for tables in (({}, {}), ({8: 1.0}, {16: 1.0})):
+        with pytest.raises(ValueError, match="tables must be of the same units"):
+            allocate(1.0, 1.0, *tables)
+
+
+def test_eight_units_are_taken_from_a_memory_bound_gemm_beside_copy_engines() -> None:
+    found = spare(True, MEMORY_BOUND)
+    assert (found.units, found.reason) == (8, "8 units fewer: a memory-bound GEMM takes 0.95 of its time")
+    assert spare(False, MEMORY_BOUND).units == 0
+    assert spare(True, {8: 1.0, 16: 1.01}).reason.endswith("gains nothing here by having fewer")
+
+
+def test_rooflines_at_the_papers_efficiency() -> None:
+    assert EFFICIENCY == 0.7
+    assert expected_gemm_us(7e8, 1.0, 1.0, 1.0) == pytest.approx(1000.0)
+    assert expected_gemm_us(1.0, 7e5, 1.0, 1.0) == pytest.approx(1000.0)
+    assert expected_comm_us(7e5, 1.0) == pytest.approx(1000.0)
+
+
+def test_classes() -> None:
+    assert class_of(MACHINE, parse_workload("cb1_896M")) is C3Class.C_LONG  # 1850 by engines over 1400
+    assert class_of(MACHINE, parse_workload("cb1_690M")) is C3Class.GC_EQUAL
+    assert class_of(MACHINE, parse_workload("mb1_896M")) is C3Class.G_LONG
+    assert limit_of(MACHINE, Kind.ALL_GATHER, 2 << 20) is Limit.LATENCY
+    assert limit_of(MACHINE, Kind.ALL_GATHER, 1 << 30) is Limit.BANDWIDTH
+    for wrong in (
+        lambda: limit_of(MACHINE, Kind.ALL_TO_ALL, 1),
+        lambda: class_of(MACHINE, parse_workload("cb1_1M", Kind.ALL_TO_ALL)),
+    ):
+        with pytest.raises(ValueError, match="allowed=all_gather"):
+            wrong()
+
+
+def test_units_for_a_collective_come_from_the_tables_that_were_measured() -> None:
+    found = units_for(MACHINE, parse_workload("cb1_896M"))
+    # 8 units: 2200 x 2, of those who run on units; 64: 1400 x 1.93 = 2700.
+    assert (found.units, dict(found.expected_us)) == (64, {8: pytest.approx(4400), 64: pytest.approx(2700)})
+    assert found.reason == (
+        "64 units: GEMM 1400 x 1.93, collective 2200 x 1.00 = 2700 us expected, next 8 units 4400 us; compute-bound "
+        "(fewer units cost it 0.99 of their share), as cb1 by split and nccl all_gather 896M"
+    )
+    assert units_for(MACHINE, parse_workload("mb1_896M")).units == 8, "11400 against 13000"
+
+
+def test_a_gemm_that_was_not_measured_takes_the_table_of_its_bound() -> None:
+    found = units_for(MACHINE, parse_workload("4096x4096x16384_896M"))
+    assert "as cb1 by split" in found.reason
+    assert expected_time_us(MACHINE, Gemm(4096, 4096, 16384)) == pytest.approx(1400.0 / 2), (
+        "half of the operations, at its rate"
+    )
+    flops = 2 * 4096 * 4096 * 16384
+    without = Isolated(800.0, 4000.0, (GemmTimes(CB1, "split", 132, {0: 1400.0}),), (GATHER,))
+    assert expected_time_us(without, Gemm(4096, 4096, 16384)) == pytest.approx(flops / (800 * 0.7 * 1e6)), (
+        "by the roofline"
+    )
+
+
+def test_a_collective_is_slower_beside_a_gemm() -> None:
+    # Alone on 8 units 4400; the GEMM without them takes 1520. A pair that the GEMM decides says nothing.
+    times = {("c3_rp", 8): 5280.0, ("c3_sp_rp", 8): 4840.0, ("c3_rp", 64): 9000.0, ("c3_target", 8): 9000.0}
+    pair = PairTimes(CB1, Kind.ALL_GATHER, 896 << 20, "nccl", 2200.0, 3600.0, times)
+    known = Isolated(800.0, 4000.0, (COMPUTE, MEMORY), (GATHER, BY_ENGINES), (pair,))
+    assert slowed_beside(known, Kind.ALL_GATHER, "nccl") == pytest.approx(1.15)
+    assert slowed_beside(known, Kind.ALL_TO_ALL, "nccl") == pytest.approx(1.15), (
+        "of another collective, for want of its own"
+    )
+    assert slowed_beside(known, Kind.ALL_GATHER, "dma") == slowed_beside(MACHINE, Kind.ALL_GATHER, "nccl") == 1.0
+    found = units_for(known, parse_workload("cb1_896M"))
+    assert dict(found.expected_us)[8] == pytest.approx(1.15 * 4400)
+    assert "collective 2530 x" in found.reason and "1.15 of its time beside a GEMM" in found.reason
+    faster = dataclasses.replace(pair, times_us={("c3_rp", 8): 4000.0})
+    assert slowed_beside(dataclasses.replace(known, pairs=(faster,)), Kind.ALL_GATHER, "nccl") == 1.0
+
+
+def test_nothing_to_look_up() -> None:
+    alone = Isolated(800.0, 4000.0, (COMPUTE,), (BY_ENGINES,))
+    with pytest.raises(ValueError, match="no all_gather was measured with fewer units"):
+        units_for(alone, parse_workload("cb1_896M"))
+    with pytest.raises(ValueError, match="no GEMM was measured"):
+        units_for(Isolated(800.0, 4000.0, (), (GATHER,)), parse_workload("cb1_896M"))
+
+
+def test_units_to_spare_next_to_copy_engines() -> None:
+    assert units_to_spare(MACHINE, MB1).units == 8
+    assert "takes 0.95 of its time" in units_to_spare(MACHINE, MB1).reason
+    assert units_to_spare(MACHINE, CB1).units == 0
+    assert "compute-bound (fewer units cost it" in units_to_spare(MACHINE, CB1).reason
+    assert units_to_spare(Isolated(800.0, 4000.0, (COMPUTE,), ()), Gemm(64, 64, 8192)).units == 0
