@@ -47,7 +47,7 @@ def import_ahead() -> None:
 
     if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
         return
-    processes.PRELOADED += ("imported_ahead",)
+    processes.PRELOADED = ("imported_ahead", *processes.PRELOADED)
     processes.rank_context()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).with_name("common")), prepend=os.pathsep)
