@@ -46,7 +46,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-device test-torch test-newest test-oldest test-long test-restart test-steps attack soak sanitize results wheel docs docs-pages size lint format venv clean
+.PHONY: help demo test pytest test-device test-torch test-newest test-oldest test-long test-restart test-steps attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,10 +55,13 @@ demo: $(READY) ## run a GEMM next to a collective on whatever is here; table, an
 	@$(BIN)/sidelane demo $(DEMO)
 
 # An environment that borrows the packages of another Python may lack the linters, and a machine with GPUs the network.
+# Types are checked beside the tests: mypy has one process, and the tests do not always have work for every core.
 test: $(READY) ## lint, check types, run every test that needs no GPU
 	@if [ -e .venv/borrowed ] && ! $(BIN)/python -c "import ruff, mypy" 2>/dev/null; \
-	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; \
-	else $(MAKE) --no-print-directory lint; fi
+	then echo "[sidelane] NOT CHECKED: ruff and mypy are missing here"; $(MAKE) --no-print-directory pytest; \
+	else $(MAKE) --no-print-directory style && $(MAKE) --no-print-directory --jobs=2 --keep-going types pytest; fi
+
+pytest: $(READY)
 	@echo "[sidelane] tests"
 	@$(BIN)/python -m pytest $$($(BIN)/python -c "import xdist" 2>/dev/null && echo $(PARALLEL)) -m "not long" $(TESTS)
 
@@ -121,11 +124,15 @@ docs-pages: $(READY) ## write the pages and tables of docs/ that are made from t
 size: $(READY) ## count lines, files, complexity and names of the house into docs/internals/size.md
 	@$(BIN)/python tools/house.py
 
-lint: $(READY) ## ruff and mypy
+lint: style types ## ruff and mypy
+
+style: $(READY)
 	@echo "[sidelane] ruff check"
 	@$(BIN)/python -m ruff check .
 	@echo "[sidelane] ruff format --check"
 	@$(BIN)/python -m ruff format --check .
+
+types: $(READY)
 	@echo "[sidelane] mypy"
 	@$(BIN)/python -m mypy
 

@@ -66,12 +66,12 @@ OPERATORS: tuple[tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 )
 
 
-def back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+def back_to_back(group: dist.ProcessGroup, seed: int, calls: int, first: int = 0) -> int:
     """Skewed routing, nothing at all for some, one expert and several, weights that lie apart; every way, counts on the
-    device and on the host, and rows that there is no room for."""
+    device and on the host, and rows that there is no room for. ``first``: number of the first call."""
     with communicator(group) as comm:
         draws, kept, done = Draws(seed, comm.rank), list[tuple[object, torch.Tensor, torch.Tensor]](), 0
-        for number in range(calls):
+        for number in range(first, first + calls):
             dtype, depth, columns = KINDS[number % len(KINDS)]
             for name, result, wanted in one_shape(comm, draws, number, dtype, depth, columns):
                 kept.append(((number, dtype, name), result[: len(wanted)].clone(), wanted))

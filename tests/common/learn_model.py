@@ -172,8 +172,9 @@ def explore(
         if not followers and any(device.run < calls for device in state.devices):
             raise WrongError(f"ranks wait for each other: {state}")
         for follower in reversed(followers):  # the first ranks go first: that is where most mistakes show
-            if follower not in seen:
-                seen.add(follower)
+            known = len(seen)
+            seen.add(follower)  # a state is large: it is hashed once
+            if len(seen) > known:
                 todo.append(follower)
     return len(seen)
 

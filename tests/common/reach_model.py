@@ -101,8 +101,9 @@ def explore(ranks: int, calls: int, mistake: str = "", *, may_fail: bool = True)
         elif not followers:
             raise WrongError(f"ranks wait for each other: {state}")
         for follower in followers:
-            if follower not in seen:
-                seen.add(follower)
+            known = len(seen)
+            seen.add(follower)  # a state is large: it is hashed once
+            if len(seen) > known:
                 todo.append(follower)
     return len(seen)
 

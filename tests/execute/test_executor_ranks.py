@@ -187,12 +187,13 @@ def one_stays_away(group: dist.ProcessGroup) -> Seen:
     loaded.run_checked(1)
     try:
         if rig.rank == 2:
-            # Busy elsewhere; when it comes, the others have given up.
-            time.sleep(6.0)
+            dist.barrier(group)  # busy elsewhere; when it comes, the others have given up
         loaded.run_checked(2)
     except PeerError as error:
         result = seen(error)
         error.__traceback__ = None
+    if rig.rank != 2:
+        dist.barrier(group)
     del loaded
     dist.barrier(group)
     assert leftovers(rig) == []
@@ -217,12 +218,14 @@ def one_waits_for_who_stays_away(group: dist.ProcessGroup) -> Seen | None:
     everyone = rig.load(build(all_gather([100] * rig.world_size), "pcpy"))
     try:
         if rig.rank == 2:
-            time.sleep(4.0)
+            dist.barrier(group)  # until the others have given up
         chain.run_checked(1)
         everyone.run_checked(2)
     except PeerError as error:
         result = seen(error)
         error.__traceback__ = None
+    if rig.rank != 2:
+        dist.barrier(group)
     del chain, everyone
     dist.barrier(group)
     assert leftovers(rig) == []

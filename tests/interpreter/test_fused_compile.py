@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -239,7 +240,7 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     assert text.count(".sys.acq_rel.add") == 1, "the last program"
 
 
-@pytest.mark.parametrize("experts", [1, 8, 64])
+@pytest.mark.parametrize("experts", [1, long(8), 64])
 @pytest.mark.parametrize("taken", [True, False])
 def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
     tiles = gemm.ROW_TILES
@@ -255,7 +256,7 @@ def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
 
 
 @pytest.mark.parametrize("sent", [True, False])
-@pytest.mark.parametrize("experts", [1, 8, 64])
+@pytest.mark.parametrize("experts", [1, long(8), 64])
 def test_groups_of_experts_compile(experts: int, sent: bool) -> None:
     constants: dict[str, object] = {"EP": max(2, experts), "SENT": sent}
     _, registers, stack = compiled(expert_products.GROUPS, "*i64 *i32 *i32 *i32 i32 i32 i32 i32", constants, 4)

@@ -329,11 +329,12 @@ def test_different_sizes_of_symmetric_memory_are_named(pool: RankPool) -> None:
 def no_memory_without_all(group: dist.ProcessGroup) -> tuple[int, ...]:
     with communicator(group, timeout_s=2) as comm:
         if comm.rank == 1:
-            time.sleep(5)
+            dist.barrier(group)  # until the others have given up
             return ()
         error = error_of(comm.empty, 100)
         assert isinstance(error, PeerTimeoutError), error
-        return error.ranks
+    dist.barrier(group)
+    return error.ranks
 
 
 def test_a_rank_that_does_not_allocate_is_named(pool: RankPool) -> None:
@@ -436,11 +437,13 @@ def absent(group: dist.ProcessGroup, known: bool) -> tuple[str, tuple[int, ...],
         if known:
             comm.all_gather(out, shard)
         if comm.rank == 1:
-            time.sleep(6)
+            dist.barrier(group)  # until the others have given up
             return "", (), "", 0.0
         begun = time.monotonic()
         error = error_of(comm.all_gather, out, shard)
-        return type(error).__name__, getattr(error, "ranks", ()), str(error), time.monotonic() - begun
+        waited_s = time.monotonic() - begun
+    dist.barrier(group)
+    return type(error).__name__, getattr(error, "ranks", ()), str(error), waited_s
 
 
 @pytest.mark.parametrize("known", [False, True])

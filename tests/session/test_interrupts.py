@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def interrupted(group: dist.ProcessGroup, async_op: bool) -> tuple[str, str]:
     out, shard = comm.empty(5 * comm.world_size), torch.empty(5)
     comm.all_gather(out, shard)
     if comm.rank == 2:  # keeps the others waiting until one of them is interrupted
-        time.sleep(4)
+        dist.barrier(group)
     if comm.rank == 0:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
@@ -41,6 +40,8 @@ def interrupted(group: dist.ProcessGroup, async_op: bool) -> tuple[str, str]:
     except (KeyboardInterrupt, PeerError) as error:
         comm.close()
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane")]
+        if comm.rank != 2:
+            dist.barrier(group)
         return type(error).__name__, str(error)
     raise AssertionError("no error was raised")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -178,11 +177,13 @@ def late(group: dist.ProcessGroup, arms: bool, host: bool) -> tuple[str, tuple[i
         if comm.rank != 1 or arms:
             handle.arm()
         if comm.rank == 1:
-            time.sleep(6)
+            dist.barrier(group)  # until the others have given up
             if not arms:
                 return "", (), ""
         error = error_of(_fire, handle, host)
-        return type(error).__name__, getattr(error, "ranks", ()), str(error)
+    if comm.rank != 1:
+        dist.barrier(group)
+    return type(error).__name__, getattr(error, "ranks", ()), str(error)
 
 
 def _fire(handle: Prelaunched, host: bool) -> None:

@@ -51,7 +51,8 @@ def quick_interpreter() -> Iterator[None]:
 
     The interpreter patches the functions of Triton's language at every call of every function of a kernel, and searches
     the whole language to do so: two thirds of its time, although they are patched already. Inside of this context it
-    does so once, and the end restores them. Checks for overflows, a quarter of the remaining time, are off.
+    does so once, and the end restores them. Checks for overflows, a quarter of the remaining time, are off, and what
+    follows from a type alone is found once for each type, a quarter again.
     """
     replace = interpreter._patch_lang
     languages: dict[Any, tuple[types.ModuleType, ...]] = {}
@@ -72,11 +73,50 @@ def quick_interpreter() -> Iterator[None]:
     builder.options = dataclasses.replace(options, sanitize_overflow=False)
     interpreter._patch_lang = once
     try:
-        yield
+        with _types_known():
+            yield
     finally:
         interpreter._patch_lang, builder.options = replace, options
         for scope in reversed(replaced.values()):
             scope.restore()
+
+
+@contextmanager
+def _types_known() -> Iterator[None]:
+    """Let the interpreter find what follows from a type once for each type, inside of this context.
+
+    Types with the same name are equal, as for Triton.
+    """
+    block, tensor, find_dtype = tl.core.block_type, tl.core.tensor, interpreter._get_np_dtype
+    make_block, make_tensor = block.with_element_ty, tensor.__init__
+    dtypes: dict[str, Any] = {}
+    blocks: dict[tuple[str, str], Any] = {}
+    tensors: dict[str, dict[str, Any]] = {}
+
+    def dtype(kind: Any) -> Any:
+        if kind.name not in dtypes:
+            dtypes[kind.name] = find_dtype(kind)
+        return dtypes[kind.name]
+
+    def with_element_ty(self: Any, scalar: Any) -> Any:
+        key = self.name, scalar.name
+        if key not in blocks:
+            blocks[key] = make_block(self, scalar)
+        return blocks[key]
+
+    def initialize(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in tensors:
+            make_tensor(self, handle, type)
+            tensors[type.name] = vars(self).copy()
+        else:
+            vars(self).update(tensors[type.name])
+            self.handle = handle
+
+    interpreter._get_np_dtype, block.with_element_ty, tensor.__init__ = dtype, with_element_ty, initialize
+    try:
+        yield
+    finally:
+        interpreter._get_np_dtype, block.with_element_ty, tensor.__init__ = find_dtype, make_block, make_tensor
 
 
 def _only_value(tensor: Any) -> int:
