@@ -20,6 +20,7 @@ from sidelane import config as settings
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.learning.mappings import default_limit_bytes
 from sidelane.collectives.side_stream import SideStream
+from sidelane.collectives.work import Work
 from sidelane.config import COMPUTE, Config, learning
 from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
@@ -143,7 +144,8 @@ class EnabledDdp:
         self.calls += 1
         self._ledger.note(known.row, "", known.nbytes)
         if self._side is None:
-            return known.average().get_future().then(_first)
+            work: Work = known.average()
+            return work.get_future().then(_first)
         # The first time may wait for the hosts of peers, which make the same calls in the same order.
         self._side.run(known.average)
         if bucket.is_last():
