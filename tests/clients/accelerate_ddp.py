@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
-from client import BACKEND, GPUS, batches, finish, model, sums
+from client import BACKEND, GPUS, batches, enable, finish, model, sums
 
 if GPUS:
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=BACKEND)])  # the line
@@ -21,6 +21,7 @@ net = model()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 data = torch.utils.data.DataLoader(torch.cat(batches(8)), batch_size=8)
 net, optimizer, data = accelerator.prepare(net, optimizer, data)
+enable(net)
 
 
 def train() -> list[float]:

@@ -8,7 +8,7 @@ import tempfile
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, InitProcessGroupKwargs, broadcast_object_list
-from client import BACKEND, batches, finish, model, sums
+from client import BACKEND, batches, enable, finish, model, sums
 from patches import accelerate_fsdp2_on_cpus
 
 accelerate_fsdp2_on_cpus()
@@ -23,6 +23,7 @@ net = model()
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 data = torch.utils.data.DataLoader(torch.cat(batches(8)), batch_size=8)
 net, optimizer, data = accelerator.prepare(net, optimizer, data)
+enable(net)
 
 
 def train() -> list[float]:

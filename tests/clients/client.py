@@ -1,7 +1,7 @@
 """What all clients share: the device of a rank, some data, and a file with what the rank has computed.
 
-A client is a program as a user writes it. It takes the name of the backend as its only argument and imports nothing of
-Sidelane: the installed package offers torch the name.
+A client is a program as a user writes it. It takes the name of the backend and imports nothing of Sidelane: the
+installed package offers torch the name. ``gloo+enable`` is Gloo with :func:`enable`, in the clients that call it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-BACKEND = sys.argv[1] if len(sys.argv) > 1 else "sidelane"
+BACKEND, _, ENABLE = (sys.argv[1] if len(sys.argv) > 1 else "sidelane").partition("+")
 GPUS = torch.cuda.is_available()
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if GPUS else torch.device("cpu")
@@ -45,6 +45,14 @@ def sums(tensors: Iterable[torch.Tensor]) -> list[float]:
     """Return a sum of each tensor's own part: parameters that differ in a digit differ in it."""
     parts = (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
     return [part.detach().double().sum().item() for part in parts]
+
+
+def enable(model: torch.nn.Module) -> None:
+    """Let Sidelane make the calls of a model of DDP or FSDP2, if the backend's name asks for it."""
+    if ENABLE:
+        from sidelane import ddp, fsdp
+
+        (ddp if isinstance(model, torch.nn.parallel.DistributedDataParallel) else fsdp).enable(model)
 
 
 def finish(values: Iterable[float]) -> None:

@@ -8,7 +8,7 @@ import tempfile
 import lightning
 import torch
 import torch.distributed as dist
-from client import BACKEND, GPUS, RANKS, batches, finish, model, sums
+from client import BACKEND, GPUS, RANKS, batches, enable, finish, model, sums
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
@@ -23,6 +23,9 @@ class Module(lightning.LightningModule):
     def configure_model(self) -> None:
         for layer in (self.net[0], self.net[2], self.net):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_start(self) -> None:
+        enable(self.trainer.strategy.model)
 
     def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
         loss = (self.net(x) - x).square().mean()

@@ -20,14 +20,23 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 OUT = "CLIENTS_OUT"
 SHARED = ("client", "patches", "run")
+DISTRIBUTIONS = {"megatron": "megatron-core"}  # where a package's name is not the first word of the client's
 VARIANTS = {"torchtitan_train": ("fsdp", "tensor", "context")}
+ENABLED = (
+    "accelerate_ddp",
+    "accelerate_fsdp2",
+    "lightning_ddp",
+    "lightning_fsdp2",
+    "torch_dcp",
+    "torchtitan_train fsdp",
+)
 
 
 def main() -> None:
     clients = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in SHARED)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"all if none is named: {', '.join(clients)}")
-    parser.add_argument("--backends", nargs=2, default=["gloo", "sidelane"], help="the reference, and what is tested")
+    parser.add_argument("--backends", nargs=2, default=["gloo", "sidelane"], help="reference, and what is tested")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=180, help="time-out of a run")
     options = parser.parse_args()
@@ -36,18 +45,25 @@ def main() -> None:
     failed = 0
     for client in options.clients or clients:
         package = client.split("_")[0]
+        package = DISTRIBUTIONS.get(package, package)
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             print(f"{client}: skipped, {package} is not installed", flush=True)
             continue
         for variant in VARIANTS.get(client, ("",)):
-            ranks = [run(client, variant, backend, options.ranks, options.seconds) for backend in options.backends]
-            verdict = compare(*ranks)
-            failed += verdict is not None
-            verdict = verdict or f"{len(ranks[0][0]['values'])} numbers of a rank, the same with both"
-            print(f"{client} {variant}".strip(), f"({package} {version}): {verdict}")
-            print(*made(ranks[1]), sep="\n", flush=True)
+            name, (reference, *tested) = f"{client} {variant}".strip(), options.backends
+            if name in ENABLED:
+                tested.append(f"{reference}+enable")
+            wanted = run(client, variant, reference, options.ranks, options.seconds)
+            print(f"{name} ({package} {version})")
+            for backend in tested:
+                got = run(client, variant, backend, options.ranks, options.seconds)
+                verdict = compare(wanted, got)
+                failed += verdict is not None
+                verdict = verdict or f"{len(got[0]['values'])} numbers of a rank, the same as with {reference}"
+                print(f"  {backend}: {verdict}")
+                print(*made(got), sep="\n", flush=True)
     sys.exit(f"{failed} clients failed" if failed else None)
 
 
@@ -99,7 +115,7 @@ def made(ranks: list[dict]) -> list[str]:
         what = row["operation"] if ours else f"{row['operation']} ({row['why']})"
         calls.setdefault(row["where"], Counter())[what] += row["calls"]
     return [
-        f"  {where}: {', '.join(f'{count} {what}' for what, count in counts.items())}"
+        f"    {where}: {', '.join(f'{count} {what}' for what, count in counts.items())}"
         for where, counts in calls.items()
     ]
 

@@ -8,7 +8,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from client import BACKEND, DEVICE, GPUS, RANKS, batches, finish, model, sums
+from client import BACKEND, DEVICE, GPUS, RANKS, batches, enable, finish, model, sums
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +18,7 @@ mesh = init_device_mesh(DEVICE.type, (RANKS,))
 net = model().to(DEVICE)
 for layer in (net[0], net[2], net):
     fully_shard(layer, mesh=mesh)
+enable(net)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
