@@ -16,6 +16,7 @@
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
 # SEED           which cases `make attack` makes up; others each time if empty.
 # ATTACK         its further options: "--case 7" runs one case again, "--output FILE" writes all that was found.
+# CLIENTS        which programs `make test-clients` runs, such as "torch_dcp lightning_ddp"; all if empty.
 # SOAK           options of `make soak`: "--minutes 60 --seed 1 --text soak.txt", "--storm 100000", "--help".
 # PARALLEL       how `make test` shares the test files among processes. Most tests start ranks of their own: few is best.
 
@@ -32,6 +33,7 @@ MEASURE ?=
 SECONDS ?=
 SEED ?=
 ATTACK ?=
+CLIENTS ?=
 SOAK ?=
 PARALLEL ?= --numprocesses 3 --dist loadfile
 
@@ -46,7 +48,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest test-device test-torch test-newest test-oldest test-long test-restart test-steps attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help demo test pytest test-device test-torch test-newest test-oldest test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -92,6 +94,17 @@ test-restart: $(READY) ## kill a rank of programs that train, and see torchrun s
 
 test-steps: $(READY) ## train 10,000 steps of random sizes, and see that nothing leaks or slows down; half an hour; STEPS=1000
 	@STEPS="$(STEPS)" $(BIN)/python -m pytest tests/leaks
+
+test-clients: .venv-clients/.ready ## run accelerate, Trainer, Lightning, torchtitan, TorchRec, DeepSpeed and others between CPU ranks; 10 minutes
+	@CUDA_VISIBLE_DEVICES= .venv-clients/bin/python tests/clients/run.py $(CLIENTS)
+
+# An environment of their own: these programs want versions of packages that the tools here do not.
+.venv-clients/.ready: tests/clients/requirements.txt tests/clients/requirements-alone.txt
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet $(TORCH_INSTALL)
+	@.venv-clients/bin/python -m pip install --quiet -e . -r tests/clients/requirements.txt
+	@DS_BUILD_OPS=0 .venv-clients/bin/python -m pip install --quiet --no-deps -r tests/clients/requirements-alone.txt
+	@touch "$@"
 
 attack: $(READY) ## try to prove verify wrong, with random programs and schedules; SECONDS=600 SEED=1
 	@PYTHONPATH=src:tests:tests/common $(BIN)/python -m attack --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED)) $(ATTACK)
@@ -146,5 +159,5 @@ $(READY): pyproject.toml tools/make_venv.py
 	@touch "$@"
 
 clean: ## remove .venv, the report and every cache
-	rm -rf .venv report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-clients report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests tools examples -name __pycache__ -prune -exec rm -rf {} +
