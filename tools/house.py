@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, LABORATORY, TESTS = ROOT / "src" / "sidelane", ROOT / "src" / "sidelane_lab", ROOT / "tests"
 PAGE = ROOT / "docs" / "internals" / "size.md"
+REASONS = "## What stands against the goals"
 BANNED = ("Of", "As", "What", "Whose", "Who", "Whether", "Likewise")
 """First words of a docstring that is no sentence."""
 
@@ -133,8 +134,9 @@ def page() -> str:
 
 
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(page(), encoding="utf-8")
+    """Write the counts of the page; what is said about them below is written by hand, and stays."""
+    _, heading, said = PAGE.read_text(encoding="utf-8").partition(REASONS)
+    PAGE.write_text(page() + "\n" + heading + said, encoding="utf-8")
     print(PAGE.relative_to(ROOT))
 
 

@@ -8,7 +8,7 @@ engines            wait .................................copies .|
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from types import TracebackType
 
 import torch
@@ -126,8 +126,17 @@ class Prelaunched:
             ValueError: inside a capture.
             PeerError, PeerTimeoutError: as other calls.
         """
-        self._fire("trigger", self._held.fire)
-        self._calls.unfinished.discard(self)
+        if not self._is_armed:
+            self._require_armed("trigger")
+        calls = self._calls
+        try:  # no context manager, and no function for both triggers: either takes as long as the store
+            self._held.fire()
+        except (PeerError, KeyboardInterrupt) as error:
+            calls.fail(error)
+            raise
+        self._is_armed, calls.armed = False, None
+        calls.unfinished.discard(self)
+        count_writes(self._output)
 
     def trigger_from_host(self) -> None:
         """Fire the call at once, by one store. The caller's work that computes its input must have ended.
@@ -137,14 +146,11 @@ class Prelaunched:
             ValueError: it was prepared without ``host_trigger``.
             PeerError, PeerTimeoutError: as other calls.
         """
-        self._fire("trigger_from_host", self._held.fire_from_host)
-
-    def _fire(self, method: str, fire: Callable[[], None]) -> None:
         if not self._is_armed:
-            self._require_armed(method)
+            self._require_armed("trigger_from_host")
         calls = self._calls
-        try:  # no context manager: it takes longer than the store
-            fire()
+        try:
+            self._held.fire_from_host()
         except (PeerError, KeyboardInterrupt) as error:
             calls.fail(error)
             raise
