@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankPool, shared_memory
+from ranks import RankPool, crew, shared_memory
 
 from sidelane.errors import CommunicatorClosedError, MismatchError, UnavailableError
 from sidelane.memory.exchange import Exchange
@@ -162,8 +162,11 @@ def out_of_descriptors(group: dist.ProcessGroup) -> list[str]:
     return found
 
 
-def test_what_a_rank_lacks_is_named(pool: RankPool) -> None:
-    for texts in pool.run(out_of_descriptors, 2):
+def test_what_a_rank_lacks_is_named() -> None:
+    """Between ranks of their own: threads that other tests have left behind open files, too."""
+    with crew(2) as ranks:
+        told = ranks.run(out_of_descriptors)
+    for texts in told:
         for text, rank, words in zip(texts, (1, 0, 1), ("(ulimit -n)", "(ulimit -n)", "no more memory"), strict=True):
             assert f"rank {rank}: cannot" in text and words in text, text
 

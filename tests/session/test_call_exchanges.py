@@ -26,7 +26,7 @@ from sidelane.integrations.fallback import Witness
 from sidelane.integrations.nodes.groups import NodeGroup, find_nodes
 from sidelane.memory import exchange as exchanges
 from sidelane.memory import host_shared
-from sidelane.memory.exchange import Exchange
+from sidelane.memory.exchange import Exchange, value_of
 from sidelane.session import session as profiles
 
 
@@ -433,3 +433,30 @@ def test_a_rank_that_dies_inside_an_exchange_is_named() -> None:
     assert code == 5
     for name, ranks in (first, last):
         assert (name, ranks) == ("PeerError", (1,))
+
+
+class Forgetting:
+    """A store in which another rank deletes a key as soon as somebody has seen it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_value_that_another_rank_deletes_is_not_waited_for(tmp_path: Path) -> None:
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1), dist.TCPStore("localhost", 0, 1, True)):
+        store.set_timeout(datetime.timedelta(seconds=1))
+        prefixed = dist.PrefixStore("a", store)
+        assert value_of(prefixed, "key") is None
+        prefixed.set("key", "value")
+        assert value_of(Forgetting(prefixed), "key") == b"value"  # type: ignore[arg-type]
+        prefixed.delete_key("key")
+        assert value_of(prefixed, "key") is None

@@ -53,6 +53,7 @@ Item = TypeVar("Item")
 
 _LIVENESS_INTERVAL_S = 0.1
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 100e-6, 10e-3
+_NO_VALUE = "no value"
 _OUTCOME = "outcome"
 
 
@@ -239,8 +240,8 @@ class Exchange:
     def _decided(self) -> ExchangeOutcome | None:
         """Return the outcome of this exchange; None if it is not decided yet."""
         assert self._store is not None
-        key = self._outcome_key
-        return ExchangeOutcome.of(self._store.get(key)) if self._store.check([key]) else None
+        value = value_of(self._store, self._outcome_key)
+        return None if value is None else ExchangeOutcome.of(value)
 
     def _raise_if_over(self, what: str, error: Exception) -> None:
         """Raise the error of the others if they had given up a later exchange before this rank failed in it."""
@@ -296,11 +297,10 @@ class Exchange:
         assert store is not None
         found = {self.rank: self._posted}
         for rank in range(self.world_size):
-            key = f"{self._number}/{rank}"
             if rank == self.rank or rank in known:
                 continue
             with self._reaching_the_store(what):
-                posted = store.get(key) if store.check([key]) else None
+                posted = value_of(store, f"{self._number}/{rank}")
             if posted is not None:
                 try:
                     found[rank] = post_of(posted)
@@ -337,6 +337,16 @@ class Exchange:
             yield
         except RuntimeError as error:
             raise PeerError(f"{what}: the store of the process group cannot be reached: {error}") from error
+
+
+def value_of(store: dist.Store, key: str) -> bytes | None:
+    """Return the value of a key, or None if it has none now.
+
+    It takes one operation. Another rank may delete the key between ``check`` and ``get``, and ``get`` would then wait
+    for it until the store's own time-out.
+    """
+    found: bytes = store.compare_set(key, _NO_VALUE, _NO_VALUE)  # what is expected comes back where nothing is
+    return None if found == _NO_VALUE.encode() else found
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
