@@ -251,7 +251,8 @@ def test_one_that_grows_and_hangs_is_given_up(bench: Bench, capsys: pytest.Captu
     for tries in (2, 0):
         assert bench.run("slow", "fine", options=("--seconds", "20"), slow=hangs) == 1
         assert [call.split()[0] for call in bench.calls()].count("slow") == tries
-    assert "FAILED: slow: it took longer than 17 s" in capsys.readouterr().out
+    # 17 s of the 20, less what the machine takes to start the programs before.
+    assert re.search(r"FAILED: slow: it took longer than 1[3-7] s", capsys.readouterr().out)
 
 
 def test_wrong_rows_are_an_error_and_texts_are_joined(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
