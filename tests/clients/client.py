@@ -1,4 +1,4 @@
-"""What all clients share: the device of a rank, some data, and a file with what the rank has computed.
+"""Parts that all clients share: the device of a rank, some data, and a file with what the rank has computed.
 
 A client is a program as a user writes it. It takes the name of the backend and imports nothing of Sidelane: the
 installed package offers torch the name. ``gloo+enable`` is Gloo with :func:`enable`, in the clients that call it.

@@ -1,4 +1,4 @@
-"""What some clients lack for CPU ranks. On GPUs these functions do nothing: there the clients run as they are."""
+"""Functions that some clients lack for CPU ranks. On GPUs they do nothing: there the clients run as they are."""
 
 from __future__ import annotations
 

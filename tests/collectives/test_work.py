@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import sweeps
@@ -67,3 +69,52 @@ def fails(group: dist.ProcessGroup) -> str:
 
 def test_a_failure_goes_to_whoever_asks(pool: RankPool) -> None:
     assert pool.run(fails, 2)[0] == "PeerTimeoutError"
+
+
+class CompiledCode:
+    """Compiled code and a stream of asynchronous calls, as a GPU has them: it notes what it is asked."""
+
+    def __init__(self, knows: bool) -> None:
+        self.asynchronous, self.knows, self.is_aside = self, knows, False
+        self.said: list[tuple[Any, ...]] = []
+
+    def run_aside(self, job: Callable[[], Any]) -> Any:
+        self.is_aside = True
+        try:
+            return job()
+        finally:
+            self.is_aside = False
+
+    def run(self, kind: str, tensors: tuple[Any, ...], *rest: Any) -> bool:
+        self.said.append((str(kind), self.is_aside))
+        return self.knows
+
+    def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> str:
+        self.said.append((len(tensors), outputs, self.is_aside))
+        return "work"
+
+
+def asked_of_compiled_code(group: dist.ProcessGroup) -> None:
+    with Communicator(group) as comm:
+        given, found = torch.full((4,), float(comm.rank)), torch.empty(8)
+        for knows in (True, False):
+            code = CompiledCode(knows)
+            comm._repeats = code  # type: ignore[assignment]
+            work: Any = comm.all_gather(found, given, async_op=True)
+            assert code.said[0] == ("all_gather", True)
+            if knows:
+                count, outputs, is_aside = code.said[1]
+                assert work == "work" and count == 2 and is_aside and outputs[0] is found
+                assert comm.all_gather([found], [given], async_op=True) == "work"
+                count, outputs, is_aside = code.said[3]
+                assert count == 2 and is_aside and len(outputs) == 1 and outputs[0] is found
+                assert comm.all_gather(found, given) is None and code.said[4] == ("all_gather", False)
+            else:
+                work.wait()  # Python has made it
+                assert found.tolist() == [0.0] * 4 + [1.0] * 4
+                assert len(code.said) == 1, "once, and Python made the call aside"
+            comm._repeats = None
+
+
+def test_asynchronous_calls_are_asked_of_compiled_code_beside_the_callers_stream(pool: RankPool) -> None:
+    pool.run(asked_of_compiled_code, 2)

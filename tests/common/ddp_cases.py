@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -141,6 +141,38 @@ def elsewhere(group: dist.ProcessGroup) -> dict[str, tuple[int, set[tuple[str, s
                 wrapped(given * (1 + dist.get_rank(group))).sum().backward()
             rows = [row for row in sidelane.report().rows if row.operation == ddp.OPERATION]
             told[name] = enabled.calls, {(row.where, row.why) for row in rows}
+    return told
+
+
+class CountedStream:
+    """A side stream of the hook, as on GPUs: it runs jobs at once, and notes what is waited for."""
+
+    def __init__(self) -> None:
+        self.runs, self.waiting, self.joins = 0, 0, 0
+
+    def run(self, job: Callable[[], Any]) -> Any:
+        self.runs, self.waiting = self.runs + 1, self.waiting + 1
+        return job()
+
+    def join(self) -> None:
+        self.joins, self.waiting = self.joins + 1, 0
+
+
+def waited_for(group: dist.ProcessGroup) -> list[tuple[int, int, int]]:
+    """Averages on the side stream, those that nobody waits for behind backward, and waits, of three steps; whoever
+    averages the last bucket."""
+    told = []
+    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3))
+    dense = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    for model in (sparse, dense):
+        wrapped = DistributedDataParallel(model, process_group=group)
+        with ddp.enable(wrapped, config=CONFIG) as enabled:
+            side = CountedStream()
+            enabled._side = side  # type: ignore[assignment]
+            for _ in range(3):
+                wrapped(torch.tensor([[1, 2], [3, dist.get_rank(group)]])).sum().backward()
+                assert side.waiting == 0, "DDP reads averages behind backward"
+            told.append((side.runs, side.waiting, side.joins))
     return told
 
 

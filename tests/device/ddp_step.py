@@ -75,7 +75,7 @@ def main() -> None:
     runs = {way: made(way, options, device) for way in options.ways.split(",")}
     times: dict[str, list[float]] = {way: [] for way in runs}
     backward: dict[str, list[float]] = {way: [] for way in runs}
-    losses: dict[str, float] = {}
+    losses: dict[str, torch.Tensor] = {}
 
     def step(way: str) -> None:
         model, optimizer = runs[way]
@@ -122,7 +122,9 @@ def main() -> None:
     os._exit(0)  # what is timed has ended, and nothing is to be given back in order
 
 
-def made(way: str, options: argparse.Namespace, device: torch.device):  # type: ignore[no-untyped-def]
+def made(
+    way: str, options: argparse.Namespace, device: torch.device
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     group = dist.new_group(backend="sidelane") if way == "group" else dist.group.WORLD
     model = DistributedDataParallel(
         llama(options.model, device), process_group=group, gradient_as_bucket_view=options.views

@@ -59,7 +59,8 @@ def main() -> None:
 def calls_of(comm: Communicator, kind: str, variant: str, nbytes: int) -> tuple[Call, Call]:
     """The plain call, and that of lists of one tensor, on symmetric memory."""
     whole, other = (comm.empty(nbytes // 2, dtype=torch.bfloat16).zero_() for _ in range(2))
-    part, options = nbytes // 2 // comm.world_size, {"variant": variant}
+    part = nbytes // 2 // comm.world_size
+    options: dict[str, Any] = {"variant": variant} | ({"root": 0} if kind == "broadcast" else {})
     match kind:
         case "all_gather":
             tensors: tuple[torch.Tensor, ...] = (whole, other[:part])
@@ -69,8 +70,6 @@ def calls_of(comm: Communicator, kind: str, variant: str, nbytes: int) -> tuple[
             tensors = (whole, other)
         case _:
             tensors = (whole,)
-    if kind == "broadcast":
-        options["root"] = 0  # type: ignore[assignment]
     call, lists = getattr(comm, kind), tuple([tensor] for tensor in tensors)
     return lambda: call(*tensors, **options), lambda: call(*lists, **options)
 

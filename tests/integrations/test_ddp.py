@@ -26,6 +26,11 @@ def test_what_sidelane_does_not_add_goes_to_the_group(pool: RankPool) -> None:
         assert told["sparse"] == (2, {("gloo", "a sparse bucket"), ("sidelane", "a communication hook")})
 
 
+def test_all_averages_are_waited_for_whoever_makes_the_last(pool: RankPool) -> None:
+    for told in pool.run(ddp_cases.waited_for, 2):
+        assert told == [(3, 0, 3), (3, 0, 3)]
+
+
 def test_inputs_that_end_earlier_on_some_ranks(pool: RankPool) -> None:
     """Bit by bit; but a divisor that no hook is told is refused on every rank before its first average."""
     for told in pool.run(ddp_cases.joined, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def own_part(copied: object) -> tuple[Hashable, ...]:
     return () if copied is True else (copied if copied is False else repr(copied),)
 
 
-class CallForm:
+class CallForm(abc.ABC):
     """The interface of a call to ``CallPath``, and what most forms do.
 
     Attributes:
@@ -54,16 +55,16 @@ class CallForm:
     places = 1
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def name(self) -> str: ...
 
     @property
-    def details(self) -> Hashable:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def details(self) -> Hashable: ...
 
     @property
-    def tensors(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def tensors(self) -> tuple[Any, ...]: ...
 
     @property
     def repeated_as(self) -> CallRequest | None:
@@ -77,9 +78,9 @@ class CallForm:
         """Raise ValueError for a variant that does not exist for this kind of call."""
         check_variant(Kind(self.name), variant, abilities)
 
+    @abc.abstractmethod
     def request(self, arguments: Arguments) -> AnyRequest:
         """Return the checked request of this rank. Raises TypeError or ValueError for arguments that do not fit."""
-        raise NotImplementedError
 
     def agreement(self, request: Any, variant: str, frozen: bool, beside: Beside) -> AnyAgreement:
         """Return the part of a request that must be the same on all ranks."""

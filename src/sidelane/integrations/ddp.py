@@ -133,6 +133,13 @@ class EnabledDdp:
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._refuse_join()
+        future = self._started(bucket)
+        if self._side is not None and bucket.is_last():
+            self._side.join()  # DDP reads no average before the last bucket was handed over
+        return future
+
+    def _started(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Return the average of a bucket, which may still be under way on the side stream."""
         gradients, known = bucket.buffer(), self._buckets.get(bucket.index())
         if known is None or known.gradients is not gradients:
             if known is not None:
@@ -148,8 +155,6 @@ class EnabledDdp:
             return work.get_future().then(_first)
         # The first time may wait for the hosts of peers, which make the same calls in the same order.
         self._side.run(known.average)
-        if bucket.is_last():
-            self._side.join()  # DDP reads no average before this bucket's, which is handed over last
         return known.done
 
     def _bucket(self, gradients: torch.Tensor) -> "Bucket | None":
@@ -183,7 +188,7 @@ class Bucket:
         is_async: the host goes on meanwhile, by a thread.
 
     Attributes:
-        average: starts it, in place.
+        average: function that starts it, in place.
         done: future that is done: on GPUs, streams order those who read the averages.
         nbytes: bytes of the gradients.
     """

@@ -1,7 +1,8 @@
 """Repeated calls: the decisions of an earlier call of Sidelane hold for calls like it, and take no time again.
 
-That applies to a synchronous call of the same operation, dtype and device on tensors which a communicator takes as they
-are. All other decisions (``calls``, ``dispatch``) are made anew for each call.
+That applies to a call of the same operation, dtype and device on tensors which a communicator takes as they are; on
+CPUs to synchronous ones only, since a thread makes the others. All other decisions (``calls``, ``dispatch``) are made
+anew for each call.
 """
 
 from __future__ import annotations

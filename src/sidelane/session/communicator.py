@@ -557,24 +557,15 @@ class Communicator:
         variant: str,
         beside: Beside | None,
         async_op: bool,
+        is_aside: bool = False,
     ) -> Work | None:
+        """Make a call. ``is_aside``: it is asynchronous, and the current stream is that of asynchronous calls."""
         repeats = self._repeats
-        if async_op and repeats is not None and not self._backend.place()[1]:
-            return repeats.asynchronous.run_aside(
-                lambda: self._make(repeats, kind, tensors, details, variant, beside, async_op)
-            )
-        return self._make(None if async_op else repeats, kind, tensors, details, variant, beside, async_op)
-
-    def _make(
-        self,
-        repeats: Repeats | None,
-        kind: Kind,
-        tensors: tuple[Any, ...],
-        details: tuple[Hashable, ...],
-        variant: str,
-        beside: Beside | None,
-        async_op: bool,
-    ) -> Work | None:
+        if async_op and not is_aside and repeats is not None:
+            if not self._backend.place()[1]:
+                call = kind, tensors, details, variant, beside, async_op
+                return repeats.asynchronous.run_aside(lambda: self._call(*call, is_aside=True))
+            repeats = None  # a captured call is Python's
         if repeats is not None:
             try:
                 made = repeats.run(kind, tensors, details, variant, beside)

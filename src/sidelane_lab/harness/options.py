@@ -65,8 +65,8 @@ class Declared:
     """The declaration of a field.
 
     Attributes:
-        decorators: makes the options of a command from the field's name.
-        read: makes the field's value from the command's parameters and its name.
+        decorators: function that makes the options of a command from the field's name.
+        read: function that makes the field's value from the command's parameters and its name.
         allowed: values that the field, or each of its members, may have; empty: any.
         some: an empty tuple is refused.
         predicted: it belongs to predictions, and is refused without ``--machine``.
@@ -116,15 +116,15 @@ def option(
     """Declare a field with one option.
 
     Args:
-        flag: as users type it.
-        default: of the field, and of the option unless ``attributes`` has another one.
+        flag: flag as users type it.
+        default: default of the field, and of the option unless ``attributes`` has another one.
         text: help.
         group: heading of the help.
-        convert: makes the field's value from the option's; None: they are the same.
+        convert: function that makes the field's value from the option's; None: they are the same.
         allowed: see :class:`Declared`.
         some: see :class:`Declared`.
         predicted: see :class:`Declared`.
-        attributes: of ``click.option``.
+        attributes: further arguments of ``click.option``.
     """
     attributes = {"default": default, **attributes}
 
@@ -408,9 +408,9 @@ def study_command(
     """Make the command that runs a study.
 
     Args:
-        name: of the command.
-        options: of the study; its docstring is the help.
-        predict: predicts for ``--machine`` instead; None: the command has no such option.
+        name: name of the command.
+        options: options of the study; their docstring is the help.
+        predict: function that predicts for ``--machine`` instead; None: the command has no such option.
         beside: parameters that go with ``--machine``.
     """
 
@@ -439,11 +439,11 @@ def command(
     """Make a command with some options, the first class of which says what it does.
 
     Args:
-        name: of the command.
-        callback: gets its parameters; errors that it raises are shown plainly.
-        classes: of the options.
+        name: name of the command.
+        callback: function that gets its parameters; errors that it raises are shown plainly.
+        classes: classes of the options.
         besides: further options.
-        heading: of the help that lists commands.
+        heading: heading in the help that lists commands.
     """
 
     def function(**parameters: Any) -> None:
