@@ -97,8 +97,10 @@ class Host:
         details: Any = (),
         variant: Any = "auto",
         beside: Any = None,
+        aside: Any = None,
     ) -> Any:
-        return self.replay.run(kind, self.tensors if given is None else given, details, variant, beside)
+        more = () if aside is None else (aside,)
+        return self.replay.run(kind, self.tensors if given is None else given, details, variant, beside, *more)
 
 
 def callback(returns: int, arguments: int, log: list[Any]) -> Any:

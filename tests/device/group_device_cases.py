@@ -54,6 +54,34 @@ def streams(context: Context) -> None:
             del first, second
 
 
+def memory_of_asynchronous_calls(context: Context) -> None:
+    """A tensor that is freed while peers are late keeps its bytes; behind a wait, these are the next tensor's."""
+    side, reused = torch.cuda.Stream(), dict.fromkeys(("behind", "elsewhere", "never"), 0)
+    with group_cases.sidelane_group(dist.group.WORLD) as ours, torch.device(context.device):
+        size, rank = ours.size(), ours.rank()
+        for numel in (1 << 10, 1 << 22):
+            expected = torch.arange(float(size)).repeat_interleave(numel)
+            for way in reused:
+                for number in range(12):
+                    source, result = torch.full((numel,), float(rank + number)), torch.empty(size * numel)
+                    address = source.data_ptr()
+                    if rank == number % size:
+                        torch.cuda._sleep(3_000_000)
+                    work = dist.all_gather_into_tensor(result, source, ours, async_op=True)
+                    assert work is not None
+                    if way != "never":
+                        with torch.cuda.stream(side if way == "elsewhere" else None):
+                            work.wait()
+                    del work, source
+                    other = torch.full((numel,), -1.0)
+                    reused[way] += other.data_ptr() == address
+                    torch.cuda.synchronize()
+                    assert torch.equal(result, expected + number), (numel, way, number)
+                    del other, result
+    print(reused)
+    assert reused["behind"] > 12
+
+
 def in_a_graph(context: Context) -> None:
     """Collectives of the group, captured: replays are calls; what a graph cannot hold is refused, never dropped."""
     stream = torch.cuda.Stream()

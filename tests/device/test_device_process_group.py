@@ -34,6 +34,10 @@ def test_streams(ranks: Ranks) -> None:
     ranks.run("group_device_cases.streams", timeout_s=120)
 
 
+def test_memory_of_asynchronous_calls(ranks: Ranks) -> None:
+    ranks.run("group_device_cases.memory_of_asynchronous_calls", timeout_s=60)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
 def test_batches_of_sends_and_receives(ranks: Ranks) -> None:
     ranks.run("group_device_cases.batches_by_nccl", timeout_s=60)

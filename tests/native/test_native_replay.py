@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from replay_host import Host, c_step, callback
+from replay_host import STREAM, Host, c_step, callback
 
 from sidelane.collectives.repeat import MOST_TENSORS
 from sidelane.execute.cuda.native import MOST_INTEGERS
@@ -29,6 +29,25 @@ def test_a_remembered_call_runs_again(host: Host) -> None:
     assert host.log == ["ran"] * 3
     assert next(host.numbers) == 4, "a number a call"
     assert [tensor._version for tensor in host.tensors] == [versions[0] + 3, versions[1]], "the output was written"
+    assert not host.lock.locked()
+
+
+def test_a_call_on_another_stream_than_the_callers(host: Host) -> None:
+    """Autograd is not told of what it writes; a capture of the caller's stream is Python's."""
+    host.remember()
+    versions = [tensor._version for tensor in host.tensors]
+    host.stream = STREAM + 1
+    assert host.run() is None, "the last call was on another stream than the caller's"
+    assert host.run(aside=STREAM) is True
+    assert host.run(aside=STREAM + 1) is None
+    host.captured = True
+    assert host.run(aside=STREAM) is None
+    host.stream, host.captured = STREAM, False
+    assert host.run(aside=0) is True, "the caller's"
+    assert [tensor._version for tensor in host.tensors] == versions
+    assert host.log == ["ran"] * 2
+    with pytest.raises(TypeError, match="int"):
+        host.run(aside="a stream")
     assert not host.lock.locked()
 
 

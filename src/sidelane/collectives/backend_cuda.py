@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,11 +12,12 @@ from importlib.util import find_spec
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from sidelane.choice import Abilities
 from sidelane.choice.candidate import DMA, SM
 from sidelane.collectives.backend import HostPath
-from sidelane.collectives.side_stream import SideStream
+from sidelane.collectives.side_stream import SideStream, current_stream
 from sidelane.collectives.work import NO_TIMEOUT, Work, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
@@ -137,27 +139,25 @@ class CudaBackend:
     def _run_aside(
         self, loaded: Runnable, epoch: int, tensors: Sequence[torch.Tensor | None], place: Place
     ) -> CudaWork:
-        stream = self._aside().stream
-        aside = (int(stream.cuda_stream), place[1])
+        side = self._aside()
+        stream, aside = side.stream, (side.handle, place[1])
         if place[0] != aside[0]:
             self.executor.order(place[0], aside[0])
         self._order_after_last(aside)
         if place[1] and isinstance(loaded, CudaProgram) and loaded.marks + loaded.arrivals:
             work: CudaWork = CudaMarkedWork(self, stream, loaded)
-        else:
-            loaded.run(epoch, aside)
-            work = CudaWork(self, stream)
-        _keep_for(stream, tensors)
-        return work
+            _keep_for(stream, [tensor for tensor in tensors if tensor is not None])
+            return work
+        loaded.run(epoch, aside)
+        caller = side.caller if place[0] == aside[0] else current_stream(stream.device_index)
+        return CudaWork(self, stream, caller, [tensor for tensor in tensors if tensor is not None])
 
     def work_aside(self, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
-        stream = self._aside().stream
-        _keep_for(stream, tensors)
-        return self.work_on(stream, outputs)
+        return self.work_on(self._aside(), tensors, outputs)
 
-    def work_on(self, stream: torch.cuda.Stream, outputs: tuple[torch.Tensor, ...]) -> CudaWork:
-        """Return the work of all that is queued on a stream."""
-        work = CudaWork(self, stream)
+    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: tuple[torch.Tensor, ...]) -> CudaWork:
+        """Return the work of all that is queued on a stream, which uses these tensors."""
+        work = CudaWork(self, side.stream, side.caller, tuple(tensors))
         work.outputs = outputs
         return work
 
@@ -297,17 +297,45 @@ class CudaHeld:
 
 
 class CudaWork(Work):
-    """See :class:`sidelane.collectives.work.Work`."""
+    """See :class:`sidelane.collectives.work.Work`.
 
-    def __init__(self, backend: CudaBackend, stream: torch.cuda.Stream) -> None:
-        super().__init__()
-        self._backend = backend
+    It holds the tensors until the caller's stream waits for it, so that the caching allocator does not hand out their
+    bytes before. A tensor that is freed behind that wait comes back at once, and at the same address: a call on the
+    next one is a repeated call. What nobody waits for so is freed by ``record_stream``, which the allocator takes up
+    later, at other addresses.
+
+    Args:
+        backend: backend of the communicator.
+        stream: stream of the call.
+        caller: stream that the call was queued behind.
+        tensors: tensors that the call uses.
+    """
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        stream: torch.cuda.Stream,
+        caller: torch.cuda.Stream | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._held: Sequence[torch.Tensor] = tensors
+        dist.Work.__init__(self)
+        self._backend, self._stream, self._caller = backend, stream, caller
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
+    def __del__(self) -> None:
+        if self._held and not sys.is_finalizing():
+            _keep_for(self._stream, self._held)
+
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._backend.executor.check()
-        torch.cuda.current_stream(self._backend.device).wait_event(self._event)
+        waiting, held = current_stream(self._stream.device_index), self._held
+        waiting.wait_event(self._event)
+        if held:
+            self._held = ()
+            if waiting is not self._caller:
+                _keep_for(self._stream, held)
         if timeout > NO_TIMEOUT:
             until = time.monotonic() + timeout.total_seconds()
             while not self._event.query():
@@ -330,11 +358,10 @@ class CudaWork(Work):
         return self._backend.future_behind(self._event, self.outputs)
 
 
-def _keep_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor | None]) -> None:
+def _keep_for(stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
     """Keep the caching allocator from handing out these tensors' bytes again while the stream uses them."""
     for tensor in tensors:
-        if tensor is not None:
-            tensor.record_stream(stream)
+        tensor.record_stream(stream)
 
 
 class CudaMarkedWork(CudaWork):

@@ -26,9 +26,7 @@ class Work(dist.Work):
         outputs: tensors that the collective writes.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()
 
     def __init_subclass__(cls) -> None:
         untraced(cls)

@@ -16,8 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks
-from sidelane.choice import Choice
-from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
+from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config, learning
 from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
@@ -30,7 +29,7 @@ from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
 from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
-from sidelane.integrations.repeat import Again, Key, are_plain
+from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain, variant_of
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
@@ -206,29 +205,25 @@ class Dispatcher:
         is_async, on_host = opts.asyncOp, device.type == "cpu"
         if is_async and on_host:
             return None  # its thread makes all decisions, while the caller goes on
-        if torch.autograd._profiler_enabled() or not are_plain(tensors, dtype, device):
+        if torch.autograd._profiler_enabled() or not may_be_plain(tensors):
             return None
         if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
             return None
         order = self._orders[device.type]
-        work = order.run(lambda: self._make_again(again, key, tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
-        if is_async and max(tensor.nbytes for tensor in tensors) <= SMALL_BYTES:
-            self._kept.append(work)
-        return work
-
-    def _make_again(self, again: Again, key: Key, tensors: Sequence[torch.Tensor]) -> None:
         try:
-            again.make(tensors)
+            work = order.run_compiled(again, tensors, is_async)
+            if work is None:
+                if not are_plain(tensors, dtype, device):
+                    return None
+                work = order.run(lambda: again.make(tensors), tensors, tensors[:1], is_async, NO_TIMEOUT)
         except Exception as error:
             self._explain(error)
             raise
-        choice = again.communicator.last_choice()
-        assert choice is not None
-        name = name_of(choice)
-        row = again.rows.get(name)
-        if row is None:
-            row = again.rows[name] = (key[0], calls.name_of(key[2]), key[3].type, SIDELANE, name)
-        self.ledger.note(row, choice.reason, max(tensor.nbytes for tensor in tensors))
+        nbytes = tensors[0].nbytes if len(tensors) == 1 else max(tensors[0].nbytes, tensors[1].nbytes)
+        again.note(self.ledger, nbytes)
+        if is_async and nbytes <= SMALL_BYTES:
+            self._kept.append(work)
+        return work
 
     def run(self, call: GroupCall) -> dist.Work:
         """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
@@ -332,9 +327,9 @@ class Dispatcher:
             return
         choice = communicator.last_choice()
         assert choice is not None
-        self._note(call, device, SIDELANE, name_of(choice), choice.reason)
+        self._note(call, device, SIDELANE, variant_of(choice), choice.reason)
         if call.key is not None:
-            self._again[call.key] = Again.of(communicator, call.name, call.options)
+            self._again[call.key] = Again(communicator, call.key, call.options)
 
     def _explain(self, error: Exception) -> None:
         """Add details to the error of a call; raise if it is the end of the group."""
@@ -479,13 +474,13 @@ class Dispatcher:
         elif communicator is not None:
             communicator.lane.calls.fail(error)
 
-    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """Return the work of a call that is queued on a stream."""
+    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """Return the work of a call that is queued on a stream, which uses these tensors."""
         communicator = self._communicators.get("cuda")
         if communicator is None:
-            return StreamWork(stream, outputs)
+            return StreamWork(side.stream, tensors, outputs)
         backend: Any = communicator.lane.backend
-        work: dist.Work = backend.work_on(stream, tuple(outputs))
+        work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
 
 
@@ -501,9 +496,3 @@ def settings_for(device: str, timeout: timedelta, *, spans: bool) -> Config:
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         config = dataclasses.replace(config, debug=True)
     return config if spans else learning(config, device)
-
-
-def name_of(choice: Choice) -> str:
-    """Name the variant of a call for people, with a word for one in which peers reached ordinary tensors."""
-    mapped = ", mapped" if choice.reason in (WENT_AHEAD, MISSED) else ""
-    return choice.candidate.variant + mapped

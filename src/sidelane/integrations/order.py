@@ -17,6 +17,7 @@ from sidelane.collectives.call_thread import CallFuture, CallThread
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.errors import CommunicatorClosedError
+from sidelane.integrations.repeat import Again
 from sidelane.integrations.works import EndedWork, HostWork
 from sidelane.memory import ending
 
@@ -39,8 +40,8 @@ class Guard(Protocol):
         """Make waiting calls fail, because the interpreter exits."""
         ...
 
-    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
-        """Return the work of everything queued on a stream."""
+    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
+        """Return the work of everything queued on a stream, which uses these tensors."""
         ...
 
 
@@ -83,6 +84,10 @@ class HostOrder:
             return HostWork(self._submit(job), outputs, timeout, self._guard.late, self._guard.interrupted)
         self.alone(job)
         return EndedWork(outputs)
+
+    def run_compiled(self, again: Again, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+        """Return None: compiled code makes no calls on CPU tensors."""
+        return None
 
     def alone(self, job: Callable[[], T]) -> T:
         """Run a function behind the calls of the thread, and beside none. Raises as :meth:`run`."""
@@ -161,10 +166,25 @@ class StreamOrder:
         if self._side is None:
             self._side = SideStream(tensors[0].device)
         self._side.run(job)
-        stream = self._side.stream
-        for tensor in tensors:
-            tensor.record_stream(stream)  # the allocator must not hand out these bytes while the stream uses them
-        return self._guard.on_stream(stream, outputs)
+        return self._guard.work_on(self._side, tensors, outputs)
+
+    def run_compiled(self, again: Again, tensors: Sequence[torch.Tensor], is_async: bool) -> dist.Work | None:
+        """Queue a call as compiled code remembers it; return None, with no call made, if it does not.
+
+        Args:
+            again: maker of calls like this one.
+            tensors: tensors of the caller, the output first.
+            is_async: the caller's stream does not wait.
+        """
+        side = self._side
+        if not is_async:
+            if side is not None:
+                _wait_for(side)
+            return EndedWork(tensors[:1]) if again.make_compiled(tensors) else None
+        if side is None:
+            return None
+        side.follow()
+        return self._guard.work_on(side, tensors, tensors[:1]) if again.make_compiled(tensors, side.handle) else None
 
     def other(self, call: Callable[[], dist.Work], is_async: bool) -> dist.Work:
         """Make a call of the other group behind those of this one; the next call of this one comes behind it."""
@@ -188,6 +208,8 @@ class StreamOrder:
 
 def _wait_for(side: SideStream) -> None:
     """Make the current stream wait for the group's. A capture cannot wait for work queued before it."""
+    if side.is_joined():
+        return
     if torch.cuda.is_current_stream_capturing():
         with torch.cuda.stream(side.stream):
             if not torch.cuda.is_current_stream_capturing():

@@ -7,52 +7,79 @@ anew for each call.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from sidelane.choice import Choice
+from sidelane.collectives.call_forms import own_part
+from sidelane.collectives.learning.protocol import MISSED, WENT_AHEAD
+from sidelane.integrations.ledger import SIDELANE, Ledger
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 
 Key = tuple[str, Hashable, torch.dtype, torch.device]
 """Key of repeated calls: torch's name of the operation, its reduction or root, dtype and device of all tensors."""
 
-METHODS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "reduce_scatter_tensor": "reduce_scatter",
+OPERATIONS: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    "all_gather_into_tensor": (Kind.ALL_GATHER, ()),
+    "all_reduce": (Kind.ALL_REDUCE, ("op",)),
+    "all_to_all_single": (Kind.ALL_TO_ALL, ()),
+    "broadcast": (Kind.BROADCAST, ("root",)),
+    "reduce_scatter_tensor": (Kind.REDUCE_SCATTER, ("op",)),
 }
-"""Methods of a communicator, by the name of the remembered operation."""
+"""Kinds of the remembered operations, by torch's names, with the option of the communicator's method."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Again:
     """Decisions for calls that are alike.
 
-    Attributes:
+    Args:
         communicator: communicator that makes them.
-        method: method of the communicator.
+        key: key of the calls.
         options: options of each call: its reduction or root.
-        rows: keys of the ledger's rows, by the variant that was chosen.
     """
 
-    communicator: Communicator
-    method: Callable[..., Any]
-    options: dict[str, Any]
-    rows: dict[str, tuple[str, str, str, str, str]]
-
-    @classmethod
-    def of(cls, communicator: Communicator, operation: str, options: dict[str, Any]) -> Again:
-        return cls(communicator, getattr(communicator, METHODS[operation]), options, {})
+    def __init__(self, communicator: Communicator, key: Key, options: dict[str, Any]) -> None:
+        self._communicator, self._options = communicator, options
+        self._operation, _, dtype, device = key
+        self._columns = str(dtype).removeprefix("torch."), device.type
+        self._kind, names = OPERATIONS[self._operation]
+        self._method = getattr(communicator, self._kind)
+        self._details = tuple(options[name] for name in names) if self._kind is not Kind.ALL_TO_ALL else own_part(True)
+        self._choice: Choice | None = None
+        self._row = ("", "", "", "", "")
 
     def make(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make a call on these tensors, the output first; autograd does not record it, as with all calls."""
-        self.method(*[tensor.data for tensor in tensors], **self.options)
+        self._method(*[tensor.data for tensor in tensors], **self._options)
+
+    def make_compiled(self, tensors: Sequence[torch.Tensor], aside: int = 0) -> bool:
+        """Make a call in compiled code; see :meth:`Communicator.make_again`."""
+        given = (tensors[0], tensors[0]) if self._kind is Kind.ALL_REDUCE else tuple(tensors)
+        return self._communicator.make_again(self._kind, given, self._details, aside)
+
+    def note(self, ledger: Ledger, nbytes: int) -> None:
+        """Count the call that was just made."""
+        choice = self._communicator.last_choice()
+        assert choice is not None
+        if choice is not self._choice:
+            self._row = (self._operation, *self._columns, SIDELANE, variant_of(choice))
+            self._choice = choice
+        ledger.note(self._row, choice.reason, nbytes)
+
+
+def may_be_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return False for tensors that compiled code cannot look at, and does not find out about."""
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+        if tensor.layout is not torch.strided:
+            return False
+    return True
 
 
 def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
@@ -63,3 +90,9 @@ def are_plain(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch
         if tensor.dtype is not dtype or tensor.device != device or tensor.is_neg() or tensor.is_conj():
             return False
     return True
+
+
+def variant_of(choice: Choice) -> str:
+    """Name the variant of a call for people, with a word for one in which peers reached ordinary tensors."""
+    mapped = ", mapped" if choice.reason in (WENT_AHEAD, MISSED) else ""
+    return choice.candidate.variant + mapped

@@ -28,7 +28,7 @@ class EndedWork(Work):
     """A call that has ended, or that is ordered on the caller's stream already."""
 
     def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
+        dist.Work.__init__(self)
         self.outputs = tuple(outputs)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -213,10 +213,14 @@ class JoinedWork(Work):
 class StreamWork(EndedWork):
     """A call of the other group that is queued on a stream of this one."""
 
-    def __init__(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__(outputs)
         self._stream, self._event = stream, torch.cuda.Event()
         self._event.record(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)  # the allocator must not hand out these bytes while the stream uses them
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)

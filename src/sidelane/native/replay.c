@@ -39,6 +39,7 @@ typedef struct {
 /* What a caller asks for, of whose tensors everything is known. There is room for two at least. */
 typedef struct {
     PyObject *kind, *details, *variant, *beside;
+    long long aside; /* stream to run on; 0: the caller's */
     Py_ssize_t tensors;
     int lists; /* in which they came, all of one length; 0 for tensors by themselves */
     Tensor *tensor;
@@ -587,13 +588,14 @@ static int all_pass(PyObject *guards)
 /* 1: nothing stands in the way. 0: something does, which Python will name. -1: an error. */
 static int is_open(Replay *self) { return all_pass(self->guards); }
 
-/* The caller's stream where it is not captured, its device is current, and the last call was on it; -1 elsewhere. */
-static long long find_stream(Replay *self)
+/* The stream to run on, `aside` or else the caller's, where the caller's is not captured, its device is current, and the
+   last call was on the stream; -1 elsewhere. */
+static long long find_stream(Replay *self, long long aside)
 {
     long long device = number_from(PyObject_CallNoArgs(self->current_device));
     if (device != self->index_value)
         return -1;
-    long long stream = number_from(PyObject_CallOneArg(self->stream_of, self->index));
+    long long stream = aside ? aside : number_from(PyObject_CallOneArg(self->stream_of, self->index));
     if (stream == -1 || (stream && is_true(PyObject_CallNoArgs(self->capturing)) != 0))
         return -1;
     PyObject *last = PyObject_GetAttr(self->last, self->last_name);
@@ -924,6 +926,8 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
     Py_DECREF(number);
     if (failed)
         return -1;
+    if (written == Py_None)
+        return 0;
     PyObject *tuple = PyTuple_Check(written) ? Py_NewRef(written) : PyTuple_Pack(1, written), *done = NULL;
     if (tuple != NULL)
         done = PyObject_CallOneArg(self->count_version, tuple);
@@ -942,7 +946,7 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *tens
     int open = is_open(self); /* a forked copy may not even ask for its device */
     if (open != 1)
         return open < 0 ? ERROR : NOT_NOW;
-    long long stream = find_stream(self);
+    long long stream = find_stream(self, request->aside);
     if (stream < 0)
         return PyErr_Occurred() ? ERROR : NOT_NOW;
     Entry *entry = find(self, request, &at_its_addresses, stream);
@@ -989,7 +993,8 @@ static PyObject *line_up(PyObject *columns)
     return all;
 }
 
-/* Look at all tensors and make the call again; `written` are one tensor or a tuple. A new reference. */
+/* Look at all tensors and make the call again; `written` are one tensor or a tuple, of which autograd is told, or None. A
+   new reference. */
 static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors, PyObject *written)
 {
     Tensor room[MOST_TENSORS];
@@ -1018,22 +1023,26 @@ static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors,
     return Py_NewRef(outcome == MADE ? Py_True : outcome == UNKNOWN ? Py_False : Py_None);
 }
 
-PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside)\n--\n\n"
+PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside, aside=0)\n--\n\n"
                       "Repeat a remembered call, of tensors or of lists of them, what it writes first. With nothing done: "
-                      "False if it is not one, None if it is not its time.");
+                      "False if it is not one, None if it is not its time. With `aside`, a stream or 0 for the caller's, "
+                      "autograd is not told of what is written.");
 
 static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (self->keep == NULL || count != 5 || !PyTuple_Check(arguments[1])) {
+    if (self->keep == NULL || count < 5 || count > 6 || !PyTuple_Check(arguments[1])) {
         PyErr_SetString(PyExc_TypeError, "run: kind, a tuple of tensors, details, variant and beside are needed");
         return NULL;
     }
+    long long aside = count == 6 ? PyLong_AsLongLong(arguments[5]) : 0;
+    if (aside == -1 && PyErr_Occurred())
+        return NULL;
     self->again = 0;
     PyObject *given = arguments[1];
-    Request request = {arguments[0], arguments[2], arguments[3], arguments[4], 0, 0, NULL};
+    Request request = {arguments[0], arguments[2], arguments[3], arguments[4], aside, 0, 0, NULL};
     PyObject *first = PyTuple_GET_SIZE(given) ? PyTuple_GET_ITEM(given, 0) : Py_None;
     if (!PyList_Check(first) && !PyTuple_Check(first))
-        return look_and_run(self, &request, given, first);
+        return look_and_run(self, &request, given, count == 6 ? Py_None : first);
     PyObject *tensors = line_up(given);
     if (tensors == NULL) {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
@@ -1043,7 +1052,7 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     }
     request.lists = (int)PyTuple_GET_SIZE(given);
     PyObject *written = PyTuple_GetSlice(tensors, 0, PyTuple_GET_SIZE(tensors) / request.lists);
-    PyObject *made = written == NULL ? NULL : look_and_run(self, &request, tensors, written);
+    PyObject *made = written == NULL ? NULL : look_and_run(self, &request, tensors, count == 6 ? Py_None : written);
     Py_XDECREF(written);
     Py_DECREF(tensors);
     return made;

@@ -549,6 +549,34 @@ class Communicator:
         self.lane.leave(kind, error, trace)
         self.close()
 
+    def make_again(
+        self, kind: Kind, tensors: tuple[torch.Tensor, ...], details: tuple[Hashable, ...], aside: int
+    ) -> bool:
+        """Make a call that compiled code remembers; return False, with nothing done, if Python has to make it.
+
+        It spares a process group the way through the methods. Autograd is not told of what is written.
+
+        Args:
+            kind: kind of the call.
+            tensors: plain tensors, the output first.
+            details: its reduction or root, as the methods pass it on.
+            aside: handle of the stream of the call, which is behind the caller's work; 0 for the caller's stream.
+
+        Raises:
+            PeerError, PeerTimeoutError: a peer failed.
+        """
+        repeats, entrance = self._repeats, self._calls.entrance
+        if repeats is None or not entrance.acquire(False):
+            return False
+        try:
+            made: bool = repeats.run(kind, tensors, details, AUTO, None, aside) is True
+        except (PeerError, KeyboardInterrupt) as error:
+            self._calls.fail(error)
+            raise
+        finally:
+            entrance.release()
+        return made
+
     def _call(
         self,
         kind: Kind,
