@@ -25,7 +25,7 @@ from sidelane.config import COMPUTE, Config, learning
 from sidelane.errors import Page, explained, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.modes import keep_compilers_out
-from sidelane.program.collective import ELEMENT_BYTES, ReduceOp
+from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
 from sidelane.session import Communicator, Session
 
 OPERATION = "ddp all_reduce"
@@ -153,8 +153,10 @@ class EnabledDdp:
         if self._side is None:
             work: Work = known.average()
             return work.get_future().then(_first)
-        # The first time may wait for the hosts of peers, which make the same calls in the same order.
-        self._side.run(known.average)
+        self._side.follow()
+        if not known.average_compiled(self._side.handle):
+            # The first time may wait for the hosts of peers, which make the same calls in the same order.
+            self._side.run(known.average)
         return known.done
 
     def _bucket(self, gradients: torch.Tensor) -> "Bucket | None":
@@ -189,6 +191,7 @@ class Bucket:
 
     Attributes:
         average: function that starts it, in place.
+        average_compiled: function that does so on a stream, if compiled code remembers the call; it returns if it did.
         done: future that is done: on GPUs, streams order those who read the averages.
         nbytes: bytes of the gradients.
     """
@@ -200,6 +203,8 @@ class Bucket:
         self.average: Callable[[], Any] = functools.partial(
             comm.all_reduce, gradients, op=ReduceOp.AVG, async_op=is_async, beside=COMPUTE
         )
+        call = Kind.ALL_REDUCE, (gradients, gradients), (ReduceOp.AVG,)
+        self.average_compiled: Callable[[int], bool] = functools.partial(comm.make_again, *call, beside=COMPUTE)
         self.done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         self.done.set_result(gradients)
 

@@ -205,9 +205,13 @@ class SidelaneGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Make several ``all_gather_into_tensor``."""
+        """Make several ``all_gather_into_tensor``; functional collectives make a single one so."""
         opts = opts or c10d.AllgatherOptions()
         other = lambda: self._other.allgather_into_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
+        if len(outputs) == len(inputs) == 1:
+            (output,), (input,) = outputs, inputs
+            make = lambda: calls.all_gather(output, input, opts, other)  # noqa: E731
+            return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
         return self._dispatcher.run(calls.all_gather_coalesced(outputs, inputs, opts, other))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -271,9 +275,13 @@ class SidelaneGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Make several ``reduce_scatter_tensor``."""
+        """Make several ``reduce_scatter_tensor``; functional collectives make a single one so."""
         opts = opts or dist.ReduceScatterOptions()
         other = lambda: self._other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
+        if len(outputs) == len(inputs) == 1:
+            (output,), (input,) = outputs, inputs
+            make = lambda: calls.reduce_scatter(output, input, opts, other)  # noqa: E731
+            return self._dispatcher.run_alike("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
         return self._dispatcher.run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced

@@ -550,7 +550,12 @@ class Communicator:
         self.close()
 
     def make_again(
-        self, kind: Kind, tensors: tuple[torch.Tensor, ...], details: tuple[Hashable, ...], aside: int
+        self,
+        kind: Kind,
+        tensors: tuple[torch.Tensor, ...],
+        details: tuple[Hashable, ...],
+        aside: int,
+        beside: Beside | None = None,
     ) -> bool:
         """Make a call that compiled code remembers; return False, with nothing done, if Python has to make it.
 
@@ -561,6 +566,7 @@ class Communicator:
             tensors: plain tensors, the output first.
             details: its reduction or root, as the methods pass it on.
             aside: handle of the stream of the call, which is behind the caller's work; 0 for the caller's stream.
+            beside: see :meth:`all_gather`.
 
         Raises:
             PeerError, PeerTimeoutError: a peer failed.
@@ -569,7 +575,7 @@ class Communicator:
         if repeats is None or not entrance.acquire(False):
             return False
         try:
-            made: bool = repeats.run(kind, tensors, details, AUTO, None, aside) is True
+            made: bool = repeats.run(kind, tensors, details, AUTO, beside, aside) is True
         except (PeerError, KeyboardInterrupt) as error:
             self._calls.fail(error)
             raise
