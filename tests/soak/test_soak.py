@@ -281,7 +281,10 @@ def test_what_is_planted_is_found():
 # --- episodes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", [long(name) if name == CLOSES else name for name in ENDINGS])
+LONG_ENDINGS = (CLOSES, "continued", "stopped")
+
+
+@pytest.mark.parametrize("ending", [long(name) if name in LONG_ENDINGS else name for name in ENDINGS])
 def test_every_end(ending: str):
     ranks = 2 if ENDINGS[ending].times_out else 3
     verdict = run_episode(episode(ranks, ending, calls=30, within_s=0.004 if ENDINGS[ending].within else None))
@@ -297,6 +300,7 @@ def test_several_communicators(world_size: int):
     assert verdict.tally.calls.total() >= 150 and verdict.tally.refusals
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_shows_where(monkeypatch: pytest.MonkeyPatch):
     """It waits, and nobody lets it go on: the parent gives up, lets it say where it is, and ends it."""
     patience = [60.0]
