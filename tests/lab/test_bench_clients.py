@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import crew
 
+from sidelane.cli.launch import Rank
 from sidelane_lab.cli.clients import ClientOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Problem
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.studies.clients import study
+from sidelane_lab.studies.clients import programs, study
 from sidelane_lab.studies.clients.programs import MODELS, ClientCase, fitted
 from sidelane_lab.studies.clients.study import ClientRow, ClientTimes
 
@@ -50,6 +53,38 @@ def test_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
         assert ("by sidelane" in row.made_by) == (row.way in ("group", "enable")), row
         assert "by gloo" not in row.made_by
     assert len(tables_of(results)) == 3
+
+
+def in_passes(group: dist.ProcessGroup, options: ClientOptions) -> list[ClientRow]:
+    """The study of DDP with room for one model, in which ``enable`` cannot be built."""
+    torch.set_num_threads(1)
+    this = study._Study(Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), lambda line: None), options)
+    this._room = 2e6
+    enable = programs.ddp.enable
+    programs.ddp.enable = wrong  # type: ignore[assignment]
+    try:
+        return this.rows(this.case("ddp", "tiny"))
+    finally:
+        programs.ddp.enable = enable
+        this.close()
+
+
+def wrong(model: object) -> None:
+    raise RuntimeError("not here")
+
+
+def test_what_does_not_fit_together_is_built_one_by_one_and_what_fails_leaves_the_others_their_times() -> None:
+    pytest.importorskip("transformers")
+    with crew(2) as ranks:
+        for rows in ranks.run(in_passes, None, ClientOptions(**{**QUICK, "rounds": 4})):
+            by_way = {row.way: row for row in rows}
+            failed = by_way.pop("enable")
+            assert failed.step_ms is None and failed.correct is None and "RuntimeError: not here" in failed.note
+            assert list(by_way) == ["gloo", "group", "none"]
+            for row in by_way.values():
+                assert row.step_ms and row.rounds == 4 and row.note.endswith("built one by one in 2 passes")
+                assert row.recovered_percent is not None and row.model == "tiny" and row.optimizer == "AdamW"
+            assert by_way["group"].loss == by_way["gloo"].loss
 
 
 def test_what_cannot_run_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +138,8 @@ def times(step_us: float, output: float) -> ClientTimes:
     return ClientTimes((step_us, 1.1 * step_us), 1.0, torch.tensor(output), "3 all_reduce by sidelane (b2b)")
 
 
-def test_rows_say_what_is_wrong_and_where_nothing_can_be_won() -> None:
+def test_rows_say_what_is_wrong_and_where_nothing_can_be_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study.metadata, "version", lambda name: "5.24.0")
     this: Any = SimpleNamespace(_library="nccl", _nccl="2.28.9", on_cpu=False)
     case = dataclasses.replace(ClientCase("ddp", MODELS["llama-3.2-1b"], 1, 2048, "AdamW"), note="two passes")
     found = {"nccl": times(1000.0, 5.0), "group": times(1020.0, 5.01), "enable": times(900.0, 5.2)}

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import HOW
+from sidelane.cli.help import HOW, WHAT
 from sidelane.cli.output import STDOUT
 from sidelane_lab.harness.options import StudyOptions, count, names, option, study_command
 
 PROGRAMS = ("ddp", "fsdp", "tensor")
+SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "metavar": "SECONDS"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,27 +40,21 @@ class ClientOptions(StudyOptions):
         "Measure only these: qwen2.5-0.5b, llama-3.2-1b, llama-3.2-3b, mistral-7b, llama-3.1-8b, tiny.",
         shown="the first five, on CPUs tiny",
     )
-    batch: int = count("--batch", 1, "Sequences of a rank in training, of 2,048 tokens (16 on CPUs).")
+    batch: int = count("--batch", 1, "Sequences of a rank in training, of 2,048 tokens (16 on CPUs).", group=WHAT)
     compiled: bool = option(
         "--compiled",
         False,
         "Decode by torch.compile in a graph, too, with and without the fusing pass; takes minutes.",
-        group=HOW,
         is_flag=True,
     )
     warmup: int = count("--warmup", 4, "Steps before the measured.")
     rounds: int = count("--rounds", 8, "Rounds in which the ways take turns.")
     steps: int = count("--steps", 2, "Steps of a round.")
     pair_s: float = option(
-        "--seconds", 20.0, "For the rounds of a program with a model; at least three are run.", group=HOW, type=float
+        "--seconds", 20.0, "For the rounds of a program with a model; four are run in any case.", **SECONDS
     )
     budget_s: float = option(
-        "--budget",
-        420.0,
-        "Begin no further model after so much time; --resume goes on.",
-        group=HOW,
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
+        "--budget", 420.0, "Begin no further model after so much time; --resume goes on.", **SECONDS
     )
     resume: bool = option(
         "--resume", False, "Keep what --json has, and measure what it lacks.", group=HOW, is_flag=True

@@ -34,7 +34,6 @@ DDP, FSDP, TENSOR = "ddp", "fsdp", "tensor"
 GROUP, ENABLE, NONE = "group", "enable", "none"
 EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
 ADAMW, SGD = "AdamW", "SGD"
-RATES = {ADAMW: 1e-5, SGD: 1e-2}
 CAPTURE_WARMUP = 3
 
 
@@ -275,9 +274,12 @@ class BuiltClient:
         return model, self._training(model, contextlib.nullcontext)
 
     def _training(self, model: nn.Module, around: Callable[[], Any]) -> Callable[[], None]:
-        optimizer = getattr(torch.optim, self._case.optimizer)(
-            model.parameters(), lr=RATES[self._case.optimizer], fused=True
-        )
+        optimizer: torch.optim.Optimizer
+        parameters = model.parameters()
+        if self._case.optimizer == ADAMW:
+            optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+        else:
+            optimizer = torch.optim.SGD(parameters, lr=1e-2, foreach=True)  # DTensor knows no fused SGD
 
         def step() -> None:
             with around():

@@ -16,6 +16,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,7 @@ class ClientRow(FlatRow):
             ``sidelane.ops.fusion.Fusion`` on Sidelane's; ``none``: no communication (``no_sync``; FSDP2's collectives
             move nothing).
         nccl: version that is loaded, which may be another than torch's own (``software``); empty on CPUs.
+        transformers: version of that package.
         step_ms: of a step, median over rounds of the slowest rank; fastest_ms, slowest_ms: of these rounds.
         rounds: number of rounds.
         over_percent: by how much a step takes longer than the library's in the same round, median.
@@ -104,6 +106,7 @@ class ClientRow(FlatRow):
     launch: str
     way: str
     nccl: str
+    transformers: str
     step_ms: float | None
     fastest_ms: float | None
     slowest_ms: float | None
@@ -255,6 +258,7 @@ class _Study:
             launch=launch,
             way=way,
             nccl=self._nccl,
+            transformers=metadata.version("transformers"),
             step_ms=None if times is None else times.median_us / 1e3,
             fastest_ms=None if times is None else min(times.times_us) / 1e3,
             slowest_ms=None if times is None else max(times.times_us) / 1e3,
@@ -357,7 +361,11 @@ def over_percents(times: Rounds, others: Rounds) -> list[float]:
 
 def loaded_nccl() -> str:
     """Return the version of the NCCL that this process has loaded: torch only knows the one that it was built with."""
-    library, number = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY), ctypes.c_int()
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:  # it is a part of torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
     library.ncclGetVersion(ctypes.byref(number))
     major, rest = divmod(number.value, 10_000)
     return f"{major}.{rest // 100}.{rest % 100}"
