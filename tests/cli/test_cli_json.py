@@ -30,6 +30,7 @@ COMMANDS: dict[str, set[str]] = {
     f"host {ON_CPUS} --bytes 1K --variants b2b --calls 2 --batches 2": STUDY,
     f"fused {ON_CPUS} --ops gemv_all_reduce --repeats 1": STUDY,
     f"fsdp {ON_CPUS} --cases 8b:1x512 --layers 2 --implementations sidelane --repeats 1 --warmup 0": STUDY,
+    f"clients {ON_CPUS} --programs ddp --rounds 1 --steps 1 --warmup 1": STUDY,
     "gemms --device cpu --models qwen-32b/4 --repeats 1 --warmup 0": STUDY,
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
@@ -44,7 +45,7 @@ COMMANDS: dict[str, set[str]] = {
     "collective --machine mi300x8": PREDICTED,
     "phases --machine mi300x8 --max-bytes 1K": PREDICTED,
 }
-SLOW = ("chain", "claims", "demo", "fused --device", "gemms", "host", "pg", "plan", "tune")
+SLOW = ("chain", "claims", "clients", "demo", "fused --device", "gemms", "host", "pg", "plan", "tune")
 
 
 def test_every_command_is_here() -> None:
@@ -58,6 +59,8 @@ def keys(text: str) -> set[str]:
 
 @pytest.mark.parametrize("line", [long(line) if line.startswith(SLOW) else line for line in COMMANDS])
 def test_json_goes_to_stdout_alone(line: str, tmp_path: Path) -> None:
+    if line.startswith("clients"):
+        pytest.importorskip("transformers")
     words = [str(tmp_path / word) if word in ("REPORT", "PROFILE") else word for word in line.split()]
     result = CliRunner().invoke(cli.main, [*words, "--json", "-"], prog_name="sidelane")
     assert result.exit_code == 0, result.stderr

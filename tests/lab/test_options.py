@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from sidelane import cli
 from sidelane.program.collective import Kind
 from sidelane_lab.cli.c3 import C3Options, OccupancyOptions
+from sidelane_lab.cli.clients import ClientOptions
 from sidelane_lab.cli.collectives import (
     ChainOptions,
     CollectiveOptions,
@@ -43,6 +44,7 @@ from sidelane_lab.harness.study import studies
 COMMANDS: dict[str, type[StudyOptions]] = {
     "c3": C3Options,
     "chain": ChainOptions,
+    "clients": ClientOptions,
     "collective": CollectiveOptions,
     "fsdp": FsdpOptions,
     "fused": FusedOptions,

@@ -14,6 +14,7 @@ STUDIES = {
     "gemms": "sidelane_lab.studies.gemms",
     "fsdp": "sidelane_lab.studies.fsdp.study",
     "ordinary": "sidelane_lab.studies.ordinary.study",
+    "clients": "sidelane_lab.studies.clients.study",
     "process_group": "sidelane_lab.studies.process_group.study",
 }
 """The module of each study, by its name in result files."""

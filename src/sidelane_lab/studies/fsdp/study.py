@@ -287,8 +287,8 @@ class _Study:
             optimizer=self._options.optimizer,
             implementation=name,
             **{f"{figure}_ms": _ms(columns[f"{place}_us"]) for figure, place in FIGURES},
-            exposed_ms=_exposed_ms(times, _rounds(found, STILL)),
-            recovered_percent=_recovered(times, _rounds(found, self._names[0]), _rounds(found, STILL)),
+            exposed_ms=exposed_ms(times, _rounds(found, STILL)),
+            recovered_percent=recovered_percent(times, _rounds(found, self._names[0]), _rounds(found, STILL)),
             loss=None if result is None else result.loss,
             grad_norm=None if result is None else result.grad_norm,
             peak_mb=peak,
@@ -326,14 +326,15 @@ def _rounds(found: dict[str, TrialResult], name: str) -> Rounds | None:
     return found[name].rounds if name in found else None
 
 
-def _exposed_ms(times: Rounds | None, floor: Rounds | None) -> float | None:
+def exposed_ms(times: Rounds | None, floor: Rounds | None) -> float | None:
+    """Return by how much steps take longer than those that communicate nothing; None without either."""
     if times is None or floor is None:
         return None
     pairs = zip(times.times_us, floor.times_us, strict=True)
     return statistics.median(one - least for one, least in pairs) / 1e3
 
 
-def _recovered(times: Rounds | None, library: Rounds | None, floor: Rounds | None) -> float | None:
+def recovered_percent(times: Rounds | None, library: Rounds | None, floor: Rounds | None) -> float | None:
     """Return the percent of the library's exposed time; None where it has none."""
     if times is None or library is None or floor is None:
         return None

@@ -1,0 +1,70 @@
+"""The command ``sidelane clients``: other people's programs, by who makes their collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from sidelane.cli.help import HOW, WHAT
+from sidelane.cli.output import STDOUT
+from sidelane_lab.harness.options import StudyOptions, count, names, option, study_command
+
+PROGRAMS = ("ddp", "fsdp", "tensor")
+SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "metavar": "SECONDS"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClientOptions(StudyOptions):
+    """Measure programs that nobody here wrote, by who makes their collectives. Needs transformers.
+
+    Hugging Face's Llama at the sizes of five public models, with random weights: trained under DistributedDataParallel
+    and FSDP2, and decoding under DTensor's tensor parallelism. On NCCL's group (Gloo's), on Sidelane's, with
+    sidelane.ddp.enable or sidelane.fsdp.enable, and without communication. Losses are compared with those of NCCL.
+    """
+
+    study = "clients"
+    examples = (
+        ("sidelane clients --json clients.json --resume", "all of it, in several goes if need be"),
+        ("sidelane clients --programs fsdp --models llama-3.2-3b --batch 2", "one program, with more tokens"),
+        ("sidelane clients --device cpu --ranks 2", "the same between CPU processes, with a tiny model"),
+    )
+
+    programs: tuple[str, ...] = names(
+        "--programs", PROGRAMS, "Measure only these.", allowed=PROGRAMS, some=True, shown="all three"
+    )
+    models: tuple[str, ...] = names(
+        "--models",
+        (),
+        "Measure only these: qwen2.5-0.5b, llama-3.2-1b, llama-3.2-3b, mistral-7b, llama-3.1-8b, tiny.",
+        shown="the first five, on CPUs tiny",
+    )
+    batch: int = count("--batch", 1, "Sequences of a rank in training, of 2,048 tokens (16 on CPUs).", group=WHAT)
+    compiled: bool = option(
+        "--compiled",
+        False,
+        "Decode by torch.compile in a graph, too, with and without the fusing pass; takes minutes.",
+        is_flag=True,
+    )
+    warmup: int = count("--warmup", 4, "Steps before the measured.")
+    rounds: int = count("--rounds", 8, "Rounds in which the ways take turns.")
+    steps: int = count("--steps", 2, "Steps of a round.")
+    pair_s: float = option(
+        "--seconds", 20.0, "For the rounds of a program with a model; four are run in any case.", **SECONDS
+    )
+    budget_s: float = option(
+        "--budget", 420.0, "Begin no further model after so much time; --resume goes on.", **SECONDS
+    )
+    resume: bool = option(
+        "--resume", False, "Keep what --json has, and measure what it lacks.", group=HOW, is_flag=True
+    )
+    done: frozenset[Any] = frozenset()  # keys of rows that are there: the study fills them in
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if self.resume and (self.json is None or self.json == STDOUT):
+            raise ValueError(f"ClientOptions: resume (value={self.resume}, allowed=with a file that json names)")
+
+
+clients = study_command("clients", ClientOptions)

@@ -1,0 +1,1 @@
+"""The study of programs that other people wrote."""
