@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_thread import CallThread
-from sidelane.collectives.work import NO_TIMEOUT, Work
+from sidelane.collectives.side_stream import SideStream
+from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import COMPUTE, Config
 from sidelane.errors import PeerError, UnavailableError
 from sidelane.integrations.direct_gather import Tensors
@@ -175,9 +176,13 @@ class NodesLane:
         self.ends()
         self._thread.end(time.monotonic() + ending.LEAVING_S)
 
-    def on_stream(self, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> dist.Work:
+    def work_on(
+        self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> dist.Work:
         """See ``order.Guard``."""
-        return work_on_stream(self.comm.lane.backend, stream, outputs)
+        backend: Any = self.comm.lane.backend
+        work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
+        return work
 
     def _run(
         self,
@@ -210,16 +215,6 @@ class NodesLane:
         self.comm.owner.require()
         self._thread.settle()
         job()
-
-
-def work_on_stream(backend: Any, stream: torch.cuda.Stream, outputs: Sequence[torch.Tensor]) -> Work:
-    """Return the work of a call of a communicator's ``backend`` that is queued on a stream."""
-    from sidelane.collectives.backend_cuda import CudaBackend, CudaWork
-
-    assert isinstance(backend, CudaBackend)
-    work = CudaWork(backend, stream)
-    work.outputs = tuple(outputs)
-    return work
 
 
 def _listed(tensors: Tensors) -> Sequence[torch.Tensor]:
