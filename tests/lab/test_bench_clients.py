@@ -29,6 +29,7 @@ ROOM = 0.93 * 85e9 - 2e9
 """Bytes of a GPU with 80 GB, as the study counts them."""
 
 
+@pytest.mark.long
 def test_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "clients.json"

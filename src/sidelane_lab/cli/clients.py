@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import HOW, WHAT
+from sidelane.cli.help import HOW
 from sidelane.cli.output import STDOUT
 from sidelane_lab.harness.options import StudyOptions, count, names, option, study_command
 
@@ -40,7 +40,14 @@ class ClientOptions(StudyOptions):
         "Measure only these: qwen2.5-0.5b, llama-3.2-1b, llama-3.2-3b, mistral-7b, llama-3.1-8b, tiny.",
         shown="the first five, on CPUs tiny",
     )
-    batch: int = count("--batch", 1, "Sequences of a rank in training, of 2,048 tokens (16 on CPUs).", group=WHAT)
+    batch: int | None = option(
+        "--batch",
+        None,
+        "Sequences of a rank in training, of 2,048 tokens (16 on CPUs).",
+        type=click.IntRange(min=1),
+        metavar="N",
+        show_default="8 for the smallest model to 1 for the largest",
+    )
     compiled: bool = option(
         "--compiled",
         False,

@@ -176,9 +176,7 @@ class NodesLane:
         self.ends()
         self._thread.end(time.monotonic() + ending.LEAVING_S)
 
-    def work_on(
-        self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> dist.Work:
+    def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """See ``order.Guard``."""
         backend: Any = self.comm.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))

@@ -43,6 +43,7 @@ class ClientModel:
 
     Attributes:
         tied: the embedding is the head, too.
+        batch: sequences of a rank in training, so many that the GPU is the limit of a step and not the host.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ClientModel:
     kv_heads: int
     vocabulary: int
     tied: bool
+    batch: int = 1
 
     @property
     def parameters(self) -> int:
@@ -100,11 +102,11 @@ TINY = "tiny"
 MODELS = {
     model.name: model
     for model in (
-        ClientModel("qwen2.5-0.5b", 896, 4864, 24, 14, 2, 151936, True),
-        ClientModel("llama-3.2-1b", 2048, 8192, 16, 32, 8, 128256, True),
-        ClientModel("llama-3.2-3b", 3072, 8192, 28, 24, 8, 128256, True),
-        ClientModel("mistral-7b", 4096, 14336, 32, 32, 8, 32768, False),
-        ClientModel("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128256, False),
+        ClientModel("qwen2.5-0.5b", 896, 4864, 24, 14, 2, 151936, True, 8),
+        ClientModel("llama-3.2-1b", 2048, 8192, 16, 32, 8, 128256, True, 4),
+        ClientModel("llama-3.2-3b", 3072, 8192, 28, 24, 8, 128256, True, 2),
+        ClientModel("mistral-7b", 4096, 14336, 32, 32, 8, 32768, False, 1),
+        ClientModel("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128256, False, 1),
         ClientModel(TINY, 64, 128, 2, 4, 2, 256, True),
     )
 }

@@ -201,7 +201,7 @@ class _Study:
     def case(self, program: str, name: str) -> ClientCase:
         """Return the case of a program and a model that fits here."""
         length = LENGTHS.get(self._rank.device.type, LENGTH)
-        batch, length = (SEQUENCES, 1) if program == TENSOR else (self._options.batch, length)
+        batch, length = (SEQUENCES, 1) if program == TENSOR else (self._options.batch or MODELS[name].batch, length)
         return fitted(ClientCase(program, MODELS[name], batch, length), self._rank.world_size, self._room)
 
     def is_done(self, case: ClientCase) -> bool:
