@@ -585,6 +585,8 @@ class Communicator:
     def _run(
         self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:
+        if self._repeats is None:
+            self._repeats = self._path.repeats  # it may have been compiled by now
         run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
         return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
 
