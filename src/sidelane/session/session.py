@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,11 @@ from sidelane.memory.release import give_back
 from sidelane.modes import leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
-from sidelane.session.bound_program import BoundProgram, bind_program
 from sidelane.session.entry import entry
 from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
+
+if TYPE_CHECKING:
+    from sidelane.session.bound_program import BoundProgram
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -321,6 +323,8 @@ class Lane:
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
         """Prove the caller's own program and bind it to tensors. Collective; see ``Communicator.load``."""
+        from sidelane.session.bound_program import bind_program
+
         return bind_program(self.path, program, buffers)
 
     @entry

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,11 @@ from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.kernel_launch import LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
-from sidelane.execute.cuda.partition import UnitSplit
 from sidelane.memory.persistent import lasting
 from sidelane.program.collective import Reduction
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.partition import UnitSplit
 
 
 class ContextDriver(Protocol):
@@ -532,6 +534,8 @@ class Driver:
 
     def split_units(self, units: int) -> UnitSplit:
         """Divide the device's SMs into two sets (see ``partition``)."""
+        from sidelane.execute.cuda.partition import UnitSplit
+
         return UnitSplit(self, self._api, units)
 
     def priorities(self) -> tuple[int, int]:

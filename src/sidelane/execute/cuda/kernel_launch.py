@@ -235,7 +235,8 @@ class KernelBinary:
         if digest != _digest(content).encode():
             return None
         head, _, cubin = content.partition(b"\n")
-        return KernelBinary(*json.loads(head), cubin)
+        name, warps, shared_bytes = json.loads(head)
+        return KernelBinary(name, warps, shared_bytes, cubin)
 
 
 def compiled(
