@@ -176,6 +176,7 @@ def test_without_triton_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 
 PROGRAM = """
 import sys
+import sidelane.execute.cuda.kernel_program  # all that a collective in a kernel imports
 from sidelane.execute.cuda.kernel_launch import compiled
 from sidelane.device.launch import LaunchSite
 from sidelane.kernels import reduce_cells
