@@ -16,7 +16,7 @@ from choices import B2B, CROSSING, KEY, PCPY, curve, gather, profile
 
 from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.shaping import choose_shaping
-from sidelane.choice import expected_us, fused
+from sidelane.choice import expected_us, fused, store
 from sidelane.choice.candidate import find
 from sidelane.choice.key import Key
 from sidelane.choice.profile import Profile
@@ -297,6 +297,36 @@ def test_built_in_tables_are_for_a_device_whatever_its_software():
         assert table is not None and table.machine == name
         for measured in table.curves:
             assert find(measured.kind, measured.candidate.variant) == measured.candidate, "names that nothing has"
+
+
+def test_a_rank_names_a_table_and_asks_for_what_matters_only(home: Path, monkeypatch: pytest.MonkeyPatch):
+    asked, quick = [], Key("cuda", "NVIDIA H200", 2)
+    monkeypatch.setattr(store, "quick_key", lambda *_: quick)
+    monkeypatch.setattr(store, "key_here", lambda *_: asked.append(1) or dataclasses.replace(KEY, count=2))
+    text = store.choice_of_rank(None, "cuda", 2)
+    found = InForce.from_text(text)
+    assert (
+        not asked and len(text) < 300 and found.profile == builtin("h200x2") and found.where.startswith("the built-in")
+    )
+    quick = dataclasses.replace(KEY, links="", software=(), count=2)  # without a table: links matter
+    assert InForce.from_text(store.choice_of_rank(None, "cuda", 2)) == builtin_for(dataclasses.replace(KEY, count=2), 2)
+    assert asked == [1]
+    write(home / "h999x2.json", dataclasses.replace(CROSSING, key=dataclasses.replace(KEY, count=2)))
+    found = InForce.from_text(store.choice_of_rank(None, "cuda", 2))
+    assert found.profile is not None and found.profile.curves == CROSSING.curves and asked == [1, 1]
+    with pytest.raises(ValueError, match="no such file"):
+        store.choice_of_rank(str(home / "none.json"), "cuda", 2)
+
+
+def test_ranks_that_a_table_lacks_get_those_of_others():
+    key = Key("cuda", "NVIDIA H200", 4, "18 to a switch")
+    for ranks in (2, 3, 4, 8):
+        some, every = builtin_for(key, ranks), builtin_for(key)
+        assert some is not None and some.profile is not None and every is not None and every.profile is not None
+        for kind in Kind:
+            call = CallShape(kind, ranks, 64 << 20, dtype="bfloat16")
+            assert some.profile.comparable(call) == every.profile.comparable(call)
+    assert len(builtin_for(key, 4).profile.curves) < len(builtin_for(key).profile.curves)
 
 
 def test_a_device_without_a_table_goes_by_a_similar_one():

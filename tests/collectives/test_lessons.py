@@ -26,6 +26,13 @@ def test_what_comes_again_is_made_by_compiled_code(pool: RankPool, period: int) 
         assert numbers == 200 + 10 + lesson_cases.SETTLED
 
 
+@pytest.mark.parametrize("python_calls", [(3, 300), (250, 20), (100, 101)])
+def test_ranks_need_not_have_compiled_code_at_the_same_time(pool: RankPool, python_calls: tuple[int, int]) -> None:
+    for native, ahead, numbers in pool.run(lesson_cases.compiled_late, 2, python_calls, 400):
+        assert all(native[-50:]) and all(ahead[-300:])
+        assert numbers == 400 + 10 + lesson_cases.SETTLED
+
+
 def test_a_model_goes_ahead_once_its_addresses_have_come_again(pool: RankPool) -> None:
     found = pool.run(lesson_cases.of, 2, "what_comes_again", 2, 40)
     assert found[0]["hits"] == found[1]["hits"] > 120 and "misses" not in found[0]

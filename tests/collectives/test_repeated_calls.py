@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fake_driver import FakeDriver
 from loads import handover
 
-from sidelane.collectives import backend_cuda, call_cache
+from sidelane.collectives import backend_cuda, call_cache, call_path
 from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.cuda import CudaExecutor, DriverFeatures
@@ -263,6 +263,28 @@ def test_a_call_that_the_driver_refuses_ends_the_communicator(rank: Rank, monkey
     monkeypatch.undo()
     with pytest.raises(Exception, match="could not submit it: OSError: the driver says no"):
         rank.comm.all_gather(output, input, variant="b2b")
+
+
+def test_code_that_is_compiled_meanwhile_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, real_load = FakeDriver(), call_path.load_replays_soon
+    monkeypatch.setattr(call_path, "load_replays_soon", lambda: None)
+    rank = make_rank(monkeypatch, driver)
+    output, input = torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    for _ in range(4):
+        gather(rank, output, input)
+    assert rank.comm._repeats is None
+    monkeypatch.setattr(call_path, "load_replays_soon", real_load)
+    for _ in range(3):
+        gather(rank, output, input)
+    repeats: Any = rank.comm._repeats
+    monkeypatch.setattr(call_path, "load_replays_soon", lambda: pytest.fail("asked again"))
+    made, run = [], repeats.run
+    repeats.run = lambda *arguments: made.append(run(*arguments)) or made[-1]
+    for _ in range(3):
+        gather(rank, output, input)
+    assert made == [True] * 3
+    rank.comm.close()
+    driver.stop()
 
 
 @pytest.mark.parametrize("config", [{"native": False}, {"debug": True}], ids=["switched off", "debug"])

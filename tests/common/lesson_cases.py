@@ -21,6 +21,7 @@ from made_up_gpus import made_up_gpus
 from reach_cases import shared
 
 from sidelane import Communicator
+from sidelane.collectives import call_path
 from sidelane.collectives.learning import knowledge
 from sidelane.collectives.learning.board import BEGUN, READ, RING, WINDOW
 from sidelane.collectives.learning.mappings import LOOK_S
@@ -133,6 +134,20 @@ def made_by(group: dist.ProcessGroup, period: int, calls: int) -> tuple[list[boo
     with lessons(group, period) as (_, made, _):
         made.call(calls)
         return made.native[-calls:], made.ahead[-calls:], next(made.comm._calls.numbers) - 1
+
+
+def compiled_late(
+    group: dist.ProcessGroup, python_calls: tuple[int, ...], calls: int
+) -> tuple[list[bool], list[bool], int]:
+    """As :func:`made_by`; on each rank, compiled code comes after a number of calls by Python."""
+    mine, load, asked = python_calls[dist.get_rank(group)], call_path.load_replays_soon, []
+
+    def soon() -> Any:
+        asked.append(None)
+        return load() if len(asked) > mine else None
+
+    with mock.patch.object(call_path, "load_replays_soon", soon):
+        return made_by(group, 1, calls)
 
 
 def goes_back(group: dist.ProcessGroup, what: str) -> tuple[list[bool], list[bool], list[bool], dict[str, int]]:

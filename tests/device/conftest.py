@@ -13,6 +13,8 @@ import pytest
 import torch
 from device_pool import Pool, Ranks
 
+from sidelane.native import load_replays
+
 HERE = Path(__file__).parent
 
 
@@ -35,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # On a machine without one, such as that of CI; `make test-device` is for one that has them.
             if gpus() == 0:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_code() -> None:
+    """Compile it ahead: ranks would do so beside their first calls, and tests count what it makes."""
+    if gpus():
+        load_replays()
 
 
 @pytest.fixture(scope="session")

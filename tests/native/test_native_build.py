@@ -56,6 +56,40 @@ def test_ranks_may_compile_at_the_same_time(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1, "nothing but the module is left"
 
 
+SOON = """
+import threading, time
+from sidelane.native import build
+began = time.monotonic()
+found, calls = build.load_replays_soon(), 0
+waited = found is None
+while found is None and time.monotonic() - began < 60:
+    calls += 1
+    found = build.load_replays_soon()
+    time.sleep(0.001)
+print(waited, [one.name for one in threading.enumerate()].count("sidelane-compiles"), found.module.Replay.__name__)
+"""
+
+
+def test_callers_go_on_while_it_is_compiled(cache: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2])}
+    for waited in (True, False):
+        ended = subprocess.run(
+            [sys.executable, "-c", SOON], env=environment, capture_output=True, text=True, timeout=90
+        )
+        assert ended.stdout.split() in ([str(waited), "0", "Replay"], [str(waited), "1", "Replay"]), ended
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_without_a_compiler_nobody_waits_for_one(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    build.load_replays.cache_clear()
+    try:
+        found = build.load_replays_soon()
+        assert found == Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
+    finally:
+        build.load_replays.cache_clear()
+
+
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("PATH", "")
     assert load() == Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")

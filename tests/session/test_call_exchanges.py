@@ -172,7 +172,7 @@ def late_in_making(group: dist.ProcessGroup) -> list[tuple[str, tuple[int, ...],
             (1, host_shared, "_reserve", 0),
             (1, host_shared.SharedBytes, "_attach", 0),
             (0, host_shared.SharedBytes, "_attach", 0),
-            (0, profiles, "in_force", 0),
+            (0, profiles, "choice_of_rank", 0),
             (1, exchanges.Exchange, "_post", 2),
         ]
     ):
@@ -329,6 +329,18 @@ def wrong_profiles(group: dist.ProcessGroup, text: str) -> tuple[str, tuple[int,
 def test_a_profile_that_is_none_is_refused_by_all(pool: RankPool, text: str) -> None:
     for name, _, why in pool.run(wrong_profiles, 3, text):
         assert name == "ValueError" and "not a profile" in why
+
+
+def other_tables(group: dist.ProcessGroup) -> tuple[str, tuple[int, ...], str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == 2:
+            patch.setattr(profiles, "builtin_digest", lambda: "another")
+        return outcome(communicator, group)
+
+
+def test_ranks_with_other_tables_are_refused_by_all(pool: RankPool) -> None:
+    for name, _, why in pool.run(other_tables, 3):
+        assert name == "ValueError" and "with different tables of times" in why
 
 
 def failing_in_exchanges(group: dist.ProcessGroup, where: str) -> tuple[tuple[str, tuple[int, ...], str], str]:

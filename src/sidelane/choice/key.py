@@ -69,6 +69,21 @@ def key_here(device_type: str, world_size: int = 1) -> Key:
     return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
 
 
+def quick_key(device_type: str, world_size: int = 1) -> Key:
+    """Return the key of this machine as :func:`key_here` does, without links and software."""
+    found = _device_here(device_type)
+    return found if device_type == CPU else dataclasses.replace(found, count=max(found.count, world_size))
+
+
+def _device_here(device_type: str) -> Key:
+    from sidelane.machine import local  # imports torch, which the command line does without
+
+    names = local.device_names() if device_type != CPU else ()
+    if not names:
+        return Key(device_type, local.processor(), local.cores())
+    return Key(device_type, ", ".join(dict.fromkeys(names)), len(names))
+
+
 @functools.cache
 def _here(device_type: str) -> Key:
     from sidelane.machine import local  # imports torch, which the command line does without
@@ -83,10 +98,9 @@ def _here(device_type: str) -> Key:
             continue
     software = tuple(sorted((name, versions[name]) for name in SOFTWARE if name in versions))
     found = local.inspect().accelerators if device_type != CPU else None
-    if found is None:
-        return Key(device_type, local.processor(), local.cores(), software=software)
-    names = ", ".join(dict.fromkeys(gpu.name for gpu in found.gpus))
-    first = found.gpus[0]
-    kind = {True: "to a switch", False: "to peers", None: ""}[first.through_switch]
-    links = "" if first.links is None else f"{first.links} {kind}".strip() if first.links else "none"
-    return Key(device_type, names, len(found.gpus), links, software)
+    links = ""
+    if found is not None and found.gpus[0].links is not None:
+        first = found.gpus[0]
+        kind = {True: "to a switch", False: "to peers", None: ""}[first.through_switch]
+        links = f"{first.links} {kind}".strip() if first.links else "none"
+    return dataclasses.replace(_device_here(device_type), links=links, software=software)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.resources
 import json
 import os
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from sidelane.choice.key import CPU, Key
+from sidelane.choice.key import CPU, Key, key_here, quick_key
 from sidelane.choice.profile import Profile, parse
 from sidelane.config import BUILTIN, profile_folder
 from sidelane.errors import Page, see
@@ -41,9 +44,19 @@ class InForce:
         return json.dumps({"profile": text, "where": self.where, "notes": self.notes})
 
     @staticmethod
+    def by_table(key: Key, ranks: int | None, notes: tuple[str, ...]) -> InForce:
+        """Return the table of this package for a machine, or None for a profile if there is none."""
+        table = builtin_for(key, ranks)
+        if table is not None:
+            return dataclasses.replace(table, notes=notes)
+        return InForce(None, f"a rule of thumb: no table for {key.device} (sidelane tune makes one)", notes)
+
+    @staticmethod
     def from_text(text: str) -> InForce:
-        """Read the result of :meth:`to_text`."""
+        """Read the result of :meth:`to_text` or :func:`choice_of_rank`."""
         content: dict[str, Any] = json.loads(text)
+        if "key" in content:
+            return InForce.by_table(Key.from_dict(content["key"]), content["ranks"], tuple(content["notes"]))
         profile = None if content["profile"] is None else parse(content["profile"])
         return InForce(profile, content["where"], tuple(content["notes"]))
 
@@ -58,7 +71,49 @@ def in_force(setting: str | None, key: Key) -> InForce:
     Raises:
         ValueError: the file that ``setting`` names is missing or is not a profile.
     """
-    notes = []
+    found, notes = users_profile(setting, key, lambda: key)
+    return found or InForce.by_table(key, None, notes)
+
+
+def choice_of_rank(setting: str | None, device_type: str, world_size: int) -> str:
+    """Return as text, for :meth:`InForce.from_text` on any rank, what is in force between the ranks of this machine.
+
+    A table of this package is named, and each rank reads it. All that is known of the machine is asked for only if a
+    file of the user or the choice of a table depends on it: the driver takes a tenth of a second to tell.
+
+    Args:
+        setting: see :func:`in_force`.
+        device_type: device type of the ranks' tensors.
+        world_size: number of ranks.
+
+    Raises:
+        ValueError: see :func:`in_force`.
+    """
+
+    def whole() -> Key:
+        return key_here(device_type, world_size)
+
+    key = quick_key(device_type, world_size)
+    found, notes = users_profile(setting, key, whole)
+    if found is not None:
+        return found.to_text()
+    if not any(head.device == key.device and head.count == world_size for head in _heads().values()):
+        key = whole()
+    return json.dumps({"key": key.to_dict(), "ranks": world_size, "notes": notes})
+
+
+def users_profile(setting: str | None, key: Key, whole: Callable[[], Key]) -> tuple[InForce | None, tuple[str, ...]]:
+    """Return the profile in a file, if it is for this machine, and notes why others are not used.
+
+    Args:
+        setting: see :func:`in_force`.
+        key: key of this machine, which may lack links and software.
+        whole: returns the key with all that is known.
+
+    Raises:
+        ValueError: see :func:`in_force`.
+    """
+    notes: list[str] = []
     if setting != BUILTIN:
         path = user_file(key) if setting is None else Path(setting)
         try:
@@ -66,9 +121,9 @@ def in_force(setting: str | None, key: Key) -> InForce:
             if path is None:
                 notes.append(f"no profile of this user is looked for: {NO_HOME}")
             elif profile is not None:
-                differences = profile.key.differences(key)
+                differences = profile.key.differences(whole())
                 if not differences:
-                    return InForce(profile, f"{_shown(path)}, tuned {profile.date}")
+                    return InForce(profile, f"{_shown(path)}, tuned {profile.date}"), ()
                 notes.append(
                     f"{_shown(path)} is not used: measured on another machine or with other software: "
                     f"{'; '.join(differences)} (sidelane tune measures again)"
@@ -80,10 +135,7 @@ def in_force(setting: str | None, key: Key) -> InForce:
             if setting is not None:
                 raise
             notes.append(f"the profile of this user is not used: {problem}")
-    table = builtin_for(key)
-    if table is not None:
-        return dataclasses.replace(table, notes=tuple(notes))
-    return InForce(None, f"a rule of thumb: no table for {key.device} (sidelane tune makes one)", tuple(notes))
+    return None, tuple(notes)
 
 
 def user_file(key: Key, name: str = "{}.json") -> Path | None:
@@ -157,36 +209,62 @@ def write(path: Path, content: FileContent) -> None:
 @functools.cache
 def builtin(name: str) -> Profile | None:
     """Return the table of this package with that name; None if there is none."""
-    if name not in builtin_names():
-        return None
-    return parse(
-        (importlib.resources.files("sidelane.choice") / "builtin" / f"{name}.json").read_text(encoding="utf-8")
-    )
+    text = _texts().get(name)
+    return None if text is None else parse(text)
 
 
 def builtin_names() -> tuple[str, ...]:
     """Return the machines that this package has a table of."""
+    return tuple(_texts())
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    """Return the text of each table of this package, by its machine."""
     folder = importlib.resources.files("sidelane.choice") / "builtin"
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
+    entries = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".json")), key=lambda one: one.name)
+    return {entry.name.removesuffix(".json"): entry.read_text(encoding="utf-8") for entry in entries}
 
 
-def builtin_for(key: Key) -> InForce | None:
+@functools.cache
+def builtin_digest() -> str:
+    """Return a digest of the tables of this package: ranks that name one mean the same."""
+    return hashlib.blake2b(repr(_texts()).encode(), digest_size=8).hexdigest()
+
+
+@functools.cache
+def _heads() -> dict[str, Key]:
+    """Return the key of each table of this package, which is a line of its own (``Profile.to_text``)."""
+    lines = {name: re.search(r'^ "key": (.*),$', text, re.MULTILINE) for name, text in _texts().items()}
+    return {name: Key.from_dict(json.loads(line[1])) for name, line in lines.items() if line is not None}
+
+
+def builtin_for(key: Key, ranks: int | None = None) -> InForce | None:
     """Return the table for a machine: of the same device, whatever its software, and of the nearest count.
 
     World sizes that it lacks get the times of other tables, those of its device first: two ranks on a machine of
     four GPUs are nearer to two on one of two. A device without a table takes another's of the same vendor, unless no
     links join its GPUs: the fastest way there is a better guess than a heuristic.
+
+    Args:
+        key: key of the machine.
+        ranks: number of ranks that choose by it; other tables are read only if the nearest lacks it. None: any number.
     """
-    tables = [table for name in builtin_names() if (table := builtin(name)) is not None]
     on_cpu = key.device_type == CPU
-    near = [t for t in tables if (t.key.device_type == CPU) == on_cpu and (on_cpu or _alike(t.key, key))]
-    near.sort(key=lambda t: (not on_cpu and t.key.device != key.device, abs(t.key.count - key.count), -t.key.count))
+    near = [
+        (name, head)
+        for name, head in _heads().items()
+        if (head.device_type == CPU) == on_cpu and (on_cpu or _alike(head, key))
+    ]
+    near.sort(key=lambda t: (not on_cpu and t[1].device != key.device, abs(t[1].count - key.count), -t[1].count))
     if not near:
         return None
-    nearest, *others = near
+    nearest = builtin(near[0][0])
+    assert nearest is not None, "it has a head"
     curves, sizes = nearest.curves, {curve.world_size for curve in nearest.curves}
     words = [nearest.date[:10]]
-    for table in others:
+    others = () if ranks in sizes else (builtin(name) for name, _ in near[1:])
+    for table in filter(None, others):
         more = tuple(curve for curve in table.curves if curve.world_size not in sizes)
         if more:
             curves, new = (*curves, *more), {curve.world_size for curve in more}

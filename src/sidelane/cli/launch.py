@@ -30,6 +30,7 @@ import torch.distributed as dist
 from sidelane.cli.processes import environment, rank_context, take_over
 from sidelane.errors import PeerError, SidelaneError, last_line
 from sidelane.machine import local
+from sidelane.native import load_replays
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
@@ -342,6 +343,7 @@ def _process_group(
         device = torch.device(place.device_type, local_rank)
         torch.get_device_module(device).set_device(local_rank)
         backend = f"cpu:gloo,{place.device_type}:{dist.get_default_backend_for_device(place.device_type)}"
+        load_replays()  # communicators would compile it beside their first calls, and a study would time both
     dist.init_process_group(
         backend,
         store=store,

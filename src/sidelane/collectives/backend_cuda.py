@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from sidelane.errors import PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
-from sidelane.execute.cuda.kernel_call import CudaKernelCall
 from sidelane.execute.cuda.ordinary import ExportedMemory
 from sidelane.execute.cuda.prelaunch import require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
@@ -37,6 +36,9 @@ from sidelane.program.kernel import MOST_RANKS
 from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.transform.prelaunch import held_by
+
+if TYPE_CHECKING:
+    from sidelane.execute.cuda.kernel_call import CudaKernelCall
 
 T = TypeVar("T")
 
@@ -87,6 +89,8 @@ class CudaBackend:
         return self.executor.board
 
     def bind_kernel_call(self, call: KernelCall, *, compiles: bool) -> CudaKernelCall:
+        from sidelane.execute.cuda.kernel_call import CudaKernelCall
+
         return CudaKernelCall(self.executor, call, compiles=compiles)
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:

@@ -34,6 +34,7 @@ from sidelane.collectives.work import Work
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import NO_STREAM, Place
 from sidelane.memory.posts import MOST_TEXT_BYTES, SPLITS, PostedCall
+from sidelane.native import load_replays_soon
 from sidelane.program.shape import Beside, check_beside
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class CallPath:
         calls: numbers the calls and runs them.
         arguments: checks the tensors of callers.
         preparer: loads programs for calls.
-        repeats: calls that compiled code repeats; None if there is no compiled code.
+        repeats: calls that compiled code repeats; None as long as there is no compiled code.
         reach: offers of pools and ordinary memory to peers, on GPUs in captures only; None without peers.
         learning: protocol for calls on ordinary memory that wait for no peer's host; None if it is off.
 
@@ -98,7 +99,11 @@ class CallPath:
         self, calls: Calls, arguments: Arguments, preparer: Preparer, board: LearningBoard | None = None
     ) -> None:
         self.calls, self.arguments, self.preparer, self._cache = calls, arguments, preparer, preparer.cache
-        self.repeats = Repeats.of(calls, arguments, preparer)
+        self.repeats: Repeats | None = None
+        self.learning: Learning | None = None
+        # With debug, every call is compared with the peers'.
+        gains = calls.config.native and not calls.config.debug
+        self._host_path = calls.backend.host_path() if gains else None
         self._mapped = mapped = board is None and calls.backend.hosts_meet and calls.config.map_memory is not False
         self.reach: Reach | None = None
         if arguments.world_size > 1:
@@ -106,14 +111,28 @@ class CallPath:
             ordinary = calls.backend.ordinary if offers else None
             memory = PooledMemory(arguments.heap, arguments.rank, ordinary)
             self.reach = Reach(calls, memory, arguments.compared, captures_only=not mapped)
-        self.learning: Learning | None = None
         if board is not None and calls.backend.ordinary is not None:
             pool_at, limit_bytes = arguments.heap.pool_at, calls.config.mapped_bytes
             self.learning = Learning(
                 *(calls, preparer, board, calls.backend.ordinary),
                 default_limit_bytes(arguments.device) if limit_bytes is None else limit_bytes,
-                *(lambda tensor: pool_at(tensor.data_ptr()) is not None, self.repeats),
+                lambda tensor: pool_at(tensor.data_ptr()) is not None,
             )
+        self._find_code()
+
+    def _find_code(self) -> None:
+        """Take up compiled code once there is some: the first process of a user compiles it beside its first calls.
+
+        No rank can tell which of them have it: a call posts and does the same in Python.
+        """
+        path, found = self._host_path, None
+        if path is not None and (found := load_replays_soon()) is not None:
+            self._host_path = None
+            if found.module is not None:
+                made = Repeats.of(found.module, path, self.calls, self.arguments, self.preparer)
+                if self.learning is not None:
+                    self.learning.repeats = made
+                self.repeats = made
 
     def run(
         self, asked: CallForm, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
@@ -131,6 +150,8 @@ class CallPath:
             Exception: as ``Communicator.all_gather`` does.
         """
         calls = self.calls
+        if self._host_path is not None:
+            self._find_code()
         call = _Call(calls.number(), asked, variant, beside, async_op, remember)
         try:  # plainly, as in Calls.run: every call comes here, and a context manager costs a microsecond
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +19,7 @@ from sidelane.collectives.calls import Calls, count_writes
 from sidelane.collectives.prepare import Preparer
 from sidelane.execute.base import Place, Repetition
 from sidelane.memory.ordinary import Standing
-from sidelane.native import Effect, Note, load_replays
+from sidelane.native import Effect, Note
 
 MOST_TENSORS = 128
 """Largest number of tensors, in all lists together, of a remembered call: ``MOST_TENSORS`` of ``native/replay.c``."""
@@ -103,15 +104,8 @@ class Repeats:
         return int(self._replay.tracked)
 
     @staticmethod
-    def of(calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats | None:
-        """Make one for a communicator; None if its device gains nothing from it, or if there is no compiled code."""
-        path = calls.backend.host_path()
-        # With debug, every call is compared with the peers'.
-        if path is None or calls.config.debug or not calls.config.native:
-            return None
-        module = load_replays().module
-        if module is None:
-            return None
+    def of(module: ModuleType, path: HostPath, calls: Calls, arguments: Arguments, preparer: Preparer) -> Repeats:
+        """Make one for a communicator, between two calls; ``module`` is ``native/replay.c``."""
         control, posts, questions = calls.control, calls.control.own_posts(), path.questions
         guards = (
             (calls, "closed", False),

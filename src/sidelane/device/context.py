@@ -30,11 +30,9 @@ If the host gives up since a peer does not come (docs/internals/failure.md), wai
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
 from sidelane.device.flags import generation_after, wait_for_words
+from sidelane.device.language import tl, triton
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 RANK = tl.constexpr(layout.RANK)

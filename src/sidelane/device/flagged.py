@@ -13,12 +13,10 @@ places, for even and odd generations (``cells.py`` explains why two suffice, and
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
 from sidelane.device.context import put_weak
 from sidelane.device.flags import POLLS, say_who_is_late, told_to_give_up
+from sidelane.device.language import tl, triton
 
 BOARD = tl.constexpr(layout.BOARD)
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)

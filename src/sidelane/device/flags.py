@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import os
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
+from sidelane.device.language import tl, triton
 
 COUNTERS_OFFSET = tl.constexpr(layout.COUNTERS_OFFSET)
 FLAGS_OFFSET = tl.constexpr(layout.FLAGS_OFFSET)

@@ -11,8 +11,7 @@ block moves at a time.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from sidelane.device.language import tl, triton
 
 WORD = tl.constexpr(4)
 

@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,15 @@ from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import GroupCall
 from sidelane.integrations.fallback import Witness, name_of_backend
 from sidelane.integrations.ledger import SIDELANE, Ledger
-from sidelane.integrations.nodes.choose import FLAT, HIERARCHICAL, choose
-from sidelane.integrations.nodes.communicator import NodesCommunicator
 from sidelane.integrations.nodes.topology import Nodes
 from sidelane.integrations.order import HostOrder, StreamOrder
 from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain, variant_of
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
+
+if TYPE_CHECKING:
+    from sidelane.integrations.nodes.communicator import NodesCommunicator  # groups on one node do without
 
 SMALL_BYTES = 4096
 """Bytes of asynchronous calls up to which their works are kept a while."""
@@ -170,9 +171,7 @@ class Dispatcher:
         communicators, self._communicators = self._communicators, {}
         for communicator in communicators.values():
             if how == ABORTED:
-                fail = (
-                    communicator.fail if isinstance(communicator, NodesCommunicator) else communicator.lane.calls.fail
-                )
+                fail = communicator.lane.calls.fail if isinstance(communicator, Communicator) else communicator.fail
                 fail(self._told())
             communicator.close()
 
@@ -273,6 +272,8 @@ class Dispatcher:
         """Return the reason why a call of a group on several nodes takes no steps within nodes; "" if it does."""
         if not self._nodes.spans:
             return ""
+        from sidelane.integrations.nodes.choose import FLAT, choose
+
         choice = choose(call.across, call.nbytes, self._nodes, without=call.flat or call.name)
         if choice.name == FLAT:
             return f"{FLAT}: {choice.reason}"
@@ -315,14 +316,16 @@ class Dispatcher:
             self._make_other(call, device).wait()
             return
         assert call.job is not None
-        if isinstance(communicator, NodesCommunicator):
+        if not isinstance(communicator, Communicator):
             communicator.pieces = call.pieces
         try:
             call.job(cast(Communicator, communicator))  # a method that both kinds of communicator have
         except Exception as error:
             self._explain(error)
             raise
-        if isinstance(communicator, NodesCommunicator):
+        if not isinstance(communicator, Communicator):
+            from sidelane.integrations.nodes.choose import HIERARCHICAL
+
             self._note(call, device, SIDELANE, HIERARCHICAL, call.reason)
             return
         choice = communicator.last_choice()
@@ -411,7 +414,7 @@ class Dispatcher:
         self.timeout = timeout
         for communicator in list(self._communicators.values()):
             communicator.lane.set_timeout(timeout.total_seconds())
-            if isinstance(communicator, NodesCommunicator):
+            if not isinstance(communicator, Communicator):
                 communicator.lookout.timeout_s = timeout.total_seconds()
 
     def _communicator(self, where: torch.device) -> Communicator | NodesCommunicator | None:
@@ -442,6 +445,8 @@ class Dispatcher:
     def _make_communicator(self, device: torch.device, config: Config) -> Communicator | NodesCommunicator:
         if not self._nodes.spans:
             return Communicator(self._group, device=device, config=config)
+        from sidelane.integrations.nodes.communicator import NodesCommunicator
+
         group = self._group
         store, rank, name = group.get_group_store(), group.rank(), group.group_name
         return NodesCommunicator(
@@ -453,7 +458,7 @@ class Dispatcher:
         communicator = self._communicators.get("cpu")
         if communicator is None:
             return "", ()
-        if isinstance(communicator, NodesCommunicator):
+        if not isinstance(communicator, Communicator):
             return communicator.late()
         control = communicator.lane.control
         ranks = [rank for rank in control.absent(control.begun(control.rank)) if rank != control.rank]
@@ -469,10 +474,10 @@ class Dispatcher:
 
     def _leave(self, error: PeerError | KeyboardInterrupt) -> None:
         communicator = self._communicators.get("cpu")
-        if isinstance(communicator, NodesCommunicator):
-            communicator.leave(error)
-        elif communicator is not None:
+        if isinstance(communicator, Communicator):
             communicator.lane.calls.fail(error)
+        elif communicator is not None:
+            communicator.leave(error)
 
     def work_on(self, side: SideStream, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dist.Work:
         """Return the work of a call that is queued on a stream, which uses these tensors."""

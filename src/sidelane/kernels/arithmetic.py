@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-import triton.language as tl
-
+from sidelane.device.language import tl, triton
 from sidelane.program.collective import Reduction
 
 DTYPES = {

@@ -19,10 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, relaxed_wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
 from sidelane.kernels.cells import put_cells, slot, wait_for_cells

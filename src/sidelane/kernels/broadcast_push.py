@@ -11,9 +11,6 @@ bytes may be of any number; ``behind`` is the number of ranks from the root to t
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import (
     address_of,
     addresses_of,
@@ -24,6 +21,7 @@ from sidelane.device.flags import (
     wait,
     wait_for_rank,
 )
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels.relay import DONE, TILE_BYTES, WARPS, blocks_and_rounds, chunks_of, from_root, owner_of

@@ -17,10 +17,8 @@ the number of ranks from the root to this one.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait, wait_for_rank
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 from sidelane.kernels.parcels import TILE_BYTES, WARPS, blocks_of, place

@@ -16,11 +16,9 @@ rank waits for data from each peer, and the kernels of a rank never overlap.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
 from sidelane.device.flags import POLLS, say_who_is_late, told_to_give_up
+from sidelane.device.language import tl, triton
 from sidelane.device.memory import pointer
 
 CELLS_OFFSET = tl.constexpr(layout.CELLS_OFFSET)

@@ -13,9 +13,6 @@ tiles that are not wide; UNIT and TILE as in ``memory``; ``behind`` is the numbe
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import (
     address_of,
     addresses_of,
@@ -26,6 +23,7 @@ from sidelane.device.flags import (
     wait,
     wait_for_rank,
 )
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import get, put
 from sidelane.kernels.list_table import FIRST_GROUP, INPUT, PLACE, ListTable, address_in, ends_of, find_tile, value

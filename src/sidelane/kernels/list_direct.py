@@ -15,10 +15,8 @@ of an access in tiles that are not wide; UNIT and TILE as in ``memory``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_of, pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants

@@ -22,10 +22,8 @@ moves. Stagings are in the order of the ranks.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import address_of, addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import count_of, get, pointer, put
 from sidelane.kernels.arithmetic import combine, reduction_constants

@@ -15,10 +15,8 @@ and TILE as in ``memory``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import get, put
 from sidelane.kernels.list_table import FIRST_GROUP, INPUT, INPUT_STRIDE, ListTable, ends_of, find_tile, value

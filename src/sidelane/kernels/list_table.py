@@ -24,9 +24,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import triton
-import triton.language as tl
 
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import unit_bytes
 from sidelane.program.kernel_list import MOST_LISTED
 

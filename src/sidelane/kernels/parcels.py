@@ -10,11 +10,9 @@ suffice).
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
 from sidelane.device.flags import addresses_of, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 

@@ -16,10 +16,8 @@ Legend: N ranks, SHARDS parts in an input (1 or N); UNIT and TILE as in ``memory
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded, unit_bytes
 from sidelane.device.memory import get, put
 

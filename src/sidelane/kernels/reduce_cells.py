@@ -14,10 +14,8 @@ Legend: N ranks, R the power of two from N on, CELLS cells a tile, W elements a 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import end_generation, next_generation
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, cells_launch
 from sidelane.device.memory import load_words, store_words
 from sidelane.kernels.arithmetic import accumulate, finish, reduction_constants, widen

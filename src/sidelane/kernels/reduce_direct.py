@@ -19,10 +19,8 @@ STAGES tiles that a block has on their way or at hand.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants

@@ -13,10 +13,8 @@ Legend: N ranks; UNIT and TILE as in ``memory``.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import end_generation, next_generation
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants

@@ -19,10 +19,8 @@ Legend: N ranks, SHARDS shards in an input (1 or N), TILE bytes a tile.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device.flags import address_of, addresses_of, end_generation, next_generation, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants

@@ -24,11 +24,9 @@ Legend: N ranks, TILE elements a tile, WHOLE for tiles that end inside of their 
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
 from sidelane.device.flags import addresses_of, end_generation, next_generation, relaxed_signal, signal, wait
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch, LaunchSite, padded
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import combine, reduction_constants

@@ -20,10 +20,8 @@ The floor is ``S / B`` for S bytes over a link of B, and one chunk; without rela
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from sidelane.device import layout
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import LaunchSite
 from sidelane.program.broadcast_chunks import rounds_of
 from sidelane.program.reduce_chunks import MOST_CHUNKS

@@ -18,9 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
+from sidelane.device.language import tl, triton
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.kernels.gemm_shape import GemmShape

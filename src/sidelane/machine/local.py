@@ -27,6 +27,11 @@ def device_type_and_count() -> tuple[str, int]:
     return "cpu", 0
 
 
+def device_names() -> tuple[str, ...]:
+    """Return the names of the accelerators, as :func:`inspect` does, without initialising more than torch has."""
+    return next((vendor.device_names() for vendor in VENDORS if vendor.device_count()), ())
+
+
 def inspect() -> Inventory:
     """Return the inventory of this machine. Initialises the vendor's driver; takes up to a second."""
     found = next((vendor for vendor in VENDORS if vendor.device_count()), None)

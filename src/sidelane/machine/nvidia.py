@@ -102,6 +102,11 @@ def device_count() -> int:
     return torch.cuda.device_count() if torch.version.cuda and torch.cuda.is_available() else 0
 
 
+def device_names() -> tuple[str, ...]:
+    """Return the name of each GPU that torch sees."""
+    return tuple(torch.cuda.get_device_properties(index).name for index in range(device_count()))
+
+
 def inspect() -> Accelerators:
     """Return the properties of the GPUs of this machine (there is at least one)."""
     count = device_count()

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -66,7 +65,7 @@ class DescriptorServer:
     def __init__(self, parts_of: Callable[[str], Sequence[SharedDescriptor]]) -> None:
         self._parts_of = parts_of
         self.pid = os.getpid()
-        self.address = f"@sidelane-{self.pid}-{secrets.token_hex(4)}"
+        self.address = f"@sidelane-{self.pid}-{os.urandom(4).hex()}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.closing(self._socket)  # clients notice the end of this process only if no copy keeps the socket open
         self._socket.bind(_bound(self.address))

@@ -24,7 +24,6 @@ import hashlib
 import itertools
 import json
 import os
-import secrets
 import sys
 import time
 import weakref
@@ -94,7 +93,7 @@ class Exchange:
         with _counting:
             self._places = _places.setdefault(group, itertools.count(1))
         self._go_on()
-        self._word = secrets.token_hex(8)
+        self._word = os.urandom(8).hex()
         self._posted = Post(version.VERSION)
         self._number = 0
         self._settling, self._again = False, again

@@ -1,6 +1,6 @@
 """Optional C code, compiled at its first use: repeated calls of a communicator, and memory pools on GPUs."""
 
-from sidelane.native.build import Replays, load_replays
+from sidelane.native.build import Replays, load_replays, load_replays_soon
 from sidelane.native.effects import Effect, Note
 
-__all__ = ["Effect", "Note", "Replays", "load_replays"]
+__all__ = ["Effect", "Note", "Replays", "load_replays", "load_replays_soon"]

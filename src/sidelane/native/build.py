@@ -25,6 +25,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -60,14 +61,44 @@ def load_replays() -> Replays:
         return Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
 
 
+def load_replays_soon() -> Replays | None:
+    """Load the module if an earlier process has compiled it; else return None, and compile it on a thread meanwhile."""
+    global _compiling
+    if not load_replays.cache_info().currsize:
+        if _compiling is not None and _compiling.is_alive():  # a forked copy has no thread of its parent
+            return None
+        if not _was_compiled():
+            _compiling = threading.Thread(target=load_replays, name="sidelane-compiles", daemon=True)
+            _compiling.start()
+            return None
+    return load_replays()
+
+
+_compiling: threading.Thread | None = None
+
+
+def _was_compiled() -> bool:
+    """Return True unless a compiler has to run before the module can be loaded."""
+    folder, compiler = private_cache(), find_compiler()
+    return not compiler or (folder is not None and (folder / _name_of(_source(), compiler)).exists())
+
+
+def _source() -> bytes:
+    return (importlib.resources.files("sidelane.native") / "replay.c").read_bytes()
+
+
+def _name_of(source: bytes, compiler: tuple[str, ...]) -> str:
+    """Return the name of the module's file, after all that it is compiled from."""
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    made_for = repr((compiler, sys.version, platform.machine(), suffix))
+    return f"{MODULE}-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}{suffix}"
+
+
 def _load_or_compile() -> Replays:
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return Replays(None, f"not for this Python ({sys.implementation.name}, with the GIL: the C code relies on it)")
-    source = (importlib.resources.files("sidelane.native") / "replay.c").read_bytes()
-    compiler = find_compiler()
-    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    made_for = repr((compiler, sys.version, platform.machine(), suffix))
-    name = f"{MODULE}-{hashlib.blake2b(source + made_for.encode(), digest_size=8).hexdigest()}{suffix}"
+    source, compiler = _source(), find_compiler()
+    name = _name_of(source, compiler)
     problem: Exception | None = None
     for folder in _folders():
         try:

@@ -51,6 +51,7 @@ from sidelane.device.context import (
     wait_all_acquire,
     world_size_of,
 )
+from sidelane.device.language import real
 from sidelane.device.stamps import COMPUTE, END, SEND, WAIT, stamp
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
@@ -217,7 +218,7 @@ class EmbeddingAllToAll(KernelHandle):
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
-            DTYPE=DTYPES[str(tables.dtype).removeprefix("torch.")],
+            DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
             ALIGNED=tables.are_aligned and place[1] % 16 == 0,
             MEAN=self.mode == MEAN,
             WEIGHTED=per_sample_weights is not None,

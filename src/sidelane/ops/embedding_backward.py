@@ -38,6 +38,7 @@ from sidelane.device.context import (
     wait_acquire,
     world_size_of,
 )
+from sidelane.device.language import real
 from sidelane.device.stamps import ADD, END, SEND, WAIT, stamp
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.memory.persistent import lasting
@@ -132,7 +133,7 @@ class EmbeddingBackward(KernelHandle):
             D=tables.dim,
             DP=power_of_two(tables.dim),
             L=self._rows_at_a_time,
-            DTYPE=DTYPES[str(tables.dtype).removeprefix("torch.")],
+            DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
             ALIGNED=tables.are_aligned,
             MEAN=mode == MEAN,
             WEIGHTED=weights is not None,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sidelane.choice.fused import FUSED, UNFUSED
+from sidelane.device.language import real
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops import reference, rms_norm_kernels
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
@@ -78,7 +79,8 @@ class AllReduceRmsNorm(KernelHandle):
             self._width, programs_a_unit = hidden * dtype.itemsize // 4, 1  # words of a row
             warps = 4 if self._width <= 1024 else 8 if self._width <= 4096 else 16
             options |= {"W": power_of_two(self._width), "ELEMENT_BYTES": dtype.itemsize}
-            options |= {"DTYPE": DTYPES[str(dtype).removeprefix("torch.")], "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+            options |= {"DTYPE": real(DTYPES[str(dtype).removeprefix("torch.")])}
+            options |= {"MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
         else:
             self._width, warps = hidden, 4 if hidden <= 2048 else 8 if hidden <= 8192 else 16
             programs_a_unit = 2 if warps <= 8 else 1

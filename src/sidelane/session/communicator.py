@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,14 @@ from sidelane.program.collective import Kind
 from sidelane.program.ir import Program
 from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import beside
-from sidelane.session.bound_program import BoundProgram, bind_program
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, Tensors, holds_lists
-from sidelane.session.own_kernel import OwnKernel, load_kernel
-from sidelane.session.prelaunch import Prelaunched, prepare_prelaunched
 from sidelane.session.session import Lane, Session
+
+if TYPE_CHECKING:  # a process group makes its first call without these
+    from sidelane.session.bound_program import BoundProgram
+    from sidelane.session.own_kernel import OwnKernel
+    from sidelane.session.prelaunch import Prelaunched
 
 _MOST_BYTES = 2**63 - 1
 """Largest number of bytes of a tensor in torch."""
@@ -372,6 +374,8 @@ class Communicator:
             Exception: as :meth:`all_gather`.
             UnavailableError: inside a capture, or if the armed call would block its own trigger.
         """
+        from sidelane.session.prelaunch import prepare_prelaunched
+
         return prepare_prelaunched(self._path, Kind.ALL_GATHER, (output, input), variant, host_trigger, beside)
 
     @entry
@@ -388,6 +392,8 @@ class Communicator:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
         details = own_part(copy_own_part)
         tensors = output, input
+        from sidelane.session.prelaunch import prepare_prelaunched
+
         return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, tensors, variant, host_trigger, beside, details)
 
     @entry
@@ -410,6 +416,8 @@ class Communicator:
             UnavailableError: inside a capture, or the device cannot run a command of it.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
+        from sidelane.session.bound_program import bind_program
+
         return bind_program(self._path, program, buffers)
 
     @entry
@@ -431,6 +439,8 @@ class Communicator:
             UnavailableError: inside a capture, or more than 8 ranks.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
+        from sidelane.session.own_kernel import load_kernel
+
         return load_kernel(self._path, kernel, flags)
 
     @leaving_modes
@@ -619,6 +629,8 @@ class Communicator:
     def _run(
         self, asked: CallForm, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:
+        if self._repeats is None:
+            self._repeats = self._path.repeats  # it may have been compiled by now
         run = leaving_modes(self._path.run) if is_in_modes() else self._path.run
         return run(asked, variant=variant, beside=beside, async_op=async_op, remember=remember)
 

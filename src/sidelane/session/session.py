@@ -6,15 +6,14 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane import forks
-from sidelane.choice.key import key_here
-from sidelane.choice.store import InForce, in_force
+from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_path import CallPath
@@ -31,9 +30,11 @@ from sidelane.memory.release import give_back
 from sidelane.modes import leaving_modes, untraced
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
-from sidelane.session.bound_program import BoundProgram, bind_program
 from sidelane.session.entry import entry
 from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
+
+if TYPE_CHECKING:
+    from sidelane.session.bound_program import BoundProgram
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -88,7 +89,7 @@ def make_backend(
 
 
 def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) -> InForce:
-    """Return the profile of rank 0 on every rank. Collective: one exchange of its text.
+    """Return the profile of rank 0 on every rank. Collective: one exchange of its text, or of what it is read from.
 
     Args:
         exchange: connection of the ranks.
@@ -96,19 +97,22 @@ def agree_on_profile(exchange: Exchange, device_type: str, setting: str | None) 
         setting: ``Config.profile``; that of rank 0 counts.
 
     Raises:
-        ValueError: on every rank, if the setting of rank 0 names a file that is missing or is not a profile.
+        ValueError: on every rank, if the setting of rank 0 names a file that is missing or is not a profile, or if the
+            ranks' packages have different tables.
         PeerError, PeerTimeoutError: a rank did not take part.
     """
 
-    def own() -> tuple[str, str]:
+    def own() -> tuple[str, str, str]:
         if exchange.rank:
-            return "", ""
+            return "", "", builtin_digest()
         try:
-            return in_force(setting, key_here(device_type, exchange.world_size)).to_text(), ""
+            return choice_of_rank(setting, device_type, exchange.world_size), "", builtin_digest()
         except ValueError as error:
-            return "", str(error)
+            return "", str(error), builtin_digest()
 
-    text, problem = exchange("the profile to choose by", own)[0]
+    (text, problem, _), *_ = found = exchange("the profile to choose by", own)
+    if len({digest for _, _, digest in found}) > 1:
+        problem = problem or "packages of the ranks with different tables of times (allowed=the same on every rank)"
     if problem:
         raise ValueError(f"Communicator: {problem}")
     return InForce.from_text(text)
@@ -319,6 +323,8 @@ class Lane:
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:
         """Prove the caller's own program and bind it to tensors. Collective; see ``Communicator.load``."""
+        from sidelane.session.bound_program import bind_program
+
         return bind_program(self.path, program, buffers)
 
     @entry

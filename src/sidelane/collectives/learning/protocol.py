@@ -81,9 +81,9 @@ class Learning:
     Args:
         limit_bytes: most bytes of this rank's memory that peers may have mapped.
         is_pooled: tells of a tensor if it lies in a pool, which is no ordinary memory.
-        repeats: makes tracked calls again in compiled code; None without.
 
     Attributes:
+        repeats: makes tracked calls again in compiled code; None as long as there is none.
         is_quiet: this rank has nothing to say in its next tracked call but where its tensors lie.
     """
 
@@ -95,10 +95,10 @@ class Learning:
         memory: OrdinaryMemory,
         limit_bytes: int,
         is_pooled: Callable[[torch.Tensor], bool],
-        repeats: Repeats | None,
     ) -> None:
         self._calls, self._preparer, self._board, self._memory = calls, preparer, board, memory
-        self._rank, self._control, self._repeats = board.rank, calls.control, repeats
+        self._rank, self._control = board.rank, calls.control
+        self.repeats: Repeats | None = None
         ended = functools.partial(calls.control.ended, board.rank)
         self._mappings = Mappings(memory, board, limit_bytes, ended, _weakly(self._find_last_ahead))
         self._knowledge = Knowledge(board.rank, self._mappings)
@@ -202,10 +202,10 @@ class Learning:
         held in which it makes the call.
         """
         self._era = object()  # what is made ready at the same time holds no longer than that
-        if self._repeats is None:
+        if self.repeats is None:
             return self._last_ahead
-        self._repeats.forget()
-        with self._repeats.submitting:
+        self.repeats.forget()
+        with self.repeats.submitting:
             return self._last_ahead
 
     def _begin_again(self, signature: TrackedSignature, post: bytes) -> None:
@@ -318,8 +318,8 @@ class Learning:
 
     def _drop(self, freed: Names) -> None:
         self._era = object()
-        if self._repeats is not None:
-            self._repeats.forget()
+        if self.repeats is not None:
+            self.repeats.forget()
         for signature in filter(None, self._signatures.values()):
             signature.finder.drop(freed)
 

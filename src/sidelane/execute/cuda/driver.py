@@ -20,13 +20,13 @@ import torch
 from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.cuda import native
+from sidelane.execute.cuda.kernel_launch import LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
-from sidelane.execute.cuda.partition import UnitSplit
 from sidelane.memory.persistent import lasting
 from sidelane.program.collective import Reduction
 
 if TYPE_CHECKING:
-    from sidelane.execute.cuda.kernel_launch import LoadedKernels
+    from sidelane.execute.cuda.partition import UnitSplit
 
 
 class ContextDriver(Protocol):
@@ -345,10 +345,8 @@ class Driver:
         Raises:
             UnavailableError: Triton is not installed.
         """
-        try:
-            from sidelane.execute.cuda import reduce
-        except ImportError as error:
-            raise missing("collectives that reduce need Triton", "triton", error) from error
+        from sidelane.execute.cuda import reduce
+
         launch = reduce.arrange(dst, srcs, nbytes, reduction, blocks)
         return self.bind_kernel(
             launch.kernel, launch.constants, launch.arguments, blocks=launch.blocks, warps=launch.warps, stream=stream
@@ -373,16 +371,8 @@ class Driver:
         return bound
 
     def kernels(self) -> LoadedKernels:
-        """Return the loaded Triton kernels of the context, which all drivers of the device share.
-
-        Raises:
-            UnavailableError: Triton is not installed.
-        """
+        """Return the loaded Triton kernels of the context, which all drivers of the device share."""
         if self._kernels is None:
-            try:
-                from sidelane.execute.cuda.kernel_launch import kernels_of
-            except ImportError as error:
-                raise missing("kernels need Triton", "triton", error) from error
             self._kernels = kernels_of(int(self._context), self)
         return self._kernels
 
@@ -544,6 +534,8 @@ class Driver:
 
     def split_units(self, units: int) -> UnitSplit:
         """Divide the device's SMs into two sets (see ``partition``)."""
+        from sidelane.execute.cuda.partition import UnitSplit
+
         return UnitSplit(self, self._api, units)
 
     def priorities(self) -> tuple[int, int]:

@@ -10,7 +10,6 @@ armed program must live until it was started.
 
 from __future__ import annotations
 
-from sidelane.errors import missing
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.loaded import CudaProgram
@@ -77,10 +76,8 @@ class CudaExecutor(CudaSite):
         moved: LoadedProgram | None = None if known is None else known.at(addresses)
         if moved is not None:
             return moved
-        try:
-            from sidelane.execute.cuda.kernel_program import CudaKernel
-        except ImportError as error:
-            raise missing("collectives in kernels need Triton", "triton", error) from error
+        from sidelane.execute.cuda.kernel_program import CudaKernel  # with all kernels: copy engines do without
+
         with self.lock, self.driver.current(), self.driver.relaxed_capture():
             try:
                 loaded = CudaKernel(self, program, addresses, frozen=frozen)

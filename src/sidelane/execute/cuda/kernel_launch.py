@@ -10,25 +10,35 @@ is a 64-bit integer (an address or a count) and everything else is a constant at
     call = driver.bind_kernel(fill, {"VALUE": 3, "BLOCK": 256}, [address, 256], blocks=1, warps=4, stream=stream)
     driver.submit([call])
 
-Import it late: it needs Triton.
+Sidelane's own kernels (``device/language``) are kept in the user's cache folder. A process that finds what it needs
+there loads it without Triton, whose import alone takes half a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-import triton
-from triton.backends.compiler import GPUTarget
-
 from sidelane import forks
-from sidelane.errors import UnavailableError
+from sidelane.device.language import Constant, Kernel, real_constants
+from sidelane.errors import UnavailableError, missing
 from sidelane.execute.cuda.native import Bound
+from sidelane.native.build import is_private, private_cache
 
 WARP_THREADS = 32
 _WORD_BYTES = 8
 _MOST_HIDDEN = 4
+_OF_COMPILERS = ("ALLOW_", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "TRITON_", "USE_IR_")  # begins of variables' names
 _MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
 
@@ -65,7 +75,7 @@ class LoadedKernels:
     def __init__(self, driver: Loader) -> None:
         self._driver = driver
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        self._target = GPUTarget("cuda", 10 * major + minor, WARP_THREADS)
+        self._capability = 10 * major + minor
         self._loaded: dict[object, LoadedKernel] = {}
         self._by_identity: dict[tuple[int, int, int | None], tuple[Any, Mapping[str, Any], LoadedKernel]] = {}
 
@@ -81,7 +91,8 @@ class LoadedKernels:
             stages: number of pipeline stages of its loops; None: Triton's default.
 
         Raises:
-            UnavailableError: this version of Triton compiles it to a kernel that needs Triton's launcher.
+            UnavailableError: this version of Triton compiles it to a kernel that needs Triton's launcher, or Triton is
+                not installed.
         """
         known = self._by_identity.get((id(constants), warps, stages))
         if known is not None and known[0] is function:
@@ -89,7 +100,7 @@ class LoadedKernels:
         key = (function, warps, stages, *sorted((name, str(value)) for name, value in constants.items()))
         kernel = self._loaded.get(key)
         if kernel is None:  # no lock is held: loading may wait for all running work, and so for another thread's call
-            made = LoadedKernel(self._driver, compile_for(self._target, function, constants, warps, stages))
+            made = LoadedKernel(self._driver, compiled(self._capability, function, constants, warps, stages))
             kernel = self._loaded.setdefault(key, made)
         with _lock:
             if len(self._by_identity) >= _MOST_CONSTANTS:
@@ -117,7 +128,7 @@ class LoadedKernel:
 
     Args:
         driver: driver of the device.
-        compiled: kernel that Triton has compiled.
+        binary: the compiled kernel.
 
     Attributes:
         function: the driver's handle.
@@ -125,17 +136,13 @@ class LoadedKernel:
         shared_bytes: shared memory that a block needs, in bytes.
     """
 
-    def __init__(self, driver: Loader, compiled: Any) -> None:
-        metadata = compiled.metadata
-        scratch = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
-        if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
-            raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
+    def __init__(self, driver: Loader, binary: KernelBinary) -> None:
         self._driver = driver
-        self.threads: int = WARP_THREADS * metadata.num_warps
-        self.shared_bytes: int = metadata.shared
-        self.function = driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
+        self.threads = WARP_THREADS * binary.warps
+        self.shared_bytes = binary.shared_bytes
+        self.function = driver.load_function(binary.cubin, binary.name, binary.shared_bytes)
         self._parameters = driver.count_parameters(self.function)
-        self._name = metadata.name
+        self._name = binary.name
 
     def bind(self, arguments: Sequence[int], *, blocks: int, stream: int, shared_bytes: int = 0) -> Bound:
         """Prepare a launch of ``blocks`` thread blocks; the arguments, in the order of the source, are fixed.
@@ -187,17 +194,168 @@ class PackedArguments(int):
         return packed
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelBinary:
+    """A compiled kernel in the form in which drivers load it.
+
+    Attributes:
+        name: name of its function.
+        warps: number of warps of a block.
+        shared_bytes: shared memory that a block needs, in bytes.
+        cubin: binary for one kind of GPU.
+    """
+
+    name: str
+    warps: int
+    shared_bytes: int
+    cubin: bytes
+
+    @staticmethod
+    def of(made: Any) -> KernelBinary:
+        """Take it from what ``triton.compile`` returned.
+
+        Raises:
+            UnavailableError: the kernel needs Triton's launcher.
+        """
+        metadata = made.metadata
+        scratch = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+        if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
+            raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
+        return KernelBinary(metadata.name, metadata.num_warps, metadata.shared, made.asm["cubin"])
+
+    def to_bytes(self) -> bytes:
+        """Return the content of a file: a digest of the rest, a line of JSON, the binary."""
+        content = json.dumps([self.name, self.warps, self.shared_bytes]).encode() + b"\n" + self.cubin
+        return _digest(content).encode() + b"\n" + content
+
+    @staticmethod
+    def of_bytes(stored: bytes) -> KernelBinary | None:
+        """Read the result of :meth:`to_bytes`; None for anything else."""
+        digest, _, content = stored.partition(b"\n")
+        if digest != _digest(content).encode():
+            return None
+        head, _, cubin = content.partition(b"\n")
+        name, warps, shared_bytes = json.loads(head)
+        return KernelBinary(name, warps, shared_bytes, cubin)
+
+
+def compiled(
+    capability: int, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
+) -> KernelBinary:
+    """Return a compiled kernel: the one that an earlier process of this user has kept, or a new one.
+
+    Args:
+        capability: compute capability of the GPU, 90 for 9.0.
+        function: kernel of ``device/language``, or what ``triton.jit`` made; the latter is not kept.
+        constants: see :meth:`LoadedKernels.load`, as the following.
+        warps: number of warps of a thread block.
+        stages: number of pipeline stages of its loops.
+
+    Raises:
+        UnavailableError: see :meth:`LoadedKernels.load`.
+    """
+    place = _place_of(capability, function, constants, warps, stages)
+    found = None if place is None else _kept(place)
+    if found is None:
+        try:
+            from triton.backends.compiler import GPUTarget
+        except ImportError as error:
+            raise missing("kernels need Triton", "triton", error) from error
+        target = GPUTarget("cuda", capability, WARP_THREADS)
+        found = KernelBinary.of(compile_for(target, function, constants, warps, stages))
+        if place is not None:
+            _keep(place, found)
+    return found
+
+
+def _place_of(
+    capability: int, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
+) -> Path | None:
+    """Return the file of a kernel, named after all that it is compiled from; None if it is not to be kept."""
+    folder, compiler = private_cache(), _compiler()
+    if type(function) is not Kernel or folder is None or compiler is None:
+        return None
+    named = sorted((name, str(value)) for name, value in constants.items())
+    given = (function.__module__, function.__name__, named, warps, stages, capability, compiler, _variables())
+    return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
+
+
+def _kept(place: Path) -> KernelBinary | None:
+    """Read the kernel in a file; None if there is none, or not a whole one that this user alone may write."""
+    with contextlib.suppress(OSError):
+        if is_private(place):
+            return KernelBinary.of_bytes(place.read_bytes())
+    return None
+
+
+def _keep(place: Path, binary: KernelBinary) -> None:
+    """Write a file atomically, for processes to come; without room for it they compile for themselves."""
+    with contextlib.suppress(OSError):
+        descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(binary.to_bytes())
+            os.replace(temporary, place)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def _source_of(kernel: Kernel) -> list[str]:
+    """Return all that a kernel is made of: the files of its functions, and the constants that these import."""
+    found: list[str] = []
+    waiting, seen = [kernel], set[str]()
+    while waiting:
+        one = waiting.pop()
+        if one.__module__ in seen:
+            continue
+        seen.add(one.__module__)
+        names = one.function.__globals__
+        found.append(_text_of(names["__file__"]))
+        for name, value in names.items():
+            if type(value) is Kernel:
+                waiting.append(value)
+            elif type(value) is Constant or type(value).__name__ == "constexpr":  # which Triton has made of it
+                found.append(f"{name}={value.value}")
+    return found
+
+
+@functools.cache
+def _text_of(path: str) -> str:
+    """Return a digest of a file."""
+    return _digest(Path(path).read_bytes())
+
+
+@functools.cache
+def _compiler() -> str | None:
+    """Return a digest of the file that has Triton's version; None without Triton."""
+    spec = importlib.util.find_spec("triton")
+    return None if spec is None or not spec.origin else _text_of(spec.origin)
+
+
+def _variables() -> list[tuple[str, str]]:
+    """Return the environment's variables that change what Triton compiles, as far as names tell."""
+    names = (name for name in os.environ if name.startswith(_OF_COMPILERS) and not name.endswith(("_DIR", "_HOME")))
+    return [(name, os.environ[name]) for name in sorted(names)]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
 def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None = None) -> Any:
     """Compile a kernel whose arguments are 64-bit integers and ``constants``. Needs no device.
 
     Raises:
         ValueError: a constant is missing or unknown.
     """
+    import triton
+
     names = [parameter.name for parameter in function.params if parameter.is_constexpr]
     if sorted(names) != sorted(constants):
         raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}
-    source = triton.compiler.ASTSource(function, signature, dict(constants))
+    source = triton.compiler.ASTSource(function, signature, real_constants(constants))
     options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
     return triton.compile(source, target=target, options=options)
 

@@ -1,7 +1,7 @@
 """Collectives on compute units: one kernel launch per call.
 
 Kernels count generations in device memory (``device/layout.py``), so that every launch is the same, eager or in a
-graph. A kernel reports to the host only if it waits for long (``watch``). Import this file late: it needs Triton.
+graph. A kernel reports to the host only if it waits for long (``watch``).
 """
 
 from __future__ import annotations

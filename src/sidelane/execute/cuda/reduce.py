@@ -1,7 +1,7 @@
 # Kernels are Triton's language, which Python's type checker cannot read.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 
-"""The reducing kernel: N sources, one destination, all given as addresses. Import it late: it needs Triton.
+"""The reducing kernel: N sources, one destination, all given as addresses.
 
 Legend: N sources (1 to 16), count elements. Floats accumulate in float32 in the order of the sources and round once;
 integers wrap. Any element count and any element-aligned address is right; where all addresses are 16-byte aligned,
@@ -14,9 +14,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import triton
-import triton.language as tl
-
+from sidelane.device.language import tl, triton
 from sidelane.device.launch import Launch
 from sidelane.device.memory import pointer
 from sidelane.kernels.arithmetic import DTYPES, accumulate, finish, widen

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from sidelane.errors import missing
 from sidelane.execute.cuda.driver import Driver
+from sidelane.kernels import shaped_gemm
 from sidelane.kernels.gemm_shape import GemmShape, SharedMemory
 
 
@@ -33,10 +33,6 @@ class ShapedGemm:
     """
 
     def __init__(self, driver: Driver, shape: GemmShape, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        try:
-            from sidelane.kernels import shaped_gemm
-        except ImportError as error:
-            raise missing("shaped GEMMs need Triton", "triton", error) from error
         constants = shaped_gemm.constants_of(shape, a, b, c, wide=False)
         self._driver, self._arguments = driver, [tensor.data_ptr() for tensor in (a, b, c)]
         self._keeps = (a, b, c)

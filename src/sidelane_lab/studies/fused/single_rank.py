@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sidelane.device.language import real
 from sidelane.device.triton_interpreter import launch
 from sidelane.kernels.arithmetic import DTYPES
 from sidelane.ops.embedding import _pooled
@@ -44,7 +45,7 @@ class BagKernel:
             "D": dim,
             "DP": power_of_two(dim),
             "L": self._rows_at_a_time,
-            "DTYPE": DTYPES[str(tables[0].dtype).removeprefix("torch.")],
+            "DTYPE": real(DTYPES[str(tables[0].dtype).removeprefix("torch.")]),
             "ALIGNED": is_aligned,
         }
 

@@ -1,0 +1,117 @@
+"""Triton for the files of kernels, imported when a kernel is compiled or launched: the import takes half a second.
+
+These files import ``tl`` and ``triton`` from here. ``triton.jit`` makes a :class:`Kernel` of a function, and ``tl``
+has constants and the names of dtypes. Triton makes a kernel when it, or a caller, first wants anything of it that the
+function's name does not tell. Then all of this in the module of the function is replaced by what Triton has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class Kernel:
+    """A function for Triton to compile, which passes for what ``triton.jit`` makes of it.
+
+    Args:
+        function: function in Triton's language.
+        options: options of ``triton.jit``.
+    """
+
+    def __init__(self, function: Any, options: dict[str, Any]) -> None:
+        self.function, self._options, self._made = function, options, None
+        self.__module__, self.__name__, self.__qualname__ = (
+            function.__module__,
+            function.__name__,
+            function.__qualname__,
+        )
+        self.__doc__ = function.__doc__
+
+    def made(self) -> Any:
+        """Return what ``triton.jit`` makes of the function."""
+        if self._made is None:
+            import triton
+
+            names = self.function.__globals__
+            names.update({name: real(value) for name, value in list(names.items()) if type(value) in _STAND_INS})
+            self._made = triton.jit(self.function, **self._options)
+        return self._made
+
+    @property  # type: ignore[misc]  # Triton asks by isinstance for functions that it has made
+    def __class__(self) -> type:
+        return type(self.made())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        launch = self.made()[grid]
+        return lambda *arguments, **constants: launch(*arguments, **real_constants(constants))
+
+    def __call__(self, *arguments: Any, **constants: Any) -> Any:
+        return self.made()(*arguments, **constants)
+
+
+class Constant(int):
+    """A whole number that kernels use by its name, as ``tl.constexpr``."""
+
+    @property
+    def value(self) -> int:
+        """The number, as ``tl.constexpr`` has it."""
+        return int(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype of Triton by its name."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Language:
+    """Stand-in for ``triton.language``."""
+
+    constexpr = Constant
+
+    def __getattr__(self, name: str) -> Dtype:
+        return Dtype(name)
+
+
+class _Triton:
+    """Stand-in for ``triton``."""
+
+    @staticmethod
+    def jit(function: Any = None, **options: Any) -> Any:
+        """Make a kernel of a function, or a decorator that does."""
+        return (lambda found: Kernel(found, options)) if function is None else Kernel(function, options)
+
+
+_STAND_INS = (_Triton, _Language, Constant, Dtype)
+
+tl: Any = _Language()
+triton: Any = _Triton()
+
+
+def real(value: Any) -> Any:
+    """Return what Triton has for a constant, a dtype, ``tl`` or ``triton`` of this file; others as they are."""
+    kind = type(value)
+    if kind not in _STAND_INS:
+        return value
+    import triton
+    import triton.language
+
+    if kind is Dtype:
+        return getattr(triton.language, value.name)
+    if kind is Constant:
+        return triton.language.constexpr(int(value))
+    return triton if kind is _Triton else triton.language
+
+
+def real_constants(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Return constants of a launch as Triton takes them."""
+    return {name: real(value) for name, value in constants.items()}

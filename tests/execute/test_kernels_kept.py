@@ -1,0 +1,202 @@
+"""Compiled kernels that later processes find in the user's cache, and load without Triton. No GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from homeless import leave_home
+
+from sidelane.device import flags
+from sidelane.device.language import Constant
+from sidelane.errors import UnavailableError
+from sidelane.execute.cuda import kernel_launch
+from sidelane.execute.cuda.kernel_launch import KernelBinary, compiled
+from sidelane.kernels import broadcast_relay, exchange_cells, reduce_cells
+
+CONSTANTS = {"N": 2, "CELLS": 512}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sidelane"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Triton, which is made up, has compiled."""
+    found: list[str] = []
+
+    def compile_for(target: Any, function: Any, constants: Any, warps: int, stages: int | None) -> SimpleNamespace:
+        found.append(f"{function.__name__} {sorted(constants.items())} {target.arch} {warps} {stages}")
+        metadata = SimpleNamespace(name=function.__name__, num_warps=warps, shared=len(found))
+        return SimpleNamespace(asm={"cubin": b"\x7fELF\n" + bytes(range(256))}, metadata=metadata)
+
+    monkeypatch.setattr(kernel_launch, "compile_for", compile_for)
+    backends = SimpleNamespace(GPUTarget=lambda kind, arch, warp: SimpleNamespace(arch=arch))
+    monkeypatch.setitem(sys.modules, "triton.backends.compiler", backends)
+    monkeypatch.setattr(kernel_launch, "_compiler", lambda: "3.6")
+    return found
+
+
+def get(**changed: Any) -> KernelBinary:
+    given = {"capability": 90, "function": reduce_cells.KERNEL, "constants": CONSTANTS, "warps": 8, "stages": None}
+    return compiled(**{**given, **changed})
+
+
+def test_a_kernel_is_compiled_once(made: list[str], cache: Path) -> None:
+    first = get()
+    assert get() == first and first.cubin == b"\x7fELF\n" + bytes(range(256))
+    assert len(made) == 1
+    (file,) = cache.iterdir()
+    assert file.name.startswith("reduce_cells-") and file.suffix == ".cubin"
+
+
+def test_what_changes_the_binary_changes_its_file(
+    made: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get()
+    others: list[dict[str, Any]] = [
+        {"capability": 100},
+        {"function": exchange_cells.KERNEL},
+        {"constants": {**CONSTANTS, "N": 4}},
+        {"warps": 4},
+        {"stages": 3},
+    ]
+    for changed in others:
+        get(**changed)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_launch, "_compiler", lambda: "3.7")
+        get()
+    with monkeypatch.context() as patch:
+        patch.setenv("DISABLE_PTXAS_OPT", "1")
+        get()
+    with monkeypatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", "/elsewhere")  # which is no matter
+        get()
+    with monkeypatch.context() as patch:  # a constant of a module whose functions the kernel calls
+        patch.setattr(flags, "POLLS", Constant(7))
+        get()
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_launch, "_text_of", lambda path: "another source" if path == flags.__file__ else "")
+        get()
+    assert len(made) == 1 + len(others) + 4 == len(list(cache.iterdir()))
+    get()
+    assert len(made) == 1 + len(others) + 4
+
+
+def test_a_kernels_source_is_that_of_all_that_it_calls() -> None:
+    own = kernel_launch._source_of(reduce_cells.KERNEL)
+    assert kernel_launch._text_of(flags.__file__) in own
+    assert any(line.startswith("SLOT_BYTES=") for line in own)
+    assert kernel_launch._source_of(broadcast_relay.KERNEL) != own
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed", "empty", "foreign", "head"])
+def test_a_file_that_is_not_whole_or_not_ours_is_replaced(harm: str, made: list[str], cache: Path) -> None:
+    first = get()
+    (file,) = cache.iterdir()
+    stored = file.read_bytes()
+    assert KernelBinary.of_bytes(stored) == first
+    if harm == "foreign":
+        file.chmod(0o666)
+    else:
+        cut = {"cut": stored[:-1], "changed": stored[:-1] + b"!", "empty": b"", "head": b"0" + stored[1:]}
+        file.write_bytes(cut[harm])
+    assert get().cubin == first.cubin
+    assert len(made) == 2
+    assert file.stat().st_mode & 0o777 == 0o600
+    get()
+    assert len(made) == 2 and [file] == list(cache.iterdir())
+
+
+def test_without_a_folder_of_this_user_every_process_compiles(
+    made: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get()
+    cache.chmod(0o777)  # others could put kernels there
+    get()
+    assert len(made) == 2
+    leave_home(monkeypatch)
+    get()
+    assert len(made) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kernel_launch.tempfile, "mkstemp", full)
+    get()
+    get()
+    assert len(made) == 2
+
+
+def test_writers_at_once_leave_one_whole_file(made: list[str], cache: Path) -> None:
+    place = kernel_launch._place_of(90, reduce_cells.KERNEL, CONSTANTS, 8, None)
+    assert place is not None
+    binaries = [KernelBinary(f"kernel {number}", 8, number, bytes([number]) * 100_000) for number in range(8)]
+    torn: list[bytes] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            if place.exists() and kernel_launch._kept(place) not in binaries:
+                torn.append(place.read_bytes()[:100])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    writers = [threading.Thread(target=kernel_launch._keep, args=(place, one)) for one in binaries * 4]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(20)
+    done.set()
+    reader.join(20)
+    assert not torn
+    assert [place] == list(cache.iterdir())
+
+
+def test_without_triton_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(kernel_launch, "_compiler", kernel_launch._compiler.__wrapped__)
+    for name in [name for name in sys.modules if name.startswith("triton.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UnavailableError, match="kernels need Triton"):
+        get()
+
+
+PROGRAM = """
+import sys
+import sidelane.execute.cuda.kernel_program  # all that a collective in a kernel imports
+from sidelane.execute.cuda.kernel_launch import compiled
+from sidelane.device.launch import LaunchSite
+from sidelane.kernels import reduce_cells
+from sidelane.program.collective import Reduction
+site = LaunchSite(0, (1 << 20, 1 << 21), 4096, 4)
+launch = reduce_cells.arrange(site, 1 << 22, 1 << 23, 4096, Reduction("sum", "bfloat16"), distinct=False)
+found = compiled(90, launch.kernel, launch.constants, launch.warps, None)
+print(found.name, found.warps, found.shared_bytes, len(found.cubin), "triton" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_second_process_does_without_triton(cache: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(kernel_launch.__file__).parents[3])}
+    environment.pop("TRITON_INTERPRET", None)
+    first, second = (
+        subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200)
+        for _ in range(2)
+    )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    *found, imported = first.stdout.split()
+    assert imported == "True"
+    assert second.stdout.split() == [*found, "False"]
