@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 import torch
@@ -441,6 +442,27 @@ def batches(group: dist.ProcessGroup) -> int:
                 check_close(one, other.double(), number)
             assert fusion.replaced == [name for _, _, name in chosen if name], fusion.replaced
     return len(cases)
+
+
+def cached(group: dist.ProcessGroup, folder: str, before: int) -> tuple[int, int, list[str]]:
+    """A program by Inductor with its caches in a folder, behind ``before`` other communicators; what caches had."""
+    from torch._dynamo.utils import counters
+
+    def call(x: Any, weight: Any) -> Any:
+        return funcol.all_reduce((x * 2) @ weight.t(), "sum", group).relu()
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{group.rank()}"
+    with communicator(group) as first, communicator(group) as second:
+        comm = (first, second)[before]
+        numbers = [library.number_of(each) for each in (first, second)]
+        assert numbers == [1, 2]  # of this process, which is new
+        fusion = Fusion(comm, group)
+        torch.manual_seed(comm.rank)
+        values = torch.randn(3, 8), torch.randn(6, 8)
+        options = {"post_grad_custom_pre_pass": fusion, "fx_graph_cache": True}
+        check_close(torch.compile(call, options=options, dynamic=False)(*values), call(*values).double(), "cached")
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], fusion.replaced
 
 
 def sharded(group: dist.ProcessGroup) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from marks import long
-from ranks import Crew
+from ranks import Crew, crew
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -197,6 +198,17 @@ def test_norms_are_replaced(four: Crew) -> None:
 def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
     cases = 14 if torch.__version__ >= "2.13" else 9
     assert four.run(fused_modules.batches, 2, timeout_s=110) == [cases, cases]
+
+
+@pytest.mark.long
+def test_a_cached_graph_is_found_by_the_number_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time by new processes; a graph with another communicator's number is compiled anew."""
+    said = []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for before in (0, 0, 1):
+        with crew(2) as ranks:
+            said.append(ranks.run(fused_modules.cached, 2, str(tmp_path), before, timeout_s=110)[0])
+    assert said == [(0, 1, ["row_parallel_linear"]), (1, 0, []), (0, 1, ["row_parallel_linear"])]
 
 
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:

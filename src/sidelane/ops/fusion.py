@@ -14,12 +14,13 @@ import functools
 import logging
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
 from sidelane.ops import gemv, library, rms_norm
@@ -70,11 +71,15 @@ class Fusion(CustomGraphPass):
             raise ValueError(f"Fusion: ranks of the group (value={given}, allowed={allowed}, the communicator's)")
         self._comm, self._number, self._group = comm, library.number_of(comm), group.group_name
         self.replaced: list[str] = []
-        """Operators that were put in, in the order of graphs."""
+        """Operators that were put in, in the order of graphs; a graph from Inductor's caches adds none."""
 
     def uuid(self) -> Any:
-        """Return None: compiled graphs contain a communicator's number, which is meaningless in another process."""
-        return None
+        """Return the key of Inductor's caches: the code of the operators, and all that a graph holds of a communicator.
+
+        Another process that finds the graph has a pass with the same number, which is that of its own communicator.
+        """
+        code = get_hash_for_files(tuple(sorted(map(str, Path(__file__).parent.glob("*.py")))))
+        return code, self._number, self._group, tuple(self._comm.lane.session.ranks), self._comm.device.type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
         """Return the pass itself: Inductor copies its options, and a process group has no copy."""
