@@ -17,12 +17,21 @@ if importlib.util.find_spec("triton") is None:
 import fused_embeddings
 import fused_gemm_family
 import fused_gemms
+import fused_llama
 import fused_methods
 import fused_modules
 import fused_ops
 import fused_shadows
 import fused_timelines
 
+LLAMAS = [  # shape, trains, sequence, bias, dtype, dynamic
+    ((8, 1), False, False, False, torch.bfloat16, False),
+    ((2, 10), True, False, False, torch.float32, False),
+    ((2, 10), True, True, False, torch.float32, False),
+    ((2, 10), True, False, True, torch.float32, False),
+    ((1, 520), False, False, False, torch.bfloat16, False),
+    ((2, 10), False, False, False, torch.float32, True),
+]
 SHADOWED = ("gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "dispatch_gemm")
 
 
@@ -198,6 +207,18 @@ def test_norms_are_replaced(four: Crew) -> None:
 def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
     cases = 14 if torch.__version__ >= "2.13" else 9
     assert four.run(fused_modules.batches, 2, timeout_s=110) == [cases, cases]
+
+
+@pytest.mark.parametrize("inductor", [False, long(True)])
+def test_a_llama_under_tensor_parallelism(four: Crew, inductor: bool) -> None:
+    """Which pairs of a public model become one operator; Inductor keeps less for the gradients of norms."""
+    once, joined, norm = {"gemm_all_reduce": 1, "all_reduce": 6}, {"all_reduce": 6}, "all_reduce_rms_norm"
+    for found in four.run(fused_llama.trained_llama, 2, inductor, LLAMAS, timeout_s=300):
+        decode, train, sequence, bias, prefill, dynamic = found
+        assert (decode, dynamic, prefill) == ({norm: 4}, {}, {"gemm_all_reduce": 4}), found
+        assert train == ({**once, norm: 3} if inductor else {**joined, "gemm_all_reduce": 4}), found
+        assert sequence == {"gemm_reduce_scatter": 5}, found
+        assert bias == ({**joined, norm: 3} if inductor else joined), found
 
 
 @pytest.mark.long

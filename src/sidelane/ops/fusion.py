@@ -36,7 +36,7 @@ from sidelane.ops.fusion_graph import (
     shaped,
     used_once,
 )
-from sidelane.ops.fusion_norm import norm_behind
+from sidelane.ops.fusion_norm import kind_of, norm_behind
 from sidelane.ops.handle import FLOATS
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.session import Communicator
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8
 _aten = torch.ops.aten
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
 _COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
 
 
@@ -88,6 +90,9 @@ class Fusion(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         """Replace all matching patterns in a graph of aten operators."""
         for node in list(graph.nodes):
+            if node.target is _aten.add.Tensor and self._join(graph, node):
+                self.replaced.append(_COLLECTIVES[0])
+        for node in list(graph.nodes):
             name = _collective_of(node)
             if name is None:
                 continue
@@ -116,6 +121,34 @@ class Fusion(CustomGraphPass):
 
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
 
+    def _join(self, graph: Graph, total: Node) -> bool:
+        """Replace two all-reduces whose results are added, as gradients of one input are, by one behind an addition."""
+        waits = [one for one in total.all_input_nodes if one.target is _wait]
+        nodes: list[Any] = [one.args[0] for one in waits]
+        if len(nodes) != 2 or total.kwargs or any(_collective_of(node) != _COLLECTIVES[0] for node in nodes):
+            return False
+        (x, *how), (y, *other) = (node.args for node in nodes)
+        try:
+            require(how == other and how[0] == "sum", "other collectives")
+            for node, wait in zip(nodes, waits, strict=True):
+                self._of_the_group(node, how[1], [])
+                used_once(wait, "the sum of the ranks")
+            require(kind_of(x) == kind_of(y) == kind_of(total), "other shapes")
+        except UnfitError as reason:
+            logger.debug("sidelane: %s and %s stay two: %s", *nodes, reason)
+            return False
+        result = total
+        with graph.inserting_before(total):
+            for target, arguments in ((_aten.add.Tensor, (x, y)), (_all_reduce, how), (_wait, ())):
+                given = arguments if result is total else (result, *arguments)
+                result = graph.call_function(target, tuple(given))
+                result.meta["val"] = total.meta["val"]
+        total.replace_all_uses_with(result)
+        for one in (total, *waits, *nodes):
+            graph.erase_node(one)
+        logger.info("sidelane: %s and %s become one", *nodes)
+        return True
+
     def _reduce(self, graph: Graph, node: Node, *, name: str) -> str | None:
         is_scattered = name == _COLLECTIVES[1]
         given: tuple[Any, ...] = node.args
@@ -138,7 +171,7 @@ class Fusion(CustomGraphPass):
         if is_scattered:
             require(rows % self._comm.world_size == 0, "rows that the ranks do not divide")
             fused = "gemm_reduce_scatter"
-        elif rows <= gemv.MOST_TOKENS and columns <= gemv.MOST_ROWS:
+        elif rows <= gemv.MOST_TOKENS and columns <= gemv.MOST_ROWS and weight.meta["val"].stride(0) == 1:
             fused = "row_parallel_linear"
         else:
             fused = "gemm_all_reduce"
@@ -156,6 +189,7 @@ class Fusion(CustomGraphPass):
         product = product_in_front(node, product, between)
         x, weight = self._factors(product)
         require(product.meta["val"].shape[0] % n == 0, "rows that the ranks do not divide")
+        require(weight.meta["val"].stride(0) == 1, "a weight would be copied first")
         return self._put(graph, wait, "gemm_all_to_all_evenly", x, weight, (wait, node, *between, product))
 
     def _norm(self, graph: Graph, node: Node) -> str | None:
@@ -244,11 +278,12 @@ class Fusion(CustomGraphPass):
 
     def _of_the_group(self, node: Node, group: object, sizes: list[Any]) -> Node:
         n = self._comm.world_size
+        require(all(isinstance(size, int) for size in node.meta["val"].shape), "dynamic shapes")
         require(n <= MOST_RANKS, f"more than {MOST_RANKS} ranks")
         require(group == self._group and all(size == n for size in sizes), "another group")
         used_once(node, "the collective")
         wait = next(iter(node.users))
-        require(wait.target is torch.ops._c10d_functional.wait_tensor.default, "nobody waits for it")
+        require(wait.target is _wait, "nobody waits for it")
         return wait
 
     def _check(self, value: torch.Tensor) -> None:
@@ -262,8 +297,8 @@ class Fusion(CustomGraphPass):
         for factor in (*factors, product):
             self._check(factor.meta["val"])
         x, weight = factors
-        is_in_rows = x.meta["val"].stride(1) == 1 and weight.meta["val"].stride(0) == 1
-        require(is_in_rows, "a factor would be copied first")
+        require(x.meta["val"].stride(1) == 1, "x would be copied first")
+        require(1 in weight.meta["val"].stride(), "a weight would be copied first")
         return x, weight
 
     def _put(
