@@ -257,8 +257,8 @@ def replaced(group: dist.ProcessGroup) -> int:
         all_four = ["row_parallel_linear", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"]
         torch.manual_seed(comm.rank)
         values = torch.randn(18 * n, 8), torch.randn(2 * n, 8), torch.randn(5, 8)
-        some = (patterns, all_four), (exchanged, ["gemm_all_to_all_evenly"] * 2)
-        for call, expected in (*some, *((other, []) for other in (uneven, average, columns, twice, wide))):
+        some = (patterns, all_four), (exchanged, ["gemm_all_to_all_evenly"] * 2), (twice, ["all_gather_gemm_and_rows"])
+        for call, expected in (*some, *((other, []) for other in (uneven, average, columns, wide))):
             if call is average and dist.get_backend(group) == "gloo":
                 pass_only(comm, group, call, values)
                 continue
@@ -420,7 +420,8 @@ def batches(group: dist.ProcessGroup) -> int:
             *((gathered(dim), several, gathers) for dim in (0, 1)),
             *((gathered(dim), (2, 3, 2, 8), gathers) for dim in (1, 2)),
             (gathered(1), (1, 5, 8), gathers),
-            *((call, several, "") for call in (scattered(2), two, swapped)),
+            *((call, several, "") for call in (scattered(2), swapped)),
+            (two, several, "all_gather_gemm_and_rows"),
             (summed, (2, 20, 8), "gemm_all_reduce"),
         ]
         if torch.__version__ < "2.13":  # its Dynamo does not look into gathers along other dimensions than the first
@@ -603,6 +604,7 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
             (library.gemm_reduce_scatter, (number, even, weight)),
             (library.all_gather_gemm, (number, x, weight)),
+            (library.all_gather_gemm_and_rows, (number, x.detach(), weight.detach())),
             (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
             (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),

@@ -217,8 +217,8 @@ def test_a_llama_under_tensor_parallelism(four: Crew, inductor: bool) -> None:
         decode, train, sequence, bias, prefill, dynamic = found
         assert (decode, dynamic, prefill) == ({norm: 4}, {}, {"gemm_all_reduce": 4}), found
         assert train == ({**once, norm: 3} if inductor else {**joined, "gemm_all_reduce": 4}), found
-        assert sequence == {"gemm_reduce_scatter": 5}, found
-        assert bias == ({**joined, norm: 3} if inductor else joined), found
+        assert sequence == {"all_gather_gemm_and_rows": 7 if inductor else 5, "gemm_reduce_scatter": 5}, found
+        assert bias == ({**joined, norm: 3} if inductor and torch.__version__ >= "2.13" else joined), found
 
 
 @pytest.mark.long
@@ -233,7 +233,7 @@ def test_a_cached_graph_is_found_by_the_number_in_it(tmp_path: Path, monkeypatch
 
 
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
-    assert four.run(fused_modules.checked, 2, timeout_s=110) == [9, 9]
+    assert four.run(fused_modules.checked, 2, timeout_s=110) == [10, 10]
 
 
 @pytest.mark.long

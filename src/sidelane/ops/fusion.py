@@ -233,38 +233,53 @@ class Fusion(CustomGraphPass):
 
     def _result_rows(self, fused: str, x: Node) -> int:
         rows, n = int(x.meta["val"].shape[0]), self._comm.world_size
-        return rows * n if fused == "all_gather_gemm" else rows // n if fused == "gemm_reduce_scatter" else rows
+        return rows // n if fused == "gemm_reduce_scatter" else rows
 
-    def _gather(self, graph: Graph, node: Node) -> str | None:
+    def _gather(self, graph: Graph, node: Node) -> str:
+        """Replace an all-gather and the first product of its rows, which others may need, too."""
         given: tuple[Any, ...] = node.args
         x, *sizes, group = given
         wait = self._of_the_group(node, group, sizes)
         moved = self._joined(wait)
         gathered = wait if moved is None else moved.result
-        between: list[Node] = [] if moved is None else [*moved.nodes]
-        used_once(gathered, "what is gathered")
-        user = next(iter(gathered.users))
-        while user.target in VIEWS:
-            between.insert(0, user)
-            used_once(user, "what is gathered")
-            user = next(iter(user.users))
-        product, matrix = user, between[0] if between else wait
-        require(product.target is _aten.mm.default and product.args[0] is matrix, "no mm behind")
+        order = {one: number for number, one in enumerate(graph.nodes)}
+        product, between = product_behind(gathered, order)
+        matrix = between[0] if between else gathered
         _, weight = self._factors(product)
         rows, depth = matrix.meta["val"].shape
-        columns = product.meta["val"].shape[1]
+        columns, shape = product.meta["val"].shape[1], list(x.meta["val"].shape)
         require(rows * max(depth, columns) <= MOST_ELEMENTS, "too many elements")
-        value = x.meta["val"]
-        require(value.dim() == 2 or value.is_contiguous(), "what is gathered would be copied first")
-        require(value.shape[-1] == depth, "columns are gathered")
-        require(moved is None or moved.joined < value.dim() - 1, "columns are gathered")
-        shape = list(value.shape)
-        with graph.inserting_before(product):
+        require(len(shape) == 2 or x.meta["val"].is_contiguous(), "what is gathered would be copied first")
+        require(shape[-1] == depth, "columns are gathered")
+        require(moved is None or moved.joined < len(shape) - 1, "columns are gathered")
+        is_shared = any(len(one.users) > 1 for one in (gathered, *between))
+        fused = "all_gather_gemm_and_rows" if is_shared else "all_gather_gemm"
+        place = min(gathered.users, key=lambda one: order[one]) if is_shared else product
+        given = weight.args
+        turned = given[0] if weight.target is _aten.permute.default and given[1] == [1, 0] else None
+        require(order[weight if turned is None else turned] < order[place], "the weight is computed later")
+        with graph.inserting_before(place):
             x = shaped(graph, x, [rows // self._comm.world_size, depth])
-        replaced = (product, *between, wait, node)
-        return self._put(
-            graph, product, "all_gather_gemm", x, weight, replaced, (shape, moved.joined) if moved else None
-        )
+            turned = call(graph, _aten.permute.default, weight, [1, 0]) if turned is None else turned
+            put = graph.call_function(getattr(torch.ops.sidelane, fused).default, (self._number, x, turned))
+            values = [matrix.meta["val"].new_empty(rows, width) for width in (columns, depth)]
+            put.meta["val"] = tuple(values) if is_shared else values[0]
+            results = [put]
+            if is_shared:
+                results = [graph.call_function(operator.getitem, (put, number)) for number in (0, 1)]
+            for number, (old, value) in enumerate(zip((product, gathered)[: len(results)], values, strict=False)):
+                results[number].meta["val"] = value if is_shared else put.meta["val"]
+                if moved is not None:
+                    results[number] = front_to_cut(graph, results[number], shape, moved.joined, self._comm.world_size)
+                results[number] = shaped(graph, results[number], list(old.meta["val"].shape))
+        product.replace_all_uses_with(results[0])
+        if is_shared:
+            gathered.replace_all_uses_with(results[1])
+        moves = () if moved is None else moved.nodes
+        for one in (product, *between, *moves, wait, node):
+            if not one.users:
+                graph.erase_node(one)
+        return fused
 
     def _joined(self, wait: Node) -> Moved | None:
         """Return the move that joins the ranks' parts along another dimension than the first; None if there is none."""
@@ -309,16 +324,13 @@ class Fusion(CustomGraphPass):
         x: Any,
         weight: Any,
         replaced: tuple[Node, ...],
-        joined: tuple[list[int], int] | None = None,
     ) -> str:
-        """Put the fused operator in; ``joined``: shape of a rank's part, and the dimension that joins ranks."""
+        """Put the fused operator in."""
         overload = getattr(torch.ops.sidelane, fused).default
         with graph.inserting_before(last):
             rows = call(graph, _aten.permute.default, weight, [1, 0])
             put = graph.call_function(overload, (self._number, x, rows))
             put.meta["val"] = last.meta["val"].new_empty(self._result_rows(fused, x), weight.meta["val"].shape[1])
-            if joined is not None:
-                put = front_to_cut(graph, put, *joined, self._comm.world_size)
             put = shaped(graph, put, list(last.meta["val"].shape))
         last.replace_all_uses_with(put)
         for node in replaced:
@@ -329,6 +341,19 @@ class Fusion(CustomGraphPass):
 def _collective_of(node: Node) -> str | None:
     known = {getattr(torch.ops._c10d_functional, name).default: name for name in _COLLECTIVES}
     return known.get(node.target) if node.op == "call_function" else None
+
+
+def product_behind(gathered: Node, order: dict[Node, int]) -> tuple[Node, list[Node]]:
+    """Return the first matrix product of gathered rows, and the views between them, the last one first."""
+    found: list[tuple[Node, list[Node]]] = []
+    paths: list[list[Node]] = [[]]
+    while paths:
+        path = paths.pop()
+        last = path[0] if path else gathered
+        found += [(user, path) for user in last.users if user.target is _aten.mm.default and user.args[0] is last]
+        paths += [[user, *path] for user in last.users if user.target in VIEWS]
+    require(bool(found), "no mm behind")
+    return min(found, key=lambda one: order[one[0]])
 
 
 def product_in_front(node: Node, given: Any, between: list[Node]) -> Node:

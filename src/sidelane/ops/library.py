@@ -245,6 +245,15 @@ def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
+@_operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
+def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``all_gather(x) @ weight.T``, and ``all_gather(x)`` for other products. It has no gradients."""
+    ranks = communicator(comm)
+    rows = x.new_empty(x.shape[0] * ranks.world_size, x.shape[1])
+    product = gather_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
+    return product, rows
+
+
 @_operator(lambda comm, x: x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1]))
 def all_gather_rows(comm: int, x: Tensor) -> Tensor:
     """Return the rows of all ranks, for gradients of weights."""
