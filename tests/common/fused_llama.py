@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fused_modules import passing
 from fused_ops import check_close, communicator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -124,7 +125,7 @@ def trained_llama(group: dist.ProcessGroup, inductor: bool, cases: list[tuple[An
             words = torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(1)).to(comm.device)
             wanted = run(model, model, words, trains=trains)
             fusion = Fusion(comm, group)
-            how: Any = {"options": {"post_grad_custom_pre_pass": fusion}} if inductor else {"backend": fusion.backend}
+            how: Any = {"options": passing(fusion)} if inductor else {"backend": fusion.backend}
             call = torch.compile(model, dynamic=dynamic, **how)
             for _ in range(2):
                 for number, (one, other) in enumerate(zip(run(model, call, words, trains=trains), wanted, strict=True)):

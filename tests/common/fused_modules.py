@@ -434,7 +434,7 @@ def batches(group: dist.ProcessGroup) -> int:
                 return [call(x, weight) for call, x in zip(calls, xs, strict=True)]
 
             fusion = Fusion(comm, group)
-            how: Any = {"options": {"post_grad_custom_pre_pass": fusion}} if inductor else {"backend": fusion.backend}
+            how: Any = {"options": passing(fusion)} if inductor else {"backend": fusion.backend}
             given = functools.partial(run, calls)
             # Without fullgraph, as people call it: torch copies the options then, and with them the pass.
             found = torch.compile(given, fullgraph=not inductor, dynamic=False, **how)(xs, weight)
@@ -443,6 +443,12 @@ def batches(group: dist.ProcessGroup) -> int:
                 check_close(one, other.double(), number)
             assert fusion.replaced == [name for _, _, name in chosen if name], fusion.replaced
     return len(cases)
+
+
+def passing(fusion: Fusion) -> dict[str, Any]:
+    """Return options of torch.compile for a pass within Inductor; a graph from a cache would not say what is fused."""
+    torch._functorch.config.enable_autograd_cache = False
+    return {"post_grad_custom_pre_pass": fusion, "fx_graph_cache": False}
 
 
 def cached(group: dist.ProcessGroup, folder: str, before: int) -> tuple[int, int, list[str]]:

@@ -35,7 +35,7 @@ from sidelane.ops.fusion import Fusion
 
 GPUS = torch.cuda.is_available()
 SHAPES = {"decode": (8, 1, 20), "prefill": (1, 2048, 4)}  # batch, length, passes of a round
-WAYS = ("eager", "eager graph", "compiled", "compiled graph")
+WAYS = ("eager", "eager graph", "compiled", "compiled graph")  # and "compiled trees": graphs that torch makes itself
 MAKERS = ("nccl", "group", "fusion")
 PLAN = {
     **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel for name in "qkv"},
@@ -73,7 +73,7 @@ def main() -> None:
         runs: dict[tuple[str, str], Run] = {}
         for maker in options.makers.split(","):
             for way in options.ways.split(","):
-                if (maker == "fusion" and "compiled" not in way) or ("graph" in way and not GPUS):
+                if (maker == "fusion" and "compiled" not in way) or (way.endswith(("graph", "trees")) and not GPUS):
                     continue
                 compiled = runs.get((maker, "compiled")) if way == "compiled graph" else None
                 began, fusion = time.perf_counter(), Fusion(comm, ours) if maker == "fusion" else None
@@ -120,10 +120,12 @@ def made(model: LlamaForCausalLM, words: torch.Tensor, way: str, fusion: Fusion 
     """Return a pass of the model in one of the ways, warmed up."""
     call = model
     if "compiled" in way and compiled is None:
-        chosen = {"options": {"post_grad_custom_pre_pass": fusion}} if fusion is not None else {}
-        call = torch.compile(model, dynamic=False, **chosen)
+        options = {} if fusion is None else {"post_grad_custom_pre_pass": fusion}
+        call = torch.compile(model, dynamic=False, options=options | {"triton.cudagraphs": way == "compiled trees"})
 
     def run() -> torch.Tensor:
+        if way == "compiled trees":
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
             return call(input_ids=words, use_cache=False, logits_to_keep=1).logits
 

@@ -215,10 +215,11 @@ def test_a_llama_under_tensor_parallelism(four: Crew, inductor: bool) -> None:
     once, joined, norm = {"gemm_all_reduce": 1, "all_reduce": 6}, {"all_reduce": 6}, "all_reduce_rms_norm"
     for found in four.run(fused_llama.trained_llama, 2, inductor, LLAMAS, timeout_s=300):
         decode, train, sequence, bias, prefill, dynamic = found
+        gathers = 7 if inductor and torch.__version__ >= "2.13" else 5  # torch 2.11 keeps the rows of others
         assert (decode, dynamic, prefill) == ({norm: 4}, {}, {"gemm_all_reduce": 4}), found
         assert train == ({**once, norm: 3} if inductor else {**joined, "gemm_all_reduce": 4}), found
-        assert sequence == {"all_gather_gemm_and_rows": 7 if inductor else 5, "gemm_reduce_scatter": 5}, found
-        assert bias == ({**joined, norm: 3} if inductor and torch.__version__ >= "2.13" else joined), found
+        assert sequence == {"all_gather_gemm_and_rows": gathers, "gemm_reduce_scatter": 5}, found
+        assert bias == ({**joined, norm: 3} if inductor else joined), found
 
 
 @pytest.mark.long
