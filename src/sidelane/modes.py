@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.machinery
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,6 +46,52 @@ def keep_compilers_out(function: F) -> F:
         skip = dynamo._FrameAction.SKIP
         dynamo.set_code_exec_strategy(made.__code__, dynamo._FrameExecStrategy(skip, skip))
     return function
+
+
+def trace_as_groups(kind: type[Any]) -> None:
+    """Make ``torch.compile`` treat objects of a class as torch's own process groups, which are constants of a graph.
+
+    The compiler of torch 2.11 asks whether the type is exactly ``ProcessGroup``; later ones treat subclasses so by
+    themselves. Importing the compiler takes a second, which a program that compiles nothing is spared: the question
+    is replaced when the module with it is imported.
+    """
+    if _GroupFinder.MODULE in sys.modules:
+        _ask_for_subclasses(sys.modules[_GroupFinder.MODULE], kind)
+    else:
+        sys.meta_path.insert(0, _GroupFinder(kind))
+
+
+class _GroupFinder(importlib.abc.MetaPathFinder):
+    """Finder of the compiler's module with the variables of groups, which it changes behind the import."""
+
+    MODULE = "torch._dynamo.variables.distributed"
+
+    def __init__(self, kind: type[Any]) -> None:
+        self._kind = kind
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return how the module is loaded; None for all other modules."""
+        found = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == self.MODULE else None
+        if found is None or found.loader is None:
+            return None
+        loader: Any = found.loader
+        load = loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            load(module)
+            _ask_for_subclasses(module, self._kind)
+
+        loader.exec_module = exec_module
+        return found
+
+
+def _ask_for_subclasses(module: Any, kind: type[Any]) -> None:
+    variable = getattr(module, "ProcessGroupVariable", None)
+    if variable is not None:
+        torchs = variable.is_process_group
+        variable.is_process_group = staticmethod(lambda value: isinstance(value, kind) or torchs(value))
 
 
 P = ParamSpec("P")

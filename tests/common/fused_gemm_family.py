@@ -65,8 +65,12 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             draws.late()
             found = [ops.all_gather_gemm(comm, x, weight)]
             found.append(ops.split_all_gather_gemm(comm, x, weight, pieces=1 + number % 3))
+            gathered = [x.new_empty(n * rows, depth) for _ in range(2)]
+            found.append(ops.all_gather_gemm(comm, x, weight.T.contiguous().T, gathered=gathered[0]))
             if number < 2:
-                found.append(ops.all_gather_gemm(comm, x, weight, method="unfused"))
+                found.append(ops.all_gather_gemm(comm, x, weight, method="unfused", gathered=gathered[1]))
+            for each in gathered[: len(found) - 2]:
+                assert torch.equal(each.cpu(), torch.cat(xs).cpu())
             kept += [(result, expected) for result in found]
         check_all(comm, kept)
     return calls
@@ -118,6 +122,8 @@ def wrong_gathers(comm: Communicator) -> Calls:
         *(call(function, x=torch.ones(0, 8)) for function in (plain, split)),
         call(plain, x=torch.ones(8, 5).T),
         call(plain, weight=torch.ones(4)),
+        call(plain, weight=torch.ones(4, 16)[:, ::2]),
+        call(plain, gathered=torch.ones(5, 8)),
         call(plain, method="fused"),
         *(call(split, pieces=pieces) for pieces in (0, 65)),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from typing import Any
 
 import torch
@@ -256,8 +257,8 @@ def replaced(group: dist.ProcessGroup) -> int:
         all_four = ["row_parallel_linear", "gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm"]
         torch.manual_seed(comm.rank)
         values = torch.randn(18 * n, 8), torch.randn(2 * n, 8), torch.randn(5, 8)
-        some = (patterns, all_four), (exchanged, ["gemm_all_to_all_evenly"] * 2)
-        for call, expected in (*some, *((other, []) for other in (uneven, average, columns, twice, wide))):
+        some = (patterns, all_four), (exchanged, ["gemm_all_to_all_evenly"] * 2), (twice, ["all_gather_gemm_and_rows"])
+        for call, expected in (*some, *((other, []) for other in (uneven, average, columns, wide))):
             if call is average and dist.get_backend(group) == "gloo":
                 pass_only(comm, group, call, values)
                 continue
@@ -419,7 +420,8 @@ def batches(group: dist.ProcessGroup) -> int:
             *((gathered(dim), several, gathers) for dim in (0, 1)),
             *((gathered(dim), (2, 3, 2, 8), gathers) for dim in (1, 2)),
             (gathered(1), (1, 5, 8), gathers),
-            *((call, several, "") for call in (scattered(2), two, swapped)),
+            *((call, several, "") for call in (scattered(2), swapped)),
+            (two, several, "all_gather_gemm_and_rows"),
             (summed, (2, 20, 8), "gemm_all_reduce"),
         ]
         if torch.__version__ < "2.13":  # its Dynamo does not look into gathers along other dimensions than the first
@@ -432,7 +434,7 @@ def batches(group: dist.ProcessGroup) -> int:
                 return [call(x, weight) for call, x in zip(calls, xs, strict=True)]
 
             fusion = Fusion(comm, group)
-            how: Any = {"options": {"post_grad_custom_pre_pass": fusion}} if inductor else {"backend": fusion.backend}
+            how: Any = {"options": passing(fusion)} if inductor else {"backend": fusion.backend}
             given = functools.partial(run, calls)
             # Without fullgraph, as people call it: torch copies the options then, and with them the pass.
             found = torch.compile(given, fullgraph=not inductor, dynamic=False, **how)(xs, weight)
@@ -441,6 +443,33 @@ def batches(group: dist.ProcessGroup) -> int:
                 check_close(one, other.double(), number)
             assert fusion.replaced == [name for _, _, name in chosen if name], fusion.replaced
     return len(cases)
+
+
+def passing(fusion: Fusion) -> dict[str, Any]:
+    """Return options of torch.compile for a pass within Inductor; a graph from a cache would not say what is fused."""
+    torch._functorch.config.enable_autograd_cache = False
+    return {"post_grad_custom_pre_pass": fusion, "fx_graph_cache": False}
+
+
+def cached(group: dist.ProcessGroup, folder: str, before: int) -> tuple[int, int, list[str]]:
+    """A program by Inductor with its caches in a folder, behind ``before`` other communicators; what caches had."""
+    from torch._dynamo.utils import counters
+
+    def call(x: Any, weight: Any) -> Any:
+        return funcol.all_reduce((x * 2) @ weight.t(), "sum", group).relu()
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{group.rank()}"
+    with communicator(group) as first, communicator(group) as second:
+        comm = (first, second)[before]
+        numbers = [library.number_of(each) for each in (first, second)]
+        assert numbers == [1, 2]  # of this process, which is new
+        fusion = Fusion(comm, group)
+        torch.manual_seed(comm.rank)
+        values = torch.randn(3, 8), torch.randn(6, 8)
+        options = {"post_grad_custom_pre_pass": fusion, "fx_graph_cache": True}
+        check_close(torch.compile(call, options=options, dynamic=False)(*values), call(*values).double(), "cached")
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"], found["fxgraph_cache_miss"], fusion.replaced
 
 
 def sharded(group: dist.ProcessGroup) -> Any:
@@ -581,6 +610,7 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.embedding_all_to_all, (number, tables, *bags, None, "sum", 2 * comm.world_size)),
             (library.gemm_reduce_scatter, (number, even, weight)),
             (library.all_gather_gemm, (number, x, weight)),
+            (library.all_gather_gemm_and_rows, (number, x.detach(), weight.detach())),
             (library.gemm_all_reduce, (number, x, weight)),
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
             (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),

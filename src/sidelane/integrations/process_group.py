@@ -29,7 +29,7 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.nodes.groups import find_nodes
 from sidelane.integrations.works import JoinedWork
 from sidelane.memory.exchange import require_own
-from sidelane.modes import untraced
+from sidelane.modes import trace_as_groups, untraced
 from sidelane.session import Communicator
 
 Tensors = Sequence[torch.Tensor] | torch.Tensor
@@ -430,6 +430,7 @@ def _set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) 
 
 _set_pg_timeout.__doc__ = _torchs_set_pg_timeout.__doc__
 c10d._set_pg_timeout = _set_pg_timeout
+trace_as_groups(SidelaneGroup)
 batches.take_over(SidelaneGroup)
 splits.take_over(SidelaneGroup)
 

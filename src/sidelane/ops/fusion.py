@@ -14,12 +14,13 @@ import functools
 import logging
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
 from sidelane.ops import gemv, library, rms_norm
@@ -35,7 +36,7 @@ from sidelane.ops.fusion_graph import (
     shaped,
     used_once,
 )
-from sidelane.ops.fusion_norm import norm_behind
+from sidelane.ops.fusion_norm import kind_of, norm_behind
 from sidelane.ops.handle import FLOATS
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.session import Communicator
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 MOST_RANKS = 8
 _aten = torch.ops.aten
+_all_reduce = torch.ops._c10d_functional.all_reduce.default
+_wait = torch.ops._c10d_functional.wait_tensor.default
 _COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single")
 
 
@@ -70,11 +73,15 @@ class Fusion(CustomGraphPass):
             raise ValueError(f"Fusion: ranks of the group (value={given}, allowed={allowed}, the communicator's)")
         self._comm, self._number, self._group = comm, library.number_of(comm), group.group_name
         self.replaced: list[str] = []
-        """Operators that were put in, in the order of graphs."""
+        """Operators that were put in, in the order of graphs; a graph from Inductor's caches adds none."""
 
     def uuid(self) -> Any:
-        """Return None: compiled graphs contain a communicator's number, which is meaningless in another process."""
-        return None
+        """Return the key of Inductor's caches: the code of the operators, and all that a graph holds of a communicator.
+
+        Another process that finds the graph has a pass with the same number, which is that of its own communicator.
+        """
+        code = get_hash_for_files(tuple(sorted(map(str, Path(__file__).parent.glob("*.py")))))
+        return code, self._number, self._group, tuple(self._comm.lane.session.ranks), self._comm.device.type
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
         """Return the pass itself: Inductor copies its options, and a process group has no copy."""
@@ -82,6 +89,9 @@ class Fusion(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Replace all matching patterns in a graph of aten operators."""
+        for node in list(graph.nodes):
+            if node.target is _aten.add.Tensor and self._join(graph, node):
+                self.replaced.append(_COLLECTIVES[0])
         for node in list(graph.nodes):
             name = _collective_of(node)
             if name is None:
@@ -111,6 +121,34 @@ class Fusion(CustomGraphPass):
 
         return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
 
+    def _join(self, graph: Graph, total: Node) -> bool:
+        """Replace two all-reduces whose results are added, as gradients of one input are, by one behind an addition."""
+        waits = [one for one in total.all_input_nodes if one.target is _wait]
+        nodes: list[Any] = [one.args[0] for one in waits]
+        if len(nodes) != 2 or total.kwargs or any(_collective_of(node) != _COLLECTIVES[0] for node in nodes):
+            return False
+        (x, *how), (y, *other) = (node.args for node in nodes)
+        try:
+            require(how == other and how[0] == "sum", "other collectives")
+            for node, wait in zip(nodes, waits, strict=True):
+                self._of_the_group(node, how[1], [])
+                used_once(wait, "the sum of the ranks")
+            require(kind_of(x) == kind_of(y) == kind_of(total), "other shapes")
+        except UnfitError as reason:
+            logger.debug("sidelane: %s and %s stay two: %s", *nodes, reason)
+            return False
+        result = total
+        with graph.inserting_before(total):
+            for target, arguments in ((_aten.add.Tensor, (x, y)), (_all_reduce, how), (_wait, ())):
+                given = arguments if result is total else (result, *arguments)
+                result = graph.call_function(target, tuple(given))
+                result.meta["val"] = total.meta["val"]
+        total.replace_all_uses_with(result)
+        for one in (total, *waits, *nodes):
+            graph.erase_node(one)
+        logger.info("sidelane: %s and %s become one", *nodes)
+        return True
+
     def _reduce(self, graph: Graph, node: Node, *, name: str) -> str | None:
         is_scattered = name == _COLLECTIVES[1]
         given: tuple[Any, ...] = node.args
@@ -133,7 +171,7 @@ class Fusion(CustomGraphPass):
         if is_scattered:
             require(rows % self._comm.world_size == 0, "rows that the ranks do not divide")
             fused = "gemm_reduce_scatter"
-        elif rows <= gemv.MOST_TOKENS and columns <= gemv.MOST_ROWS:
+        elif rows <= gemv.MOST_TOKENS and columns <= gemv.MOST_ROWS and weight.meta["val"].stride(0) == 1:
             fused = "row_parallel_linear"
         else:
             fused = "gemm_all_reduce"
@@ -151,6 +189,7 @@ class Fusion(CustomGraphPass):
         product = product_in_front(node, product, between)
         x, weight = self._factors(product)
         require(product.meta["val"].shape[0] % n == 0, "rows that the ranks do not divide")
+        require(weight.meta["val"].stride(0) == 1, "a weight would be copied first")
         return self._put(graph, wait, "gemm_all_to_all_evenly", x, weight, (wait, node, *between, product))
 
     def _norm(self, graph: Graph, node: Node) -> str | None:
@@ -194,38 +233,53 @@ class Fusion(CustomGraphPass):
 
     def _result_rows(self, fused: str, x: Node) -> int:
         rows, n = int(x.meta["val"].shape[0]), self._comm.world_size
-        return rows * n if fused == "all_gather_gemm" else rows // n if fused == "gemm_reduce_scatter" else rows
+        return rows // n if fused == "gemm_reduce_scatter" else rows
 
-    def _gather(self, graph: Graph, node: Node) -> str | None:
+    def _gather(self, graph: Graph, node: Node) -> str:
+        """Replace an all-gather and the first product of its rows, which others may need, too."""
         given: tuple[Any, ...] = node.args
         x, *sizes, group = given
         wait = self._of_the_group(node, group, sizes)
         moved = self._joined(wait)
         gathered = wait if moved is None else moved.result
-        between: list[Node] = [] if moved is None else [*moved.nodes]
-        used_once(gathered, "what is gathered")
-        user = next(iter(gathered.users))
-        while user.target in VIEWS:
-            between.insert(0, user)
-            used_once(user, "what is gathered")
-            user = next(iter(user.users))
-        product, matrix = user, between[0] if between else wait
-        require(product.target is _aten.mm.default and product.args[0] is matrix, "no mm behind")
+        order = {one: number for number, one in enumerate(graph.nodes)}
+        product, between = product_behind(gathered, order)
+        matrix = between[0] if between else gathered
         _, weight = self._factors(product)
         rows, depth = matrix.meta["val"].shape
-        columns = product.meta["val"].shape[1]
+        columns, shape = product.meta["val"].shape[1], list(x.meta["val"].shape)
         require(rows * max(depth, columns) <= MOST_ELEMENTS, "too many elements")
-        value = x.meta["val"]
-        require(value.dim() == 2 or value.is_contiguous(), "what is gathered would be copied first")
-        require(value.shape[-1] == depth, "columns are gathered")
-        require(moved is None or moved.joined < value.dim() - 1, "columns are gathered")
-        shape = list(value.shape)
-        with graph.inserting_before(product):
+        require(len(shape) == 2 or x.meta["val"].is_contiguous(), "what is gathered would be copied first")
+        require(shape[-1] == depth, "columns are gathered")
+        require(moved is None or moved.joined < len(shape) - 1, "columns are gathered")
+        is_shared = any(len(one.users) > 1 for one in (gathered, *between))
+        fused = "all_gather_gemm_and_rows" if is_shared else "all_gather_gemm"
+        place = min(gathered.users, key=lambda one: order[one]) if is_shared else product
+        given = weight.args
+        turned = given[0] if weight.target is _aten.permute.default and given[1] == [1, 0] else None
+        require(order[weight if turned is None else turned] < order[place], "the weight is computed later")
+        with graph.inserting_before(place):
             x = shaped(graph, x, [rows // self._comm.world_size, depth])
-        replaced = (product, *between, wait, node)
-        return self._put(
-            graph, product, "all_gather_gemm", x, weight, replaced, (shape, moved.joined) if moved else None
-        )
+            turned = call(graph, _aten.permute.default, weight, [1, 0]) if turned is None else turned
+            put = graph.call_function(getattr(torch.ops.sidelane, fused).default, (self._number, x, turned))
+            values = [matrix.meta["val"].new_empty(rows, width) for width in (columns, depth)]
+            put.meta["val"] = tuple(values) if is_shared else values[0]
+            results = [put]
+            if is_shared:
+                results = [graph.call_function(operator.getitem, (put, number)) for number in (0, 1)]
+            for number, (old, value) in enumerate(zip((product, gathered)[: len(results)], values, strict=False)):
+                results[number].meta["val"] = value if is_shared else put.meta["val"]
+                if moved is not None:
+                    results[number] = front_to_cut(graph, results[number], shape, moved.joined, self._comm.world_size)
+                results[number] = shaped(graph, results[number], list(old.meta["val"].shape))
+        product.replace_all_uses_with(results[0])
+        if is_shared:
+            gathered.replace_all_uses_with(results[1])
+        moves = () if moved is None else moved.nodes
+        for one in (product, *between, *moves, wait, node):
+            if not one.users:
+                graph.erase_node(one)
+        return fused
 
     def _joined(self, wait: Node) -> Moved | None:
         """Return the move that joins the ranks' parts along another dimension than the first; None if there is none."""
@@ -239,11 +293,12 @@ class Fusion(CustomGraphPass):
 
     def _of_the_group(self, node: Node, group: object, sizes: list[Any]) -> Node:
         n = self._comm.world_size
+        require(all(isinstance(size, int) for size in node.meta["val"].shape), "dynamic shapes")
         require(n <= MOST_RANKS, f"more than {MOST_RANKS} ranks")
         require(group == self._group and all(size == n for size in sizes), "another group")
         used_once(node, "the collective")
         wait = next(iter(node.users))
-        require(wait.target is torch.ops._c10d_functional.wait_tensor.default, "nobody waits for it")
+        require(wait.target is _wait, "nobody waits for it")
         return wait
 
     def _check(self, value: torch.Tensor) -> None:
@@ -257,8 +312,8 @@ class Fusion(CustomGraphPass):
         for factor in (*factors, product):
             self._check(factor.meta["val"])
         x, weight = factors
-        is_in_rows = x.meta["val"].stride(1) == 1 and weight.meta["val"].stride(0) == 1
-        require(is_in_rows, "a factor would be copied first")
+        require(x.meta["val"].stride(1) == 1, "x would be copied first")
+        require(1 in weight.meta["val"].stride(), "a weight would be copied first")
         return x, weight
 
     def _put(
@@ -269,16 +324,13 @@ class Fusion(CustomGraphPass):
         x: Any,
         weight: Any,
         replaced: tuple[Node, ...],
-        joined: tuple[list[int], int] | None = None,
     ) -> str:
-        """Put the fused operator in; ``joined``: shape of a rank's part, and the dimension that joins ranks."""
+        """Put the fused operator in."""
         overload = getattr(torch.ops.sidelane, fused).default
         with graph.inserting_before(last):
             rows = call(graph, _aten.permute.default, weight, [1, 0])
             put = graph.call_function(overload, (self._number, x, rows))
             put.meta["val"] = last.meta["val"].new_empty(self._result_rows(fused, x), weight.meta["val"].shape[1])
-            if joined is not None:
-                put = front_to_cut(graph, put, *joined, self._comm.world_size)
             put = shaped(graph, put, list(last.meta["val"].shape))
         last.replace_all_uses_with(put)
         for node in replaced:
@@ -289,6 +341,19 @@ class Fusion(CustomGraphPass):
 def _collective_of(node: Node) -> str | None:
     known = {getattr(torch.ops._c10d_functional, name).default: name for name in _COLLECTIVES}
     return known.get(node.target) if node.op == "call_function" else None
+
+
+def product_behind(gathered: Node, order: dict[Node, int]) -> tuple[Node, list[Node]]:
+    """Return the first matrix product of gathered rows, and the views between them, the last one first."""
+    found: list[tuple[Node, list[Node]]] = []
+    paths: list[list[Node]] = [[]]
+    while paths:
+        path = paths.pop()
+        last = path[0] if path else gathered
+        found += [(user, path) for user in last.users if user.target is _aten.mm.default and user.args[0] is last]
+        paths += [[user, *path] for user in last.users if user.target in VIEWS]
+    require(bool(found), "no mm behind")
+    return min(found, key=lambda one: order[one[0]])
 
 
 def product_in_front(node: Node, given: Any, between: list[Node]) -> Node:

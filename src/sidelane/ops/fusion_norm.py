@@ -72,12 +72,16 @@ def norm_behind(came: Node) -> Norm | None:
         UnfitError: there is one, but other nodes need more than its total and reciprocal root.
     """
     found = _norm_of(came, None)
-    total = _only(came, _aten.add.Tensor)
+    total = _one(came, _aten.add.Tensor)
     if found is not None or total is None or total.kwargs:
         return found
     others = [part for part in total.all_input_nodes if part is not came]
-    alike = len(others) == 1 and _kind(others[0]) == _kind(came) == _kind(total)
-    return _norm_of(total, others[0]) if alike else None
+    alike = len(others) == 1 and kind_of(others[0]) == kind_of(came) == kind_of(total)
+    found = _norm_of(total, others[0]) if alike else None
+    require(
+        found is None or len(came.users) == 1, "the sum of the ranks is kept beside the residual, say for gradients"
+    )
+    return found
 
 
 def _norm_of(total: Node, residual: Node | None) -> Norm | None:
@@ -117,7 +121,7 @@ def _norm_of_squares(total: Node, residual: Node | None, wide: Node, square: Nod
         require(len(last.users) == 1, "what is normalised is kept, say for gradients")
     scaled = _only(last, _aten.mul.Tensor)
     weights = [] if scaled is None else [part for part in scaled.all_input_nodes if part is not last]
-    if scaled is None or len(weights) != 1 or _kind(weights[0]) != (torch.Size([width]), dtype):
+    if scaled is None or len(weights) != 1 or kind_of(weights[0]) != (torch.Size([width]), dtype):
         return None
     between.insert(0, last)
     last = scaled
@@ -140,7 +144,7 @@ def _whole_norm(total: Node, residual: Node | None, weighted: tuple[torch.Size, 
         results = {one.args[1]: one for one in user.users}
         if len(results) != len(user.users) or 0 not in results or list(shape) != list(weighted[0]):
             continue
-        if isinstance(weight, Node) and _kind(weight) == weighted and isinstance(eps, float):
+        if isinstance(weight, Node) and kind_of(weight) == weighted and isinstance(eps, float):
             return Norm(residual, weight, eps, total, results[0], (user,), results.get(1))
     return None
 
@@ -172,7 +176,8 @@ def _is_of_rows(mean: Node) -> bool:
     return list(mean.args[1:]) in ([[-1], True], [[source.meta["val"].dim() - 1], True]) and not mean.kwargs
 
 
-def _kind(node: Node) -> tuple[torch.Size, torch.dtype]:
+def kind_of(node: Node) -> tuple[torch.Size, torch.dtype]:
+    """Return shape and dtype of a node's value."""
     value = node.meta["val"]
     return value.shape, value.dtype
 

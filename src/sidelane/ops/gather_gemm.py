@@ -49,10 +49,13 @@ class SplitAllGatherGemm:
         program = gathering_program(comm.world_size, rows, pieces, depth * dtype.itemsize)
         self._program = comm.load(program, {"rows": self._gathered})
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Run the operator. Arguments, result and errors are those of :func:`split_all_gather_gemm`."""
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, gathered: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the operator. Arguments, result and errors are those of :func:`all_gather_gemm`."""
         with torch.no_grad(), self._in_turn:
-            return self._run(x, weight)
+            output = self._run(x, weight)
+            if gathered is not None:
+                gathered.copy_(self._gathered)
+            return output
 
     def _run(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         n, rank, rows = self.comm.world_size, self.comm.rank, self._rows
@@ -71,7 +74,14 @@ class SplitAllGatherGemm:
         return output
 
 
-def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, method: str = AUTO) -> torch.Tensor:
+def all_gather_gemm(
+    comm: Communicator,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    method: str = AUTO,
+    gathered: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return ``all_gather(x) @ weight.T``. A call of the communicator.
 
     The first call of a shape makes its resources, with all ranks; later ones may be captured into a graph.
@@ -82,6 +92,7 @@ def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *
         weight: rows of this rank, [H, K], of x's dtype: float32, float16 or bfloat16. As many on each rank.
         method: ``split``, that is :func:`split_all_gather_gemm`; ``unfused``, an all-gather and a product; or
             ``auto``: the faster one (``ops.explain`` names it, with the reason).
+        gathered: tensor that takes ``all_gather(x)``, [N * M, K], contiguous and of x's dtype; None if nobody needs it.
 
     Returns:
         Rows of all ranks, [N * M, H].
@@ -94,14 +105,21 @@ def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *
 
     def check() -> OperatorCall:
         check_operands(NAME, comm, x, weight)
+        if gathered is not None:
+            given = list(gathered.shape), gathered.dtype, gathered.device, gathered.is_contiguous()
+            allowed = [x.shape[0] * comm.world_size, x.shape[1]], x.dtype, x.device, True
+            if given != allowed:
+                raise ValueError(
+                    f"{NAME}: shape, dtype, device, contiguity of gathered (value={given}, allowed={allowed})"
+                )
         sizes, dtype = (*x.shape, weight.shape[0]), weight.dtype
         return OperatorCall((*sizes, dtype), sizes, dtype.itemsize, {SPLIT: lambda pieces: _handle(comm, x, pieces)})
 
-    found, handle = prepare(comm, NAME, method, question_of(comm, (NAME, method), x, weight), check)
+    found, handle = prepare(comm, NAME, method, question_of(comm, (NAME, method), x, weight, gathered), check)
     if found.name == SPLIT:
         parts: SplitAllGatherGemm = handle
-        return parts(x, weight)
-    return reference.all_gather_gemm(comm, x, weight)
+        return parts(x, weight, gathered)
+    return reference.all_gather_gemm(comm, x, weight, gathered=gathered)
 
 
 def split_all_gather_gemm(

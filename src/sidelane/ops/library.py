@@ -103,7 +103,7 @@ def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
         return reference.gemv_all_reduce(ranks, weight, x)
     step = max(gemv.MOST_TOKENS, power_of_two(tokens) // 16)  # each shape keeps a workspace: at most 16 an octave
     padded = min(-(-tokens // step) * step, MOST_ELEMENTS // rows)
-    filled, factor = in_rows(x), in_rows(weight)
+    filled, factor = in_rows(x), in_rows_or_columns(weight)
     if padded != tokens or not columns:
         filled = x.new_zeros(padded, max(1, columns))
         filled[:tokens, :columns] = x
@@ -225,7 +225,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 @_operator(_scattered_like, _reduce_scatter_backward, _saves)
 def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
-    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows(weight))
+    return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
 def _gathered_like(comm: int, x: Tensor, weight: Tensor) -> Tensor:
@@ -242,7 +242,16 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @_operator(_gathered_like, _all_gather_backward, _saves)
 def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
-    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows(weight))
+    return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
+
+
+@_operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
+def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``all_gather(x) @ weight.T``, and ``all_gather(x)`` for other products. It has no gradients."""
+    ranks = communicator(comm)
+    rows = x.new_empty(x.shape[0] * ranks.world_size, x.shape[1])
+    product = gather_gemm.all_gather_gemm(ranks, in_rows(x), in_rows_or_columns(weight), gathered=rows)
+    return product, rows
 
 
 @_operator(lambda comm, x: x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1]))
@@ -257,7 +266,7 @@ def all_gather_rows(comm: int, x: Tensor) -> Tensor:
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
-    result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows(weight))
+    result = gemm_reduce.gemm_all_reduce(ranks, in_rows(x), in_rows_or_columns(weight))
     return result.clone()  # the next call writes into it
 
 
@@ -383,3 +392,8 @@ def _by_expert(rows: Tensor, counts: Tensor) -> list[Tensor]:
 def in_rows(matrix: Tensor) -> Tensor:
     """Return a matrix whose neighbours in a row are neighbours in memory, as kernels require."""
     return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def in_rows_or_columns(matrix: Tensor) -> Tensor:
+    """Return a matrix whose neighbours in a row, or in a column, are neighbours in memory; ``mm`` copies neither."""
+    return matrix if matrix.stride(0) == 1 else in_rows(matrix)

@@ -79,7 +79,7 @@ def check_operands(name: str, comm: Communicator, x: object, weight: object, *, 
         raise ValueError(f"{name}: rows of x, columns of the result (value={rows}, {columns}, allowed={allowed})")
     if scatters and rows % comm.world_size:
         raise ValueError(f"{name}: rows of x (value={rows}, allowed=multiples of {comm.world_size}, the ranks)")
-    check_neighbours(name, weight=weight, x=x)
+    check_neighbours(name, x=x, weight=weight if 1 in weight.shape or weight.stride(0) != 1 else weight.t())
 
 
 def check_product(

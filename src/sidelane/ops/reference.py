@@ -115,9 +115,12 @@ def gemm_all_reduce(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -
     return result
 
 
-def all_gather_gemm(comm: Communicator, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def all_gather_gemm(
+    comm: Communicator, x: torch.Tensor, weight: torch.Tensor, *, gathered: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return ``all_gather(x) @ weight.T``; see :func:`sidelane.ops.all_gather_gemm`."""
-    gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
+    if gathered is None:
+        gathered = x.new_empty(comm.world_size * x.shape[0], x.shape[1])
     comm.all_gather(gathered, x.contiguous())
     return _product(gathered, weight)
 
