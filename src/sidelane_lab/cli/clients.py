@@ -17,9 +17,9 @@ SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientOptions(StudyOptions):
-    """Measure programs that nobody here wrote, by who makes their collectives. Needs transformers.
+    """Measure programs that nobody here wrote, by who makes their collectives.
 
-    Hugging Face's Llama at the sizes of five public models, with random weights: trained under DistributedDataParallel
+    Needs transformers. Its Llama at the sizes of five public models, with random weights: trained under DistributedDataParallel
     and FSDP2, and decoding under DTensor's tensor parallelism. On NCCL's group (Gloo's), on Sidelane's, with
     sidelane.ddp.enable or sidelane.fsdp.enable, and without communication. Losses are compared with those of NCCL.
     """
