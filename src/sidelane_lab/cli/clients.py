@@ -19,9 +19,10 @@ SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "m
 class ClientOptions(StudyOptions):
     """Measure programs that nobody here wrote, by who makes their collectives.
 
-    Needs transformers. Its Llama at the sizes of five public models, with random weights: trained under DistributedDataParallel
-    and FSDP2, and decoding under DTensor's tensor parallelism. On NCCL's group (Gloo's), on Sidelane's, with
-    sidelane.ddp.enable or sidelane.fsdp.enable, and without communication. Losses are compared with those of NCCL.
+    Needs transformers. Its Llama at the sizes of five public models, with random weights, is trained under
+    DistributedDataParallel and FSDP2, and decodes under DTensor's tensor parallelism: on NCCL's group (Gloo's), on
+    Sidelane's, with sidelane.ddp.enable or sidelane.fsdp.enable, and without communication. Losses are compared with
+    those of NCCL.
     """
 
     study = "clients"
