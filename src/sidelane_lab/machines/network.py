@@ -81,7 +81,12 @@ def _hops(machine: Machine, source: int, target: int) -> Iterator[tuple[int, str
 
 
 def floor_us(machine: Machine, sent: Mapping[tuple[int, int], float]) -> float:
-    """Return the least time of bytes from rank to rank: the latency, and the bytes of the busiest resource.
+    """Return the least time of bytes from rank to rank: the sum of :func:`latency_and_bytes_us`."""
+    return sum(latency_and_bytes_us(machine, sent))
+
+
+def latency_and_bytes_us(machine: Machine, sent: Mapping[tuple[int, int], float]) -> tuple[float, float]:
+    """Return the longest latency of what ranks send at once, and the time of the busiest resource's bytes.
 
     Args:
         machine: several nodes.
@@ -91,10 +96,10 @@ def floor_us(machine: Machine, sent: Mapping[tuple[int, int], float]) -> float:
     speeds: dict[Resource, float] = {}
     latency_us = 0.0
     for (source, target), nbytes in sent.items():
-        if machine.node_of(source) != machine.node_of(target) and nbytes:
+        if machine.node_of(source) != machine.node_of(target):
             way = route(machine, source, target)
             latency_us = max(latency_us, way.latency_us)
             speeds.update(way.passes)
             for name, _ in way.passes:
                 loads[name] += nbytes
-    return latency_us + max((load / (speeds[name] * 1e3) for name, load in loads.items()), default=0.0)
+    return latency_us, max((load / (speeds[name] * 1e3) for name, load in loads.items()), default=0.0)

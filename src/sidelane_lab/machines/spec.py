@@ -390,7 +390,7 @@ class Machine:
             ValueError: there are several nodes.
         """
         if self.nodes > 1:
-            text = "what crosses nodes is modelled for fused operators and programs that the simulator is given"
+            text = "what crosses nodes is modelled for collective, explain, fused operators and given programs"
             raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
 
     def quantities(self) -> dict[str, Quantity]:
