@@ -306,12 +306,12 @@ def contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
 
 def _network_contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
     links = machine.links
-    nics = links.nics_per_gpu * machine.gpus
-    if links.nics_per_gpu > 1 and links.nics_per_gpu != int(links.nics_per_gpu):
-        text = f"(value={links.nics_per_gpu:g}, allowed=a whole number, or less than 1 where GPUs share NICs)"
+    each, nics = float(links.nics_per_gpu), float(links.nics_per_gpu * machine.gpus)
+    if each > 1 and not each.is_integer():
+        text = f"(value={each:g}, allowed=a whole number, or less than 1 where GPUs share NICs)"
         yield "links.nics_per_gpu", "gpus", text
-    elif machine.nodes > 1 and nics != int(nics):
-        text = f"(value={links.nics_per_gpu:g}, allowed=whole NICs a node, which has {machine.gpus} GPUs)"
+    elif machine.nodes > 1 and abs(nics - round(nics)) > 1e-3:  # a third of a NIC has no end
+        text = f"(value={each:g}, allowed=whole NICs a node, which has {machine.gpus} GPUs)"
         yield "links.nics_per_gpu", "gpus", text
     if machine.nodes > 1 and links.network is NetworkTopology.TORUS and machine.nodes % int(links.torus_row):
         text = f"(value={links.torus_row:g}, allowed=a divisor of the {machine.nodes} nodes)"
