@@ -25,8 +25,8 @@ SIZES = tuple(1 << power for power in range(12, 31, 2))
 
 NOTE = (
     "flat: the vendor library's rings among all ranks, or its exchange; floor: one latency, and what a node must send "
-    "or receive by all of its NICs. Not modelled: near steps by kernels, which start sooner than copy engines; steps that "
-    "slow each other down; ranks that come late; trees"
+    "or receive by all of its NICs. Not modelled: near steps by kernels, which start sooner than copy engines; "
+    "steps that slow each other down; ranks that come late; trees"
 )
 
 

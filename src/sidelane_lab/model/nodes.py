@@ -5,9 +5,9 @@ copy engines, simulated, the fastest variant of each. Far steps are rings of the
 all-to-all) on all rails at once, one after the other on each rail. A rank's steps end before its next begin, but far
 ones, which go on until they are joined.
 
-Not modelled: near steps by kernels, which ``auto`` takes where it has measured that they are faster (small pieces), near
-and far steps that slow each other down in memory, ranks that come late, trees, and near steps whose host work hides
-behind the steps before.
+Not modelled: near steps by kernels, which ``auto`` takes where it has measured that they are faster (small pieces);
+near and far steps that slow each other down in memory; ranks that come late; trees; and near steps whose host work
+hides behind the steps before.
 """
 
 from __future__ import annotations
