@@ -20,10 +20,12 @@ from sidelane.cli.output import STDOUT
 from sidelane.cli.table import Line, Table
 from sidelane.program.collective import Kind
 from sidelane_lab.explain import call as explain
+from sidelane_lab.explain import nodes
 from sidelane_lab.harness import study as files
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.model import layer, training
+from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import c3_study, dma_study, pair_name
 from sidelane_lab.papers import command as claims
@@ -102,6 +104,12 @@ def predicted_study() -> list[Table]:
 def predicted_sizes() -> list[Table]:
     machine = named("mi300x8")
     return [predictions.sizes_table(dma_study(machine), machine, Kind.ALL_GATHER)]
+
+
+def predicted_among_nodes() -> list[Table]:
+    machine = named("h100x8x16")
+    rows = [(nbytes, nodes_times(machine, Kind.ALL_REDUCE, nbytes)) for nbytes in nodes.SIZES]
+    return [nodes.sizes_table(machine, Kind.ALL_REDUCE, rows)]
 
 
 def of_the_demo() -> list[Table]:
@@ -202,6 +210,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "c3 --machine PAIR": predicted_pairs,
     "c3 --machine": predicted_study,
     "collective --machine": predicted_sizes,
+    "collective --machine NODES": predicted_among_nodes,
     "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.rows_of(named("mi300x8"), "opt1"))],
     "plan": of_plan,
     "fused --machine": of_fused,

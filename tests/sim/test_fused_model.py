@@ -183,7 +183,7 @@ def test_bandwidth_rises_with_workgroups_and_gathers_crowd():
     assert gather_gbps(H200, resident(H200)) == pytest.approx(H200.gpu.memory_gbps * H200.matmul.memory_efficiency)
 
 
-@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize("name", machine_names(one_node=True))
 def test_every_machine_predicts_every_operator(name):
     machine = named(name)
     for operator in (Embedding(1024, 64, 70), Gemv(8192, 8192), TiledGemm(4096, 2048, 4096)):

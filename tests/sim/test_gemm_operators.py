@@ -94,7 +94,7 @@ def test_nothing_is_faster_than_its_parts(sizes, ranks):
         assert (times.collective_us == 0) == (ranks == 1 and isinstance(operator, GemmReduce) and operator.gathers)
 
 
-@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize("name", machine_names(one_node=True))
 def test_every_machine_predicts_them(name):
     machine = named(name)
     for op in FUSED_OPS:

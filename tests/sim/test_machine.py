@@ -18,10 +18,16 @@ from sidelane_lab.model.study import dma_study, table_ii_workload
 from sidelane_lab.studies.phases.predict import predicted_row
 from sidelane_lab.studies.phases.programs import operations
 
-EXPECTED = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "h100x2", "h100x4", "h200x2", "h200x4", "b200x8"}
+NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
+NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
+ONE_NODE = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
+ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x4", "h200x8"}
+EXPECTED = ONE_NODE | set(NODES)
 
 
-def test_the_catalogue_has_the_nine_machines():
+def test_the_catalogue_has_all_machines():
+    assert set(machine_names(one_node=True)) == ONE_NODE
+    assert {name: (named(name).nodes, named(name).gpus) for name in NODES} == NODES
     assert set(machine_names()) == EXPECTED
     assert all(named(name).name == name and named(name).title for name in machine_names())
 
@@ -34,7 +40,7 @@ def test_every_number_says_where_it_comes_from(name):
             assert quantity.of, path
 
 
-@pytest.mark.parametrize("name", sorted(EXPECTED))
+@pytest.mark.parametrize("name", sorted(ONE_NODE))
 def test_every_machine_runs_every_strategy(name):
     machine = named(name)
     for strategy in predictable():
@@ -113,6 +119,7 @@ def test_mistakes_name_the_line_and_what_is_allowed(text, where, message):
 
 
 MI300X, H200 = 'base = "mi300x8"\n', 'base = "h200x4"\n'
+NODES_OF_8, TORUS = 'base = "h100x8x2"\n', 'base = "mi210x1x128"\n'
 
 
 def assumed(value, low, high):
@@ -143,6 +150,18 @@ PLANTED = [
     (MI300X + "[dma]\nsync_us = 2400000\n", 3, "allowed=0, or 0.001 to 10000 microseconds"),
     (MI300X + "[dma]\ncopy_us = 1\nnext_copy_us = 2\n", 4, "allowed=up to 1, which is dma.copy_us"),
     (MI300X + "[dma]\ncopy_us = -1\n", 3, "allowed=0, or 0.001 to 10000 microseconds"),
+    # Networks.
+    (H200 + "[links]\nnetwork = 'star'\n", 3, "allowed=fat_tree, rails, torus"),
+    (H200 + "[links]\nnics_per_gpu = 32\n", 3, "allowed=0.015625 to 16"),
+    (H200 + "[links]\nnics_per_gpu = 1.5\n", 3, "allowed=a whole number, or less than 1 where GPUs share NICs"),
+    (H200 + "[links]\noversubscription = 0.5\n", 3, "allowed=1 to 64"),
+    (H200 + "[links]\noversubscription = 100\n", 3, "allowed=1 to 64"),
+    (H200 + "[links]\nleaf_nodes = 0\n", 3, "allowed=a whole number from 1 to 4096"),
+    (H200 + "[links]\ntorus_row = 2.5\n", 3, "allowed=a whole number from 1 to 4096"),
+    (NODES_OF_8 + "[links]\nnics_per_gpu = 0.3\n", 3, "allowed=whole NICs a node, which has 8 GPUs"),
+    (TORUS + "[links]\ntorus_row = 12\n", 3, "allowed=a divisor of the 128 nodes"),
+    (TORUS + "nodes = 100\n", 2, "links.torus_row: (value=16, allowed=a divisor of the 100 nodes"),
+    (NODES_OF_8 + "nodes = 5000\n", 2, "allowed=a whole number from 1 to 4096"),
     # The library.
     (H200 + "[library]\nall_gather_gbps = 480\n", 3, "allowed=up to 450, which is links.peak_gbps"),
     (H200 + "[library]\nall_reduce_gbps = 3.6e11\n", 3, "allowed=0.1 to 10000"),
@@ -163,11 +182,11 @@ PLANTED = [
 ]
 
 
-def test_there_are_37_planted_mistakes():
-    assert len(PLANTED) == 37
+def test_there_are_48_planted_mistakes():
+    assert len(PLANTED) == 48
 
 
-@pytest.mark.parametrize(("text", "line", "message"), PLANTED, ids=[text.splitlines()[2] for text, *_ in PLANTED])
+@pytest.mark.parametrize(("text", "line", "message"), PLANTED, ids=[text.splitlines()[-1] for text, *_ in PLANTED])
 def test_every_planted_mistake_is_refused_with_line_and_allowed_range(text, line, message):
     with pytest.raises(ValueError, match="allowed=") as caught:
         parse(text, "x.toml")

@@ -22,7 +22,7 @@ from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.papers.results import gemm_times, predict_gemms
 
 ROOT = Path(__file__).resolve().parents[2]
-MACHINES = [named(name) for name in machine_names()]
+MACHINES = [named(name) for name in machine_names(one_node=True)]
 H200, MI300X = named("h200x4"), named("mi300x8")
 ISOLATED = ROOT / "results" / "h200x2" / "isolated.json"
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, *REDUCING)

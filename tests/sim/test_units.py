@@ -170,7 +170,7 @@ def test_blocks_that_ask_for_more_shared_memory_leave_less_room():
         dataclasses.replace(pipeline, streams=-1)
 
 
-@pytest.mark.parametrize("name", machine_names())
+@pytest.mark.parametrize("name", machine_names(one_node=True))
 def test_every_machine_of_the_catalogue_runs_the_pipeline(name):
     machine = named(name)
     pipeline = Pipeline(parse_gemm("cb1"), Kind.ALL_TO_ALL, 64 << 20, OPT2, 200, iterations=2)

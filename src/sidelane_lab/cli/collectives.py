@@ -234,8 +234,7 @@ FUSED_OPS = (
 class FusedOptions(StudyOptions):
     """Measure fused operators next to the same computation and a collective, one after the other.
 
-    With --machine: predict them for a machine that need not be here. Nodes of one GPU each, joined by a network, are a
-    file: base, gpus = 1, nodes = 2, [links] network_gbps.
+    With --machine: predict them for a machine that need not be here. Several nodes: of one GPU each (mi210x1x2).
     """
 
     study = "fused"

@@ -187,6 +187,7 @@ class ExplainOptions(CommandOptions):
             "how peers would reach ordinary tensors, and why",
         ),
         ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
+        ("sidelane explain all_reduce 64M --machine h100x8x2", "on two machines, with the predicted time of each step"),
     )
 
     kind: Kind = argument(

@@ -35,9 +35,11 @@ from sidelane.program.kernel_list import AnyKernelProgram, KernelListProgram
 from sidelane.program.shape import Beside, Computation
 from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
+from sidelane_lab.explain.nodes import explain_on
 from sidelane_lab.explain.reach import MAPPED, SAID, ReachMode, mappable, ways_of
 from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
 from sidelane_lab.machines.load import find, machine_names
+from sidelane_lab.machines.spec import Machine
 from sidelane_lab.sim import simulate
 
 RANK = 0
@@ -104,6 +106,11 @@ class Explanation:
 
 def main(options: ExplainOptions) -> None:
     """Explain, print, and write what the options ask for."""
+    if options.machine is not None and options.machine not in builtin_names():
+        machine = _described(options.machine)
+        if machine.nodes > 1:
+            explain_on(machine, options.kind, options.nbytes, options.dtype, options.json)
+            return
     found = explain(options)
     if options.json is not None:
         write_json(options.json, found.to_dict())
@@ -221,10 +228,8 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         chosen_by = tables or InForce(profile, str(options.profile))
         return _placed(chosen_by, _devices(profile.key, ranks), profile.key, ranks)
     if name is not None:
-        if name not in machine_names() and not name.endswith((".toml", ".json")):
-            known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))
-            raise ValueError(f"explain: machine (value={name!r}, allowed={known}, or a file)")
-        machine = find(name)
+        machine = _described(name)
+        machine.refuse_nodes("explain")
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
         return None, devices, "", ranks, Abilities()
@@ -235,6 +240,13 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
     if place.on_cpu:
         devices += ", which has fewer than two GPUs (--machine h200x4 explains some)"
     return _placed(in_force(settings.current().profile, key), devices, key, ranks)
+
+
+def _described(name: str) -> Machine:
+    if name not in machine_names() and not name.endswith((".toml", ".json")):
+        known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))
+        raise ValueError(f"explain: machine (value={name!r}, allowed={known}, or a file)")
+    return find(name)
 
 
 def _placed(by: InForce, where: str, key: Key, world_size: int) -> tuple[InForce, str, str, int, Abilities]:

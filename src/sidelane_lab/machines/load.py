@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.user_files import json_of, text_of
-from sidelane_lab.machines.spec import Machine, NumberLimit, NumberSource, Quantity
+from sidelane_lab.machines.spec import Machine, NetworkTopology, NumberLimit, NumberSource, Quantity
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base")
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
@@ -61,10 +61,11 @@ class _Mistake(Exception):
         super().__init__(text)
 
 
-def machine_names() -> tuple[str, ...]:
-    """Return names in the catalogue."""
+def machine_names(*, one_node: bool = False) -> tuple[str, ...]:
+    """Return names in the catalogue: all of them, or those of machines of one node."""
     folder = importlib.resources.files("sidelane_lab.machines") / "catalog"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return tuple(name for name in names if not one_node or named(name).nodes == 1)
 
 
 @functools.cache
@@ -144,7 +145,8 @@ def _machine(content: Any) -> Machine:
         value = values[key] = content.get(key, default)
         if key in ("name", "title") and not isinstance(value, str):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a text)")
-        least = 2 if key == "gpus" and content.get("nodes", 1) == 1 else 1
+        nodes = content.get("nodes", 1 if base is None else base.nodes)
+        least = 2 if key == "gpus" and nodes == 1 else 1
         if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
     another_gpu = "gpu" in content
@@ -215,12 +217,14 @@ def _section(name: str, section: type, content: Any, inherited: Any) -> Any:
     hints = typing.get_type_hints(section)
     _check_keys((name,), content, tuple(hints))
     limits = limits_of(section)
+    usual = {field.name for field in dataclasses.fields(section) if field.default is not dataclasses.MISSING}
     values = {}
     for key, hint in hints.items():
         if key not in content:
-            if inherited is None:
+            if inherited is not None:
+                values[key] = getattr(inherited, key)
+            elif key not in usual:
                 raise _Mistake((name,), f"{key} is missing")
-            values[key] = getattr(inherited, key)
         elif issubclass(hint, StrEnum):
             allowed = [str(member) for member in hint]
             if content[key] not in allowed:
@@ -297,6 +301,21 @@ def contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
     for path, ceiling in AT_MOST:
         if path in known and ceiling in known and known[path] > known[ceiling]:
             yield path, ceiling, f"(value={known[path]:g}, allowed=up to {known[ceiling]:g}, which is {ceiling})"
+    yield from _network_contradictions(machine)
+
+
+def _network_contradictions(machine: Machine) -> Iterator[tuple[str, str, str]]:
+    links = machine.links
+    each, nics = float(links.nics_per_gpu), float(links.nics_per_gpu * machine.gpus)
+    if each > 1 and not each.is_integer():
+        text = f"(value={each:g}, allowed=a whole number, or less than 1 where GPUs share NICs)"
+        yield "links.nics_per_gpu", "gpus", text
+    elif machine.nodes > 1 and abs(nics - round(nics)) > 1e-3:  # a third of a NIC has no end
+        text = f"(value={each:g}, allowed=whole NICs a node, which has {machine.gpus} GPUs)"
+        yield "links.nics_per_gpu", "gpus", text
+    if machine.nodes > 1 and links.network is NetworkTopology.TORUS and machine.nodes % int(links.torus_row):
+        text = f"(value={links.torus_row:g}, allowed=a divisor of the {machine.nodes} nodes)"
+        yield "links.torus_row", "nodes", text
 
 
 def _line_of(text: str, path: tuple[str, ...], is_json: bool) -> int:

@@ -61,6 +61,19 @@ class Topology(StrEnum):
     SWITCH = "switch"
 
 
+class NetworkTopology(StrEnum):
+    """Networks between nodes.
+
+    ``fat_tree``: the NICs of ``leaf_nodes`` nodes meet in one leaf switch, leaf switches in spines. ``rails``: a leaf
+    switch joins one NIC of each of these nodes, and what changes its rail passes the spines. ``torus``: nodes in rows
+    and columns, each with links to four neighbours, which pass on what is for others.
+    """
+
+    FAT_TREE = "fat_tree"
+    RAILS = "rails"
+    TORUS = "torus"
+
+
 class HostThreads(StrEnum):
     """``node``: one thread hands commands to the engines of all GPUs. ``rank``: one a GPU."""
 
@@ -115,6 +128,13 @@ Count = Annotated[Quantity, NumberLimit(1, 1024, whole=True)]
 Watts = Annotated[Quantity, NumberLimit(0, 3000)]
 
 
+ONE_NIC = Quantity(1, NumberSource.ASSUMED, "a NIC a GPU")
+ONE_NODE_A_LEAF = Quantity(1, NumberSource.ASSUMED, "spines join all nodes")
+FULL_TREE = Quantity(1, NumberSource.ASSUMED, "as much bandwidth to spines as to nodes")
+ONE_COLUMN = Quantity(1, NumberSource.ASSUMED, "rows of one node: a ring")
+"""Networks of descriptions that do not speak of them: every NIC reaches every other at its full bandwidth."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuFigures:
     """Units and memories of one GPU."""
@@ -132,14 +152,23 @@ class GpuFigures:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """How bytes travel between GPUs."""
+    """How bytes travel between GPUs: of one node, and of several over the network (network.py)."""
 
     topology: Topology  # inside a node.
     peak_gbps: Speed  # one direction, of the link to one peer (mesh) or of the port of a GPU (switch).
     usable_gbps: Speed  # what large DMA copies reach of it.
-    # One direction, of a GPU's port to other nodes; 0 where nodes are not connected.
+    # Of a NIC, which sends so much and receives as much at once; 0 where nodes are not connected.
     network_gbps: Annotated[Quantity, NumberLimit(0.1, 1e4, zero=True)]
-    network_us: Time  # latency of that port.
+    network_us: Time  # latency from node to node; on a torus, of a hop.
+    network: NetworkTopology = NetworkTopology.FAT_TREE
+    # NICs of a GPU, which carry its bytes together; less than 1 where GPUs share one (0.5: two do).
+    nics_per_gpu: Annotated[Quantity, NumberLimit(1 / 64, 16)] = ONE_NIC
+    # Nodes below one leaf switch. Among them nothing passes the spines.
+    leaf_nodes: Annotated[Quantity, NumberLimit(1, 4096, whole=True)] = ONE_NODE_A_LEAF
+    # Bandwidth of a leaf switch's ports to nodes, by that of its ports to spines.
+    oversubscription: Annotated[Quantity, NumberLimit(1, 64)] = FULL_TREE
+    # Nodes of a torus's row.
+    torus_row: Annotated[Quantity, NumberLimit(1, 4096, whole=True)] = ONE_COLUMN
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -361,7 +390,7 @@ class Machine:
             ValueError: there are several nodes.
         """
         if self.nodes > 1:
-            text = "what crosses nodes is modelled for fused operators and programs that the simulator is given"
+            text = "what crosses nodes is modelled for collective, explain, fused operators and given programs"
             raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
 
     def quantities(self) -> dict[str, Quantity]:

@@ -20,6 +20,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from sidelane_lab.machines.network import NetworkRoute, Resource, route
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.workgroups import fused_figures
 from sidelane_lab.sim import Interval
@@ -313,27 +314,25 @@ class _Fabric:
         self.weights: dict[Pair, dict[int, float]] = {}
         self.latency_us: dict[Pair, float] = {}
         capacities: list[float] = []
-        index: dict[tuple[str, int, int], int] = {}
+        index: dict[Resource, int] = {}
 
-        def resource(key: tuple[str, int, int], gbps: float) -> int:
+        def resource(key: Resource, gbps: float) -> int:
             if key not in index:
                 index[key] = len(capacities)
                 capacities.append(gbps * 1e3)
             return index[key]
 
+        gbps = float(links.usable_gbps * fused.store_share)
         for pair in ((a, b) for a in ranks for b in ranks if a != b):
             a, b = pair
-            crosses = machine.node_of(a) != machine.node_of(b)
-            if crosses and not links.network_gbps:
-                raise ValueError(f"run_fused: links.network_gbps of {machine.name} (value=0, allowed=what joins nodes)")
-            gbps = float(links.network_gbps) if crosses else float(links.usable_gbps * fused.store_share)
-            if crosses or links.topology is Topology.SWITCH:
-                kind = "network" if crosses else "port"
-                passed = [resource((f"{kind} out", a, a), gbps), resource((f"{kind} in", b, b), gbps)]
+            if machine.node_of(a) != machine.node_of(b):
+                way = route(machine, a, b)
+            elif links.topology is Topology.SWITCH:
+                way = NetworkRoute(((("port out", a), gbps), (("port in", b), gbps)), 0.0)
             else:
-                passed = [resource(("link", a, b), gbps)]
-            self.weights[pair] = dict.fromkeys(passed, 1.0)
-            self.latency_us[pair] = float(fused.flag_us) + (float(links.network_us) if crosses else 0.0)
+                way = NetworkRoute(((("link", a, b), gbps),), 0.0)
+            self.weights[pair] = dict.fromkeys((resource(*passed) for passed in way.passes), 1.0)
+            self.latency_us[pair] = float(fused.flag_us) + way.latency_us
         self.network: FlowNetwork[Pair] = FlowNetwork(capacities)
 
 

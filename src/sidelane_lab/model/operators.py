@@ -15,12 +15,14 @@ workgroups; what differs is what the docstrings here say.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
+from sidelane_lab.machines.network import floor_us
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.fused import FusedKernel, FusedRun, KernelWork, run_fused
@@ -583,7 +585,8 @@ def _collective_us(machine: Machine, kind: Kind, nbytes: float) -> float:
         return moved / (stream_gbps(machine, resident(machine)) * 1e3)
     if machine.nodes == 1:
         return library_us(machine, kind, round(nbytes))
-    library, links, ranks = machine.library, machine.links, machine.world_size
+    library, ranks = machine.library, machine.world_size
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     fixed = float(library.all_reduce_us if kind is Kind.ALL_REDUCE else library.all_to_all_us)
-    return fixed + rounds * float(links.network_us + (ranks - 1) / ranks * nbytes / (links.network_gbps * 1e3))
+    pairs = dict.fromkeys(itertools.permutations(range(ranks), 2), nbytes / ranks)
+    return fixed + rounds * floor_us(machine, pairs)

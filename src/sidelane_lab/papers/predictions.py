@@ -14,6 +14,7 @@ from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import progress_console, say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
+from sidelane_lab.explain.nodes import predict_collectives
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run
@@ -83,10 +84,15 @@ def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> N
 def collective_main(options: PredictionOptions) -> None:
     """Predict the variants of the DMA collectives paper and the vendor library's collectives by size.
 
+    Of several nodes: what a process group runs there, and the library's rings.
+
     Raises:
         ValueError: no such machine.
     """
     machine = find(options.machine)
+    if machine.nodes > 1:
+        predict_collectives(machine, options.report, options.json)
+        return
     console = tables_console(options.json)
     study = dma_study(machine)
     for kind in COLLECTIVES:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from sidelane.program.collective import Span
 from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
+from sidelane_lab.machines.network import NetworkRoute, route
 from sidelane_lab.machines.spec import Machine, Topology
 
 BYTES_PER_US = 1e3
@@ -41,6 +42,7 @@ class Resources:
         self.names: list[str] = []
         self._machine = machine
         self._index: dict[tuple[object, ...], int] = {}
+        self._routes: dict[tuple[int, int], NetworkRoute] = {}
         # Queues that serve the same peers in the same order do not disturb each other: those of ``striped``.
         self._orders: dict[int, set[tuple[frozenset[int], ...]]] = {}
         for queue in program.queues:
@@ -73,8 +75,7 @@ class Resources:
             written = 2.0 if isinstance(command, Broadcast | Swap) else 1.0
             inside = len({span.rank for span in spans(command)}) == 1
             self._add(weights, self._local(rank) if inside else self._engine(rank, engine), written)
-        crosses = len({self._machine.node_of(span.rank) for span in spans(command)}) > 1
-        return Demand(float(src.nbytes), weights, self._machine.links.network_us if crosses else 0.0)
+        return Demand(float(src.nbytes), weights, self._latency_us(command))
 
     def _carry(self, weights: dict[int, float], src: Span, dst: Span) -> None:
         self._add(weights, self._memory(src.rank), 1.0)
@@ -84,13 +85,25 @@ class Resources:
         links = self._machine.links
         a, b = src.rank, dst.rank
         if self._machine.node_of(a) != self._machine.node_of(b):
-            self._add(weights, self._of(("network out", a), links.network_gbps), 1.0)
-            self._add(weights, self._of(("network in", b), links.network_gbps), 1.0)
+            for key, gbps in self._route(a, b).passes:
+                self._add(weights, self._of(key, gbps), 1.0)
         elif links.topology is Topology.MESH:
             self._add(weights, self._of(("link", a, b), links.usable_gbps), 1.0)
         else:
             self._add(weights, self._of(("port out", a), links.usable_gbps), 1.0)
             self._add(weights, self._of(("port in", b), links.usable_gbps), 1.0)
+
+    def _latency_us(self, command: Move) -> float:
+        """Return the latency of the longest way that bytes of a command take between nodes; 0 inside of one."""
+        ranks, node_of = [span.rank for span in spans(command)], self._machine.node_of
+        pairs = {(a, b) for a in ranks for b in ranks if node_of(a) != node_of(b)}
+        return max((self._route(a, b).latency_us for a, b in pairs), default=0.0)
+
+    def _route(self, source: int, target: int) -> NetworkRoute:
+        pair = source, target
+        if pair not in self._routes:
+            self._routes[pair] = route(self._machine, source, target)
+        return self._routes[pair]
 
     def _memory(self, rank: int) -> int:
         return self._of(("memory", rank), self._machine.gpu.memory_gbps)

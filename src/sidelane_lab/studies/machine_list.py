@@ -36,12 +36,14 @@ def machines_table(machines: list[Machine]) -> Table:
         row = _flat(machine)
         sources = row["sources"]
         known = sum(sources[source] for source in (NumberSource.DATASHEET, NumberSource.PAPER, NumberSource.MEASURED))
-        cells = (row["name"], row["title"], str(row["units"]), row["topology"], f"{row['link_gbps']:g}")
+        network = (row["network"], f"{row['node_gbps']:g}") if machine.nodes > 1 else ("-", "-")
+        cells = (row["name"], row["title"], str(row["units"]), row["topology"], f"{row['link_gbps']:g}", *network)
         lines.append(Line((*cells, str(known), str(sources[NumberSource.FITTED]), str(sources[NumberSource.ASSUMED]))))
-    columns = ("<name", "<machine", "units", "<links", "GB/s", "known", "fitted", "assumed")
+    columns = ("<name", "<machine", "units", "<links", "GB/s", "<network", "a node\nGB/s", "known", "fitted", "assumed")
     note = (
         "--machine takes a name, or a TOML or JSON file (docs/internals/model.md). units: of a GPU; GB/s: DMA copies "
-        "over a link or port, one direction; known: numbers from data sheets, papers and measurements"
+        "over a link or port, one direction; a node: all of its NICs, one direction; known: numbers from data sheets, "
+        "papers and measurements"
     )
     return Table("Machines that can be predicted", columns, tuple(lines), (note,))
 
@@ -55,5 +57,8 @@ def _flat(machine: Machine) -> dict[str, Any]:
         "units": int(machine.gpu.units),
         "topology": str(machine.links.topology),
         "link_gbps": float(machine.links.usable_gbps),
+        "nodes": machine.nodes,
+        "network": str(machine.links.network),
+        "node_gbps": float(machine.links.network_gbps * machine.links.nics_per_gpu * machine.gpus),
         "sources": {str(source): sources[source] for source in NumberSource},
     }

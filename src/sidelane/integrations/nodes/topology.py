@@ -74,4 +74,6 @@ class Nodes:
         return tuple(ranks[number] for ranks in self.members)
 
     def __str__(self) -> str:
+        if self.even and len(self.members) > 4:
+            return f"{len(self.members)} nodes of {self.rails} rank{'s' * (self.rails > 1)}"
         return f"{len(self.members)} nodes of {', '.join(str(len(ranks)) for ranks in self.members)} ranks"

@@ -1,0 +1,109 @@
+"""``sidelane explain`` and ``sidelane collective`` with a machine of several nodes: predicted times of its plans."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from sidelane.cli.options import given
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Line, Table
+from sidelane.cli.terminal import say, say_written, tables_console
+from sidelane.integrations.nodes.choose import FLAT
+from sidelane.integrations.nodes.explain import explain_nodes, nodes_of
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.nodes import KINDS, NodesTimes, nodes_times
+from sidelane_lab.papers.numbers import write_report
+
+SIZES = tuple(1 << power for power in range(12, 31, 2))
+"""Bytes of the collectives in the tables of ``sidelane collective``."""
+
+NOTE = (
+    "flat: the vendor library's rings among all ranks, or its exchange; floor: one latency, and what a node must send "
+    "or receive by all of its NICs. Not modelled: near steps by kernels, which start sooner than copy engines; "
+    "steps that slow each other down; ranks that come late; trees"
+)
+
+
+def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path | None) -> None:
+    """Explain a call among all GPUs of several nodes, with the predicted time of every step.
+
+    Raises:
+        ValueError: an option that does not go with several nodes, or a collective that is not modelled.
+    """
+    allowed = ("kind", "collective", "nbytes", "machine", "dtype", "json")
+    for option in click.get_current_context().command.params:
+        if option.name not in allowed and given(option.name or ""):
+            text = "allowed=--dtype, --json: what crosses nodes is modelled for calls of all ranks, alone and eager"
+            raise ValueError(f"{option.opts[0]} does not go with the nodes of {machine.name} ({text})")
+    times = nodes_times(machine, kind, nbytes, dtype)
+    nodes = nodes_of([machine.gpus] * machine.nodes)
+    explained = explain_nodes(kind, nodes, nbytes, dtype)
+    # Below the bound of the choice the group takes no steps, and none are shown.
+    timed = list(zip(explained.steps, times.steps, strict=True)) if explained.steps else []
+    if json is not None:
+        steps = [{**dataclasses.asdict(step), "begin_us": when.begin_us, "end_us": when.end_us} for step, when in timed]
+        write_json(json, {**explained.to_dict(), "machine": machine.name, **predicted(times), "steps": steps})
+    console = tables_console(json)
+    say(console, f"{kind} of {format_bytes(nbytes)} among {len(nodes.of)} ranks, {dtype}")
+    say(console, f"on {machine.title}, {machine.links.network}, by the rules of process groups and fsdp.enable")
+    say(console, f"takes {times.choice.name}: {times.choice.reason}", style="bold")
+    other = "" if times.hierarchical_us is None else f"hierarchical {times.hierarchical_us:.4g} us, "
+    say(console, f"predicted: {other}flat {times.flat_us:.4g} us, floor {times.floor_us:.4g} us")
+    if timed:
+        lines = tuple(
+            Line(
+                (
+                    *(step.where, step.what, format_bytes(step.nbytes) if step.nbytes else "-"),
+                    *(f"{when.begin_us:.1f}", f"{when.end_us:.1f}"),
+                )
+            )
+            for step, when in timed
+        )
+        columns = ("<where", "<what", "bytes", "begin\nus", "end\nus")
+        console.print()
+        title = f"Steps of rank {explained.rank}, predicted"
+        console.print(Table(title, columns, lines, (NOTE,), keys=2).to_rich())
+    else:
+        say(console, f"note: {NOTE}")
+
+
+def predicted(times: NodesTimes) -> dict[str, float | None]:
+    """Return the times of a file's row."""
+    return {
+        "flat_us": times.flat_us,
+        "hierarchical_us": times.hierarchical_us,
+        "floor_us": times.floor_us,
+    }
+
+
+def predict_collectives(machine: Machine, report: Path | None, json: Path | None) -> None:
+    """Predict every collective by size: what a process group takes, and the other ways."""
+    console = tables_console(json)
+    numbers = []
+    for kind in KINDS:
+        rows = [(nbytes, nodes_times(machine, kind, nbytes)) for nbytes in SIZES]
+        console.print(sizes_table(machine, kind, rows).to_rich())
+        for nbytes, times in rows:
+            choice = {"takes": times.choice.name, "pieces": times.choice.pieces}
+            numbers.append({"collective": str(kind), "bytes": nbytes, **choice, **predicted(times)})
+    say_written(write_report(json, report, "nodes_predicted", machine, numbers))
+
+
+def sizes_table(machine: Machine, kind: Kind, rows: Sequence[tuple[int, NodesTimes]]) -> Table:
+    """Make a table of time by size; the faster way is starred."""
+    lines = []
+    for nbytes, times in rows:
+        ways = (times.flat_us, times.hierarchical_us)
+        fastest = min(us for us in ways if us is not None)
+        cells = ["-" if us is None else f"{us:.1f}" + ("*" if us == fastest else " ") for us in ways]
+        pieces = "" if times.choice.name == FLAT else f" in {times.choice.pieces}"
+        lines.append(Line((format_bytes(nbytes), *cells, f"{times.floor_us:.1f}", times.choice.name + pieces)))
+    columns = ("bytes", "flat", "hierarchical", "floor", "<a process group takes")
+    title = f"{kind} on {machine.title}: time in us, predicted (* faster)"
+    return Table(title, columns, tuple(lines), (NOTE,))
