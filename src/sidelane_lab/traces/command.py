@@ -83,7 +83,8 @@ def replay_table(machine: Machine, trace: TraceGraph, found: Sequence[Replay]) -
     title = f"{Path(trace.source).name}, {len(trace.nodes)} nodes, on {machine.title}: predicted, ms"
     notes = (
         "computation and CPU: as recorded, on whatever machine that was; collectives: as described for this machine",
-        "every rank does the same at the same time; exposed: more than the trace takes if collectives take no time",
+        "every collective is among all GPUs of this machine, whose ranks do the same at the same time",
+        "exposed: more than the trace takes if collectives take no time",
         "last three columns: the critical path, by what runs on it",
     )
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", *(f"path:\n{one}" for one in CLASSES))

@@ -55,7 +55,7 @@ class TraceNode:
 
 @dataclasses.dataclass(frozen=True)
 class TraceGraph:
-    """What one rank ran, in an order in which it can run: every node behind those that it waits for.
+    """A rank's work, in an order in which it can run: every node behind those that it waits for.
 
     Among nodes that could run next the one that was recorded first comes first, and then the one that the file has
     first.
