@@ -135,6 +135,7 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert "conccl instead of serial" in " ".join(run(path, "--machine", "mi300x8").output.split())
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["strategy"] for row in rows] == ["serial", "c3_base", "conccl"]
+    assert rows[-1]["longest"][0]["name"].startswith("gemm")
     written = read_chakra(tmp_path / "out.et").nodes
     end_us = max(node.start_us + node.duration_us for node in written)
     assert end_us == pytest.approx(rows[-1]["time_us"], abs=1)  # begins are whole microseconds in a file

@@ -19,6 +19,8 @@ from sidelane_lab.traces.replay import CLASSES, Replay, replay
 
 STRATEGIES = ("serial", "c3_base", "conccl")
 """Strategies without ``--strategy``: one after the other, beside each other with kernels, and with copy engines."""
+LONGEST = 5
+"""Number of nodes of the critical path that ``--json`` writes."""
 WORTH = 0.01
 """Share of a step that copy engines must save for the command to recommend them."""
 
@@ -104,9 +106,12 @@ def advice(found: Sequence[Replay]) -> list[str]:
 
 
 def flat(one: Replay) -> dict[str, Any]:
-    """Return the object that ``--json`` writes; the critical path as the numbers of its nodes."""
+    """Return the object that ``--json`` writes, with the nodes of the critical path that take longest in this run."""
     fields = ("strategy", "units", "time_us", "compute_us", "communication_us", "exposed_us", "critical_us")
-    return {name: getattr(one, name) for name in fields} | {"path": [node.ident for node in one.path]}
+    took_us = {node.ident: node.duration_us for node in one.nodes}
+    longest = sorted(one.path, key=lambda node: -took_us[node.ident])[:LONGEST]
+    named = [{"node": node.ident, "name": node.name, "us": took_us[node.ident]} for node in longest]
+    return {name: getattr(one, name) for name in fields} | {"longest": named}
 
 
 def _ms(us: float) -> str:

@@ -52,7 +52,7 @@ def read_kineto(path: Path) -> TraceGraph:
     content = path.read_bytes()
     try:
         found = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-    except (ValueError, EOFError, zlib.error, OSError) as problem:
+    except (ValueError, EOFError, RecursionError, zlib.error, OSError) as problem:
         raise ValueError(f"read_kineto: {path} must be a whole JSON file ({problem})") from problem
     events = found.get("traceEvents") if isinstance(found, dict) else found
     if not isinstance(events, list):
