@@ -132,7 +132,8 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     path = write_chakra(tmp_path / "in.et", LAYERS.nodes)
     result = run(path, "--machine", "mi300x8", "--write", tmp_path / "out.et", "--json", tmp_path / "x.json")
     assert result.exit_code == 0, result.output
-    assert "conccl instead of serial" in " ".join(run(path, "--machine", "mi300x8").output.split())
+    advised = " ".join(run(path, "--machine", "mi300x8").output.split())
+    assert "conccl instead of serial: 0." in advised and "conccl instead of c3_base: 0." in advised
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["strategy"] for row in rows] == ["serial", "c3_base", "conccl"]
     assert rows[-1]["longest"][0]["name"].startswith("gemm")
@@ -140,6 +141,13 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     end_us = max(node.start_us + node.duration_us for node in written)
     assert end_us == pytest.approx(rows[-1]["time_us"], abs=1)  # begins are whole microseconds in a file
     assert {node.ident: node.after for node in written} == {node.ident: node.after for node in LAYERS.nodes}
+
+
+def test_the_command_says_where_strategies_make_no_difference(tmp_path: Path) -> None:
+    path = write_chakra(tmp_path / "in.et", [gemm(1, 9_000.0)])
+    assert "no collective that takes time" in run(path, "--machine", "mi300x8").output
+    few = write_chakra(tmp_path / "few.et", [gemm(1, 900_000.0), gather(2, 1)])
+    assert "conccl instead of c3_base: less than 1%" in " ".join(run(few, "--machine", "mi300x8").output.split())
 
 
 def test_the_command_refuses_before_anything_runs(tmp_path: Path) -> None:

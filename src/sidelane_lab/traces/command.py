@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sidelane.c3.strategies import named
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.machines.load import find
@@ -22,7 +23,7 @@ STRATEGIES = ("serial", "c3_base", "conccl")
 LONGEST = 5
 """Number of nodes of the critical path that ``--json`` writes."""
 WORTH = 0.01
-"""Share of a step that copy engines must save for the command to recommend them."""
+"""Share of a step below which the command calls two strategies alike."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,15 +95,27 @@ def replay_table(machine: Machine, trace: TraceGraph, found: Sequence[Replay]) -
 
 
 def advice(found: Sequence[Replay]) -> list[str]:
-    """Say what the fastest of the strategies saves over the first one and where the step's time is."""
+    """Say what the fastest strategy saves over the first, and what copy engines save over kernels beside."""
     first, best = found[0], min(found, key=lambda one: one.time_us)
     if not first.communication_us:
         return ["The trace has no collective that takes time: strategies make no difference."]
-    saved = first.time_us - best.time_us
-    if saved > WORTH * first.time_us:
-        share = 100 * saved / first.time_us
-        return [f"{best.strategy} instead of {first.strategy}: {_ms(saved)} ms less ({share:.0f}%)."]
-    return [f"No strategy saves 1% of {first.strategy}'s time."]
+    lines = [_saving(best, first)] if best is not first else []
+    beside = [one for one in found if named(one.strategy).concurrent]
+    kernels = [one for one in beside if named(one.strategy).mover.takes_units]
+    engines = [one for one in beside if one not in kernels]
+    if kernels and engines:
+        line = _saving(*(min(ones, key=lambda one: one.time_us) for ones in (engines, kernels)))
+        lines += [line] if line not in lines else []
+    return lines
+
+
+def _saving(one: Replay, other: Replay) -> str:
+    saved_us = other.time_us - one.time_us
+    if abs(saved_us) < WORTH * other.time_us:
+        return f"{one.strategy} instead of {other.strategy}: less than 1% of the step."
+    words = "less" if saved_us > 0 else "more"
+    share = 100 * abs(saved_us) / other.time_us
+    return f"{one.strategy} instead of {other.strategy}: {_ms(abs(saved_us))} ms {words} ({share:.0f}%)."
 
 
 def flat(one: Replay) -> dict[str, Any]:
@@ -110,8 +123,8 @@ def flat(one: Replay) -> dict[str, Any]:
     fields = ("strategy", "units", "time_us", "compute_us", "communication_us", "exposed_us", "critical_us")
     took_us = {node.ident: node.duration_us for node in one.nodes}
     longest = sorted(one.path, key=lambda node: -took_us[node.ident])[:LONGEST]
-    named = [{"node": node.ident, "name": node.name, "us": took_us[node.ident]} for node in longest]
-    return {name: getattr(one, name) for name in fields} | {"longest": named}
+    rows = [{"node": node.ident, "name": node.name, "us": took_us[node.ident]} for node in longest]
+    return {name: getattr(one, name) for name in fields} | {"longest": rows}
 
 
 def _ms(us: float) -> str:
