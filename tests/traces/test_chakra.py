@@ -129,7 +129,7 @@ def test_other_files_are_refused(path: Path, content: bytes) -> None:
 def test_what_is_written_is_read(path: Path) -> None:
     nodes = (
         TraceNode(1, "gemm", NodeKind.COMPUTE, (), 12.25, 0.0, lane="7", nbytes=1 << 33, flops=1 << 40),
-        TraceNode(2, "gather", NodeKind.COLLECTIVE, (1,), 3.5, 12.0, collective="all_gather", nbytes=300),
+        TraceNode(2, "gather", NodeKind.COLLECTIVE, (1,), 3.5, 12.0, collective="all_gather", nbytes=300, ranks=8),
         TraceNode(1 << 40, "launch", NodeKind.COMPUTE, (1, 2), 0.5, 16.0, on_host=True),
         TraceNode(3, "process group", NodeKind.MARK, start_us=17.0),
     )

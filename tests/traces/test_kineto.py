@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
-from sidelane_lab.traces.command import read_trace
+from sidelane_lab.model.kernels import library_gang
+from sidelane_lab.traces.command import read_trace, replay_table
 from sidelane_lab.traces.graph import NodeKind
 from sidelane_lab.traces.replay import replay
 
@@ -49,6 +51,7 @@ def test_order_and_pauses_are_those_of_the_recording(path: Path) -> None:
     nodes = {node.name: node for node in read_trace(written(path, STEP)).nodes}
     gathered = nodes["ncclDevKernel_AllGather_RING_LL"]
     assert (gathered.kind, gathered.collective, gathered.nbytes) == (NodeKind.COLLECTIVE, "all_gather", 2 << 20)
+    assert gathered.ranks == 8
     first, second = nodes["gemm 1"].ident, nodes["gemm 2"].ident
     assert (first, gathered.after, nodes["gemm 2"].after) == (2, (first,), (first,))
     pause = nodes["CPU before gemm 3"]
@@ -64,6 +67,15 @@ def test_a_step_without_collectives_takes_its_recorded_time(path: Path) -> None:
     (one,) = replay(named("mi300x8"), read_trace(written(path, events)), ("c3_base",))
     assert one.time_us == pytest.approx(240.0, abs=0.1)
     assert one.critical_us["host"] == pytest.approx(10.0, abs=0.1)
+
+
+def test_a_gather_recorded_among_other_ranks_keeps_its_bytes_and_is_named(path: Path) -> None:
+    trace = read_trace(written(path, STEP))
+    machine = named("h100x4")
+    found = replay(machine, trace, ("serial",))
+    assert found[0].communication_us == pytest.approx(library_gang(machine, Kind.ALL_GATHER, 16 << 20).alone_us)
+    assert "recorded among 8 ranks, replayed among 4" in replay_table(machine, trace, found).notes
+    assert "recorded" not in "".join(replay_table(named("mi300x8"), trace, found).notes[1:])
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,11 @@ def read_chakra(path: Path) -> TraceGraph:
 
 
 def write_chakra(path: Path, nodes: Iterable[TraceNode]) -> Path:
-    """Write a trace of one rank. The schema has whole microseconds; the attribute ``duration_us`` has fractions."""
+    """Write a trace of one rank.
+
+    The schema has whole microseconds and no sizes of groups. Two attributes of ours have them, which other readers pass
+    over: ``duration_us`` with fractions, and ``comm_ranks``.
+    """
     parts = [_message(_bytes(1, VERSION.encode()) + _bytes(2, _attribute("schema", "1.0.2-chakra.0.0.4")))]
     parts += [_message(_written(node)) for node in nodes]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +207,7 @@ def _node(data: bytes) -> TraceNode:
         collective,
         int(_number(where, attributes, "comm_size") or _number(where, attributes, "tensor_size")),
         int(_number(where, attributes, "num_ops")),
+        int(_number(where, attributes, "comm_ranks")),
     )
 
 
@@ -250,6 +255,8 @@ def _written(node: TraceNode) -> bytes:
         attributes["comm_type"] = COLLECTIVES.index(node.collective)
     if node.nbytes:
         attributes["comm_size" if node.kind is NodeKind.COLLECTIVE else "tensor_size"] = node.nbytes
+    if node.ranks:
+        attributes["comm_ranks"] = node.ranks
     if node.flops:
         attributes["num_ops"] = node.flops
     if node.lane:

@@ -84,12 +84,14 @@ def replay_table(machine: Machine, trace: TraceGraph, found: Sequence[Replay]) -
         for one in found
     ]
     title = f"{Path(trace.source).name}, {len(trace.nodes)} nodes, on {machine.title}: predicted, ms"
-    notes = (
+    notes: tuple[str, ...] = (
         "computation and CPU: as recorded, on whatever machine that was; collectives: as described for this machine",
         "every collective is among all GPUs of this machine, whose ranks do the same at the same time",
         "exposed: more than the trace takes if collectives take no time",
         "last three columns: the critical path, by what runs on it",
     )
+    if other := sorted({node.ranks for node in trace.nodes} - {0, machine.gpus}):
+        notes = (*notes, f"recorded among {', '.join(map(str, other))} ranks, replayed among {machine.gpus}")
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", *(f"path:\n{one}" for one in CLASSES))
     return Table(title, columns, tuple(lines), notes)
 

@@ -35,6 +35,7 @@ class TraceNode:
         collective: Chakra's name of the collective in lower case (``all_reduce``); empty elsewhere.
         nbytes: bytes of this rank's input of a collective or of a transfer, or bytes that a computation moves.
         flops: operations of a computation; 0 if they are unknown.
+        ranks: number of ranks of a collective; 0 if it is unknown.
     """
 
     ident: int
@@ -48,6 +49,7 @@ class TraceNode:
     collective: str = ""
     nbytes: int = 0
     flops: int = 0
+    ranks: int = 0
 
     def __str__(self) -> str:
         return f"node {self.ident} {self.name!r}"

@@ -11,6 +11,7 @@ keeps its order. Time in which a kernel could have begun by that and did not is 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import gzip
 import json
 import zlib
@@ -93,10 +94,7 @@ def _ordered(nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
             )  # fmt: skip
             found.append(pause)
             first_free, waits = first_free + 1, (pause.ident,)
-        made = TraceNode(
-            node.ident, node.name, node.kind, waits, node.duration_us, start_us, False, node.lane, node.collective,
-            node.nbytes,
-        )  # fmt: skip
+        made = dataclasses.replace(node, after=waits, start_us=start_us)
         found.append(made)
         lanes.setdefault(node.lane, []).append(made)
         # Kernels of a stream can overlap by rounding.
@@ -114,14 +112,15 @@ def _node(path: Path, place: int, event: Mapping[str, Any]) -> TraceNode:
     arguments = _arguments(event)
     lane = str(arguments.get("stream", event.get("tid", "")))
     kind, collective = CATEGORIES[event["cat"]], ""
-    nbytes = 0
+    nbytes = ranks = 0
     if kind is NodeKind.COMPUTE and name.lower().startswith(("nccl", "rccl")):
         kind = NodeKind.COLLECTIVE
         collective = _collective(str(arguments.get("Collective name", "")) or name)
         nbytes = _input_bytes(arguments)
+        ranks = int(arguments["Group size"]) if _positive(arguments.get("Group size")) else 0
     elif kind is NodeKind.MEMORY and _positive(arguments.get("bytes")):
         nbytes = int(arguments["bytes"])
-    return TraceNode(place, name, kind, (), float(duration), float(start), False, lane, collective, nbytes)
+    return TraceNode(place, name, kind, (), float(duration), float(start), False, lane, collective, nbytes, 0, ranks)
 
 
 def _collective(name: str) -> str:

@@ -218,7 +218,8 @@ class _Kernels:
             units = int(self.machine.library.default_units)
             gang = Gang(str(node.ident), node.duration_us, 0.0, units, units, priority=self.strategy.priority)
             return (gang,)
-        nbytes = node.nbytes * (self.machine.gpus if kind is Kind.ALL_GATHER else 1)
+        # A gather has as many bytes on a machine of another size: shards are what changes.
+        nbytes = node.nbytes * ((node.ranks or self.machine.gpus) if kind is Kind.ALL_GATHER else 1)
         if (kind, nbytes) not in self.made:
             gangs = self._gangs(kind, nbytes)
             self.made[kind, nbytes] = gangs, run_device(self.machine, gangs).time_us
