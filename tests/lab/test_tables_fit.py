@@ -42,6 +42,9 @@ from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
+from sidelane_lab.traces import replay as replaying
+from sidelane_lab.traces.command import replay_table
+from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 
 WIDTHS = (40, 80, 200)
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -132,6 +135,13 @@ def of_claims() -> list[Table]:
     return [claims.measured_table(compare(named("h200x4"), RESULTS / "h200x4", ranges=False))]
 
 
+def of_replay() -> list[Table]:
+    times = dict.fromkeys(replaying.CLASSES, 12_345_678.0)
+    found = [replaying.Replay("c3_sp_rp", 128, 12_345_678.0, 1e7, 2_345_678.0, times, (), ())]
+    trace = TraceGraph("pytorch_profile.json.gz", (TraceNode(1, "gemm", NodeKind.COMPUTE),))
+    return [replay_table(named("mi300x8"), trace, found)]
+
+
 def of_plan() -> list[Table]:
     step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
@@ -213,6 +223,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "collective --machine NODES": predicted_among_nodes,
     "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.rows_of(named("mi300x8"), "opt1"))],
     "plan": of_plan,
+    "replay": of_replay,
     "fused --machine": of_fused,
     "claims, sensitivity": of_sensitivity,
     "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],

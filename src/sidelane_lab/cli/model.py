@@ -1,4 +1,4 @@
-"""The commands that only predict: ``sidelane machines``, ``claims``, ``pipeline`` and ``plan``."""
+"""The commands that only predict: ``sidelane machines``, ``claims``, ``pipeline``, ``plan`` and ``replay``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, PREDICT, Command, how, what, where
+from sidelane.cli.help import LOOK, PREDICT, Command, how, output, what, where
 from sidelane.cli.options import VERSIONS, json_option, report_option
+from sidelane.cli.output import Written
 from sidelane_lab.harness.options import loaded
 
 DEMO_MACHINE = "mi300x8"
@@ -118,3 +119,39 @@ def plan(
     with plain_errors():
         planning = loaded("papers.plan")
         planning.main(planning.PlanOptions(machine, model, tokens, sequence, layers, fsdp, json))
+
+
+@click.command(
+    cls=Command,
+    heading=PREDICT,
+    examples=(
+        ("sidelane replay rank.0.et --machine mi300x8", "serial, beside with kernels, beside with copy engines"),
+        ("sidelane replay step.json --machine h200x4 --strategy priority --strategy conccl", "a PyTorch profile"),
+    ),
+)
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@what(
+    "--strategy",
+    "strategies",
+    multiple=True,
+    metavar="NAME",
+    show_default="serial, c3_base and conccl",
+    help="May be repeated.",
+)
+@output(
+    "--write",
+    type=Written(),
+    metavar="FILE",
+    help="Write the run under the last strategy here, as a trace of Chakra.",
+)
+@json_option
+def replay(trace: Path, machine: str, strategies: tuple[str, ...], write: Path | None, json: Path | None) -> None:
+    """Replay a recorded step on a described machine, by strategy.
+
+    TRACE is a Chakra execution trace of one rank, or with .json or .json.gz a trace of PyTorch's profiler. A trace that
+    is cut, or whose nodes wait for each other in a circle or for missing ones, is refused with the node's name.
+    """
+    with plain_errors():
+        command = loaded("traces.command")
+        command.main(command.ReplayOptions(trace, machine, strategies, write, json))

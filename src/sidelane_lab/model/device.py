@@ -268,7 +268,7 @@ class _Device:
         use = [gbps / peak for _, gbps in alone]
         total = sum(use)
         gangs = [state for state in self.active if not state.tiled]
-        engines = any(not state.started for state in gangs)
+        engines = any(not state.started and _moves(state.kernel) for state in gangs)
         kernels = any(state.resident for state in gangs)
         times = []
         for state, (time, _), own in zip(self.active, alone, use, strict=True):
@@ -300,6 +300,11 @@ class _Device:
         traffic = kernel.traffic_bytes * (1.0 - kernel.cache_gain * min(1.0, missing / 8))
         time = max(kernel.compute_us, resident * traffic / self.reachable) + kernel.fixed_us
         return time, resident * traffic / time / 1e3
+
+
+def _moves(kernel: Tiled | Gang) -> bool:
+    """Return whether a collective moves bytes; one that does not is a time that passes outside of the GPU."""
+    return isinstance(kernel, Gang) and kernel.memory_gbps > 0
 
 
 def _beside(a: Tiled | Gang, b: Gang) -> bool:
