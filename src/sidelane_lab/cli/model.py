@@ -126,7 +126,7 @@ def plan(
     heading=PREDICT,
     examples=(
         ("sidelane replay rank.0.et --machine mi300x8", "serial, beside with kernels, beside with copy engines"),
-        ("sidelane replay step.json --machine h200x4 --strategy priority --strategy conccl", "a PyTorch profile"),
+        ("sidelane replay step.json --machine h200x4 --strategy conccl", "a PyTorch profile"),
     ),
 )
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
