@@ -44,7 +44,9 @@ COMMANDS: dict[str, set[str]] = {
     "c3 --machine mi300x8": PREDICTED,
     "collective --machine mi300x8": PREDICTED,
     "phases --machine mi300x8 --max-bytes 1K": PREDICTED,
+    "replay STEP.json --machine mi300x8": PREDICTED,
 }
+KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "pid": 0, "tid": 7, "args": {"stream": 7}}
 SLOW = ("chain", "claims", "clients", "demo", "fused --device", "gemms", "host", "pg", "plan", "tune")
 
 
@@ -61,7 +63,8 @@ def keys(text: str) -> set[str]:
 def test_json_goes_to_stdout_alone(line: str, tmp_path: Path) -> None:
     if line.startswith("clients"):
         pytest.importorskip("transformers")
-    words = [str(tmp_path / word) if word in ("REPORT", "PROFILE") else word for word in line.split()]
+    (tmp_path / "STEP.json").write_text(json.dumps({"traceEvents": [KERNEL]}))
+    words = [str(tmp_path / word) if word in ("REPORT", "PROFILE", "STEP.json") else word for word in line.split()]
     result = CliRunner().invoke(cli.main, [*words, "--json", "-"], prog_name="sidelane")
     assert result.exit_code == 0, result.stderr
     assert keys(result.stdout) >= COMMANDS[line]

@@ -209,7 +209,8 @@ def test_batches_are_replaced_and_lowered_by_inductor(four: Crew) -> None:
     assert four.run(fused_modules.batches, 2, timeout_s=110) == [cases, cases]
 
 
-@pytest.mark.parametrize("inductor", [False, long(True)])
+@pytest.mark.long
+@pytest.mark.parametrize("inductor", [False, True])
 def test_a_llama_under_tensor_parallelism(four: Crew, inductor: bool) -> None:
     """Which pairs of a public model become one operator; Inductor keeps less for the gradients of norms."""
     once, joined, norm = {"gemm_all_reduce": 1, "all_reduce": 6}, {"all_reduce": 6}, "all_reduce_rms_norm"
