@@ -51,10 +51,12 @@ def keep_compilers_out(function: F) -> F:
 def trace_as_groups(kind: type[Any]) -> None:
     """Make ``torch.compile`` treat objects of a class as torch's own process groups, which are constants of a graph.
 
-    The compiler of torch 2.11 asks whether the type is exactly ``ProcessGroup``; later ones treat subclasses so by
-    themselves. Importing the compiler takes a second, which a program that compiles nothing is spared: the question
-    is replaced when the module with it is imported.
+    The compiler of torch 2.11 asks whether the type is exactly ``ProcessGroup``; that of 2.13 treats subclasses so by
+    itself, and nothing is done. Importing the compiler takes a second, which a program that compiles nothing is spared:
+    the question is replaced when the module with it is imported.
     """
+    if torch.__version__ >= "2.13":
+        return
     if _GroupFinder.MODULE in sys.modules:
         _ask_for_subclasses(sys.modules[_GroupFinder.MODULE], kind)
     else:
@@ -73,7 +75,10 @@ class _GroupFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return how the module is loaded; None for all other modules."""
-        found = importlib.machinery.PathFinder.find_spec(fullname, path) if fullname == self.MODULE else None
+        if fullname != self.MODULE:
+            return None
+        sys.meta_path.remove(self)  # it is imported once
+        found = importlib.machinery.PathFinder.find_spec(fullname, path)
         if found is None or found.loader is None:
             return None
         loader: Any = found.loader

@@ -139,7 +139,7 @@ def made_by(group: dist.ProcessGroup, period: int, calls: int) -> tuple[list[boo
 def compiled_late(
     group: dist.ProcessGroup, python_calls: tuple[int, ...], calls: int
 ) -> tuple[list[bool], list[bool], int]:
-    """As :func:`made_by`; on each rank, compiled code comes after a number of calls by Python."""
+    """Make calls as :func:`made_by`; on each rank, compiled code comes after a number of calls by Python."""
     mine, load, asked = python_calls[dist.get_rank(group)], call_path.load_replays_soon, []
 
     def soon() -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import os
 import statistics
 import time
@@ -80,7 +81,7 @@ def main() -> None:
                 run = tried(
                     f"{shape} {maker} {way}",
                     agreement,
-                    lambda: made(models[groups[maker]], words, way, fusion, compiled),  # noqa: B023
+                    functools.partial(made, models[groups[maker]], words, way, fusion, compiled),
                 )
                 if run is not None:
                     runs[maker, way] = run
@@ -171,9 +172,11 @@ def measure(
     for number in range(rounds):
         turn = number % max(1, len(order))
         for key in order[turn:] + order[:turn]:
-            found = tried(f"{shape} {' '.join(key)}", agreement, lambda: timed(runs[key])) if key in runs else None  # noqa: B023
+            if key not in runs:
+                continue
+            found = tried(f"{shape} {' '.join(key)}", agreement, functools.partial(timed, runs[key]))
             if found is None:
-                runs.pop(key, None)
+                runs.pop(key)
             else:
                 times[key].append(found)
     results = {key: run().float() for key, run in runs.items()}

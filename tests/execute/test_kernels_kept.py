@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Triton, which is made up, has compiled."""
+    """Replace Triton's compiler, and return the names of the kernels that it was asked for."""
     found: list[str] = []
 
     def compile_for(target: Any, function: Any, constants: Any, warps: int, stages: int | None) -> SimpleNamespace:

@@ -58,7 +58,7 @@ def test_a_torus_takes_the_shortest_way_and_a_latency_a_hop():
 
 
 def test_an_exchange_loads_all_links_of_an_axis_alike():
-    """Of two ways round half a ring, nodes take one and the other."""
+    """Nodes that are half a ring apart take one way round in half of the cases, and the other way in the rest."""
     loads = Counter()
     for source, target in itertools.permutations(range(128), 2):
         loads.update(name for name, _ in route(TORUS, source, target).passes)

@@ -210,7 +210,7 @@ class SidelaneGroup(dist.ProcessGroup):
         other = lambda: self._other.allgather_into_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
         if len(outputs) == len(inputs) == 1:
             (output,), (input,) = outputs, inputs
-            make = lambda: calls.all_gather(output, input, opts, other)  # noqa: E731
+            make = functools.partial(calls.all_gather, output, input, opts, other)
             return self._dispatcher.run_alike("all_gather_into_tensor", None, (output, input), opts, make)
         return self._dispatcher.run(calls.all_gather_coalesced(outputs, inputs, opts, other))
 
@@ -280,7 +280,7 @@ class SidelaneGroup(dist.ProcessGroup):
         other = lambda: self._other.reduce_scatter_tensor_coalesced(outputs, inputs, opts)  # noqa: E731
         if len(outputs) == len(inputs) == 1:
             (output,), (input,) = outputs, inputs
-            make = lambda: calls.reduce_scatter(output, input, opts, other)  # noqa: E731
+            make = functools.partial(calls.reduce_scatter, output, input, opts, other)
             return self._dispatcher.run_alike("reduce_scatter_tensor", _reduction(opts), (output, input), opts, make)
         return self._dispatcher.run(calls.reduce_scatter_coalesced(outputs, inputs, opts, other))
 

@@ -36,11 +36,11 @@ from sidelane.program.shape import Beside, Computation
 from sidelane.session.beside import beside
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, Tensors, holds_lists
+from sidelane.session.own_kernel import OwnKernel, load_kernel
 from sidelane.session.session import Lane, Session
 
 if TYPE_CHECKING:  # a process group makes its first call without these
     from sidelane.session.bound_program import BoundProgram
-    from sidelane.session.own_kernel import OwnKernel
     from sidelane.session.prelaunch import Prelaunched
 
 _MOST_BYTES = 2**63 - 1
@@ -390,10 +390,10 @@ class Communicator:
         beside: Beside | None = None,
     ) -> Prelaunched:
         """Make an :meth:`all_to_all` of equal parts ready; see :meth:`prepare_all_gather`. Also ``swap``."""
-        details = own_part(copy_own_part)
-        tensors = output, input
         from sidelane.session.prelaunch import prepare_prelaunched
 
+        details = own_part(copy_own_part)
+        tensors = output, input
         return prepare_prelaunched(self._path, Kind.ALL_TO_ALL, tensors, variant, host_trigger, beside, details)
 
     @entry
@@ -439,8 +439,6 @@ class Communicator:
             UnavailableError: inside a capture, or more than 8 ranks.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        from sidelane.session.own_kernel import load_kernel
-
         return load_kernel(self._path, kernel, flags)
 
     @leaving_modes
