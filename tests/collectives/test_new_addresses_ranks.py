@@ -12,7 +12,7 @@ from ranks import RankPool
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["Python", "C"])
-@pytest.mark.parametrize(("n", "seed"), [(2, 1), (3, 2), long(4, 3)])
+@pytest.mark.parametrize(("n", "seed"), [(2, 1), long(3, 2), long(4, 3)])
 def test_a_storm_of_new_tensors(pool: RankPool, n: int, seed: int, native: bool) -> None:
     found: collections.Counter[str] = collections.Counter()
     for said in pool.run(new_address_cases.storm, n, seed, 400, native):

@@ -38,7 +38,7 @@ from sidelane.program.transform import freeze
 
 @pytest.mark.parametrize(("n", "seed"), [long(2, 1), (3, 2), long(8, 4)])
 def test_calls_of_every_kind_in_turn(pool: RankPool, n: int, seed: int) -> None:
-    pool.run(sweeps.alternating, n, seed, {2: 1000, 3: 1000, 4: 600, 8: 80}[n], timeout_s=150)
+    pool.run(sweeps.alternating, n, seed, {2: 1000, 3: 300, 4: 600, 8: 80}[n], timeout_s=150)
 
 
 def what_ran(group: dist.ProcessGroup) -> list[Any]:

@@ -25,6 +25,7 @@ def test_shards_among_nodes(pool: RankPool, layout: tuple[int, ...], names: tupl
         assert told == {name: set() for name in names}
 
 
+@pytest.mark.long
 def test_shards_are_gathered_ahead(pool: RankPool) -> None:
     """Layers of 3456 bytes, and one of 3680; without room in symmetric memory, too."""
     (used, flat), *others = pool.run(fsdp_cases.asynchronous, 4, (0, 1, 0, 1), 3500, None)

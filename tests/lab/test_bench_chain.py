@@ -123,6 +123,7 @@ def test_one_rank_that_fails_at_a_prelaunched_chain_leaves_nobody_hanging(broken
         assert all("the handle was closed" in text for text in closed)
 
 
+@pytest.mark.long
 def test_from_end_to_end(tmp_path: Path) -> None:
     options = ChainOptions(
         **QUICK,

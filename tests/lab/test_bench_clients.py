@@ -74,6 +74,7 @@ def wrong(model: object) -> None:
     raise RuntimeError("not here")
 
 
+@pytest.mark.long
 def test_what_does_not_fit_together_is_built_one_by_one_and_what_fails_leaves_the_others_their_times() -> None:
     pytest.importorskip("transformers")
     with crew(2) as ranks:

@@ -41,6 +41,7 @@ CPU = torch.device("cpu")
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 
 
+@pytest.mark.long
 def test_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "fsdp.json"
     options = FsdpOptions(**QUICK, cases=("8b:1x512", "70b:1x64"), layers=2, json=path, report=tmp_path / "report")

@@ -24,6 +24,7 @@ from sidelane_lab.studies.gemms import (
 )
 
 
+@pytest.mark.long
 def test_every_layer_is_checked_and_timed(tmp_path: Path) -> None:
     path = tmp_path / "gemms.json"
     options = GemmOptions(device="cpu", models=("qwen-32b/4",), quiet=True, warmup=0, repeats=1, json=path)

@@ -156,6 +156,7 @@ def test_a_file_of_another_machine_is_not_touched(tmp_path: Path, monkeypatch: p
     assert read(path).device == "another"
 
 
+@pytest.mark.long
 def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     options = IsolatedOptions(
         **OPTIONS, gemms=("64x48x32",), sizes=(3000,), collectives=(Kind.ALL_GATHER,), warmup=0, repeats=2,

@@ -236,6 +236,7 @@ def test_a_list_that_is_wrong_or_refused_is_a_row_and_the_study_goes_on(pool: Ra
             assert (found[name, ""].time_us, found[name, ""].bus_gbps) == (None, None)
 
 
+@pytest.mark.long
 def test_lists_from_end_to_end(tmp_path: Path) -> None:
     options = CollectiveOptions(
         **QUICK, collectives=(Kind.ALL_GATHER,), sizes=(1000, 16384), tensors=5, json=tmp_path / "lists.json",

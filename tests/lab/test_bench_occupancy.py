@@ -167,6 +167,7 @@ def test_what_shaping_gains_is_held_against_the_fastest_usual_grid() -> None:
     assert gain(slower[:2]) == ("opt1, 64 blocks, 8 resident: 80 us",)
 
 
+@pytest.mark.long
 def test_from_end_to_end_on_cpu_ranks(tmp_path: Path) -> None:
     options = OccupancyOptions(
         device="cpu", ranks=2, quiet=True, warmup=1, repeats=2, timeout_s=100.0, workloads=("70x40x48_6K",),

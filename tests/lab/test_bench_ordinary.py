@@ -38,6 +38,7 @@ CPU = torch.device("cpu")
 GOES_AHEAD = "no host waits"
 
 
+@pytest.mark.long
 def test_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "ordinary.json"
     options = OrdinaryOptions(
@@ -98,6 +99,7 @@ def test_calls_that_are_timed_have_learnt_where_tensors_come_again(pool: RankPoo
             assert (GOES_AHEAD in row.note) == (row.reach == "learned"), row
 
 
+@pytest.mark.long
 def test_only_addresses_that_come_again_go_ahead(pool: RankPool) -> None:
     for rows in pool.run(rows_ahead, 2, "changing"):
         assert all(row.correct and row.time_us and row.host_us for row in rows), rows
@@ -145,6 +147,7 @@ def rows_of_a_wrong_library(group: dist.ProcessGroup) -> list[OrdinaryRow]:
     return rows
 
 
+@pytest.mark.long
 def test_what_is_wrong_has_no_time_and_spoils_nobody_elses(pool: RankPool) -> None:
     for rows in pool.run(rows_of_a_wrong_library, 2):
         for row in rows:

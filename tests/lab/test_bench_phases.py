@@ -18,6 +18,7 @@ from sidelane_lab.studies.phases.study import PhasesOptions
 QUICK = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 1, "calls": 1, "timeout_s": 100.0}
 
 
+@pytest.mark.long
 def test_phases_from_end_to_end(tmp_path: Path) -> None:
     options = PhasesOptions(
         **{**QUICK, "ranks": 3},

@@ -156,6 +156,7 @@ def reduced(group: dist.ProcessGroup, kind: Kind) -> tuple[list[PowerRow], list[
             recorder.close()
 
 
+@pytest.mark.long
 def test_an_all_reduce_in_place_adds_up_numbers_however_long_it_runs(pool: RankPool) -> None:
     rows, largest, fewest = pool.run(reduced, 2, Kind.ALL_REDUCE, timeout_s=120)[0]
     ways = [(row.implementation, row.variant, row.in_place) for row in rows]
@@ -167,6 +168,7 @@ def test_an_all_reduce_in_place_adds_up_numbers_however_long_it_runs(pool: RankP
     assert fewest >= 15, "they stay as different as they were"
 
 
+@pytest.mark.long
 def test_a_reduce_scatter_out_of_place_keeps_what_it_was_given(pool: RankPool) -> None:
     rows, largest, _ = pool.run(reduced, 2, Kind.REDUCE_SCATTER, timeout_s=120)[0]
     assert {(row.implementation, row.variant) for row in rows} == {("gloo", ""), ("dma", "b2b"), ("dma", "pcpy")}

@@ -80,11 +80,10 @@ def started(code: str, *arguments: object) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("of", "seconds", "said"),
     [
-        (OF_GROUPS, 0.6, "left called"),
-        (OF_GROUPS, 60, "told left"),
-        (OF_COMMUNICATORS, 0.6, "left"),
+        pytest.param(OF_GROUPS, 0.6, "left called", marks=pytest.mark.long, id="group"),
+        pytest.param(OF_GROUPS, 60, "told left", id="group, told"),
+        pytest.param(OF_COMMUNICATORS, 0.6, "left", id="communicator"),
     ],
-    ids=["group", "group, told", "communicator"],
 )
 def test_a_thread_leaves_torch_before_the_end(of: str, seconds: float, said: str) -> None:
     (text,) = ended([started(ALONE + of.replace("SECONDS", str(seconds)))])

@@ -179,7 +179,7 @@ def test_timelines(four: Crew) -> None:
         assert found == [[kind, kind] for kind in kinds]
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "dispatch"])
+@pytest.mark.parametrize("name", ["linear", long("embedding"), "norm", "gemms", "reduced", long("dispatch")])
 def test_layers_are_trained_and_compiled_whole(four: Crew, name: str) -> None:
     """Without breaks of the graph; what a backend makes of the operators is a call."""
     assert all(four.run(getattr(fused_modules, name), 2, "aot_eager", timeout_s=110))
@@ -234,6 +234,7 @@ def test_a_cached_graph_is_found_by_the_number_in_it(tmp_path: Path, monkeypatch
     assert said == [(0, 1, ["row_parallel_linear"]), (1, 0, []), (0, 1, ["row_parallel_linear"])]
 
 
+@pytest.mark.long
 def test_operators_of_pytorch_are_sound(four: Crew) -> None:
     assert four.run(fused_modules.checked, 2, timeout_s=110) == [10, 10]
 

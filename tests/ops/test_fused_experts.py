@@ -27,7 +27,7 @@ def test_all_to_all_gemm_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_gemms.dispatches_back_to_back, world_size, world_size, 3, timeout_s=110) == [24] * world_size
 
 
-@pytest.mark.parametrize(("world_size", "first", "calls"), [(1, 0, 5), (2, 2, 3), long(3, 0, 2), long(4, 0, 2)])
+@pytest.mark.parametrize(("world_size", "first", "calls"), [(1, 0, 5), long(2, 2, 3), long(3, 0, 2), long(4, 0, 2)])
 def test_several_experts_by_every_way(four: Crew, world_size: int, first: int, calls: int) -> None:
     """Three ranks begin with the first kinds, two go on with the others: an interpreted call takes seconds."""
     done = four.run(fused_experts.back_to_back, world_size, world_size, calls, first, timeout_s=110)

@@ -42,6 +42,7 @@ def test_c3_prints_given_pairs_by_collective(capsys, tmp_path):
     assert found == Counter(itertools.product(("all_gather", "all_to_all"), names))
 
 
+@pytest.mark.long
 def test_c3_writes_a_report(tmp_path, capsys, monkeypatch, drawn):
     # Without the variations that draw ranges: one study, not fifty.
     certain = MACHINE
@@ -206,6 +207,7 @@ def test_claims_write_a_report(tmp_path, capsys):
 PANELS = ("base", "reduction", "overlap")
 
 
+@pytest.mark.long
 def test_pipelines_print_and_write(tmp_path, capsys, few_variations, drawn):
     overlap.main("a40x4", tmp_path)
     shown = capsys.readouterr().out

@@ -21,7 +21,7 @@ from soak.world import Verdict
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
 
-@pytest.mark.parametrize(("mode", "n", "steps"), [long("learn", 2, 400), ("learn", 3, 80), ("always", 4, 80)])
+@pytest.mark.parametrize(("mode", "n", "steps"), [long("learn", 2, 400), ("learn", 3, 80), long("always", 4, 80)])
 def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: int, steps: int) -> None:
     found = pool.run(storm_cases.storm, n, mode, steps, n)
     assert [said for _, said in found] == [""] * n
@@ -37,7 +37,7 @@ def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: i
         assert sum(counts.get("replaced", 0) for counts, _ in found) > 0
 
 
-@pytest.mark.parametrize("mode", ["learn", "always"])
+@pytest.mark.parametrize("mode", ["learn", long("always")])
 def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str) -> None:
     """On a made-up driver: CPU ranks capture nothing."""
     found = pool.run(storm_cases.with_graphs, 2, mode, 100, 1)
