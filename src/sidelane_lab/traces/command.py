@@ -90,8 +90,8 @@ def replay_table(machine: Machine, trace: TraceGraph, found: Sequence[Replay]) -
         "exposed: more than the trace takes if collectives take no time",
         "last three columns: the critical path, by what runs on it",
     )
-    if other := sorted({node.ranks for node in trace.nodes} - {0, machine.gpus}):
-        notes = (*notes, f"recorded among {', '.join(map(str, other))} ranks, replayed among {machine.gpus}")
+    if other := sorted({node.ranks for node in trace.nodes} - {0, machine.world_size}):
+        notes = (*notes, f"recorded among {', '.join(map(str, other))} ranks, replayed among {machine.world_size}")
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", *(f"path:\n{one}" for one in CLASSES))
     return Table(title, columns, tuple(lines), notes)
 
