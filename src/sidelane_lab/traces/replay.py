@@ -121,6 +121,12 @@ def _require_modelled(trace: TraceGraph, node: TraceNode) -> None:
     raise ValueError(f"replay: {trace.source}: {node} is a {node.kind} that needs {needs}")
 
 
+def kept_collectives(trace: TraceGraph) -> int:
+    """Return the number of collectives that keep their recorded time, since their bytes or their kind are unknown."""
+    gpu = (node for node in trace.nodes if node.kind is NodeKind.COLLECTIVE and not node.on_host)
+    return sum(1 for node in gpu if node.duration_us and _kind_of(node) is None)
+
+
 def _kind_of(node: TraceNode) -> Kind | None:
     """Return the collective of a node that the machine's description has a time of."""
     if node.kind is not NodeKind.COLLECTIVE or node.on_host or not node.nbytes or node.collective not in MOVED:
