@@ -10,7 +10,7 @@ import pytest
 from sidelane_lab.traces import samples
 from sidelane_lab.traces.chakra import write_chakra
 from sidelane_lab.traces.graph import NodeKind
-from sidelane_lab.traces.samples import Sample, long_trace, replayed, timed
+from sidelane_lab.traces.samples import PublicTrace, long_trace, replayed, timed
 
 
 def committed(clone: Path) -> str:
@@ -35,12 +35,12 @@ def test_a_sample_is_read_from_its_commit_alone_or_out_of_an_archive(
     commit = committed(clone)
     monkeypatch.setattr(samples, "MACHINES", ("h100x8",))
     for path, member_name in (("few.et", ""), ("more.tar.gz", "inside/few.et")):
-        sample = Sample("somebody/traces", commit, path, "a few nodes", member_name)
+        sample = PublicTrace("somebody/traces", commit, path, "a few nodes", member_name)
         rows = list(replayed(sample, sample.write(tmp_path, tmp_path)))
         assert [(row["trace"], row["nodes"], row["collectives"]) for row in rows] == [("few.et", 40, 2)] * 3
         assert rows[0]["time_us"] > rows[-1]["time_us"] > 0
     with pytest.raises(subprocess.CalledProcessError):
-        Sample("somebody/traces", commit, "none.et", "nothing").write(tmp_path, tmp_path)
+        PublicTrace("somebody/traces", commit, "none.et", "nothing").write(tmp_path, tmp_path)
 
 
 def test_the_long_trace_computes_and_communicates(tmp_path: Path) -> None:

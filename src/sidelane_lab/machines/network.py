@@ -114,7 +114,7 @@ def exchange_pace(machine: Machine) -> tuple[float, float]:
     nodes differ in the way around it that they take, so that all of them count.
     """
     ranks, links = machine.world_size, machine.links
-    alike = 1 if links.oversubscription == 1 else int(links.leaf_nodes)
+    alike = int(links.leaf_nodes) if links.oversubscription > 1 else 1
     senders = machine.nodes if links.network is NetworkTopology.TORUS else min(machine.nodes, alike)
     share = 1 / ranks
     sent = {(a, b): share for a in range(senders * machine.gpus) for b in range(ranks)}

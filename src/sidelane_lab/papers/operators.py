@@ -297,7 +297,7 @@ def fused_tables(machine: Machine, found: Sequence[PredictedOperator]) -> list[T
                 *fused,
             )
             lines.append(Line(cells))
-        notes = (
+        notes: tuple[str, ...] = (
             "engines: unfused, the collective on copy engines; parts: carried by them, the best of 1, 2 and 4 a peer",
             "lower: the fused time next to both unfused ones together, percent",
             "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",

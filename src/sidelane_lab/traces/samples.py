@@ -36,7 +36,7 @@ LAYER = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
+class PublicTrace:
     """A public trace: its repository, the commit, the file, and in an archive the member; and what it is of."""
 
     repository: str
@@ -68,31 +68,31 @@ ASTRA, ASTRA_COMMIT = "astra-sim/astra-sim", "518bd513ae110428cd62eb60efc0f3993f
 HTA, HTA_COMMIT = "facebookresearch/HolisticTraceAnalysis", "f4d0062c382f42bd8a74838bcdad1916c7d5d2da"
 DATA = "tests/data"
 SAMPLES = (
-    Sample(
+    PublicTrace(
         *(CHAKRA, CHAKRA_COMMIT, f"{DATA}/feeder_tests_trace.tar.gz"),
         of="data-parallel training of a convolutional network, converted from PyTorch",
         member="tests/data/chakra.0.et",
     ),
-    Sample(
+    PublicTrace(
         *(ASTRA, ASTRA_COMMIT, "examples/workload/microbenchmarks/all_reduce/8npus_1MB/all_reduce.0.et"),
         of="one all-reduce among eight",
     ),
-    Sample(
+    PublicTrace(
         *(HTA, HTA_COMMIT, f"{DATA}/nccl_parser_config/nccl_data.json.gz"),
         of="data-parallel training on two A100s, PyTorch's profiler, with the collectives' sizes",
     ),
-    Sample(
+    PublicTrace(
         *(HTA, HTA_COMMIT, f"{DATA}/trace_diff/control/control.json.gz"),
         of="DLRM on eight A100s, PyTorch's profiler, older than the collectives' sizes",
     ),
-    Sample(
+    PublicTrace(
         *(HTA, HTA_COMMIT, f"{DATA}/negative_queue_length_values_check/rank0.json.gz"),
         of="recommendation training with all-to-alls, PyTorch's profiler, older than the collectives' sizes",
     ),
 )
 
 
-def replayed(sample: Sample, path: Path) -> Iterator[dict[str, Any]]:
+def replayed(sample: PublicTrace, path: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each machine and strategy under which a trace is replayed."""
     begun = time.perf_counter()
     trace = read_trace(path)
