@@ -201,5 +201,7 @@ def test_a_plan_has_both_ways_to_shard_on_each_number_of_nodes(tmp_path: Path):
     rows = json.loads((tmp_path / "plan-llama-8b-like-nodes.json").read_text())["rows"]
     assert {(row["nodes"], row["sharding"]) for row in rows} == set(itertools.product((2, 4), ("FSDP2", "HSDP")))
     assert len(rows) == 4 * 5 and (tmp_path / "plan-llama-8b-like-nodes.png").exists()
+    shown = run("plan --model llama-8b --machine mi210x1x2")
+    assert shown.exit_code == 2 and "value=1 GPU, allowed=2 and more" in shown.output
     alone = run("plan --model llama-8b --machine h100x8x2 --fsdp --layers 6 --tokens 4096 --json -")
     assert {row["sharding"] for row in json.loads(alone.stdout)["rows"]} == {"FSDP2"}

@@ -115,7 +115,7 @@ def test_the_published_gain_is_inside_of_the_range(few_numbers: None) -> None:
 def test_the_command_writes_numbers_a_picture_and_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_numbers: None
 ) -> None:
-    small = dlrm.dlrm_study(dlrm.with_nodes(TORUS, "8"), (256,), (1,))
+    small = dlrm.dlrm_study(dlrm.with_nodes(TORUS, 8), (256,), (1,))
     monkeypatch.setattr(dlrm, "dlrm_study", lambda machine: small)
     words = ["--model", "dlrm", "--nodes", "8", "--report", str(tmp_path), "--json", str(tmp_path / "x.json")]
     result = CliRunner().invoke(command, words)
@@ -136,10 +136,10 @@ def test_the_command_writes_numbers_a_picture_and_traces(
     }
 
 
-@pytest.mark.parametrize(("nodes", "row"), [("8", 4), ("64", 8), ("12", 4), ("7", 7)])
-def test_a_torus_of_other_nodes_is_as_even_as_it_can_be(nodes: str, row: int) -> None:
+@pytest.mark.parametrize(("nodes", "row"), [(8, 4), (64, 8), (12, 4), (7, 7)])
+def test_a_torus_of_other_nodes_is_as_even_as_it_can_be(nodes: int, row: int) -> None:
     assert dlrm.with_nodes(TORUS, nodes).links.torus_row == row
-    assert dlrm.with_nodes(TORUS, "") is TORUS
+    assert dlrm.with_nodes(TORUS, 128) is TORUS
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 from sidelane_lab.model.fused import FusedRun
+from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.operators import Embedding
 from sidelane_lab.model.symmetry import predict_symmetric
 from sidelane_lab.traces.graph import NodeKind, TraceNode
@@ -189,7 +189,7 @@ def all_reduce_us(machine: Machine, step: DlrmPass) -> float:
     """
     nbytes, links = step.width * step.width * GRADIENT_BYTES, machine.links
     if not step.axis_rings or links.network is not NetworkTopology.TORUS:
-        return nodes_times(machine, Kind.ALL_REDUCE, nbytes).flat_us
+        return flat_us(machine, Kind.ALL_REDUCE, nbytes)
     row = int(links.torus_row)
     column, link = machine.nodes // row, float(links.network_gbps * links.nics_per_gpu) / 4
     sent = 2 * nbytes * ((row - 1) / row + (column - 1) / column / row)

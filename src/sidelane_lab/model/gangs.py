@@ -42,7 +42,7 @@ def library_gangs(
         return (library_gang(machine, kind, nbytes, units=units, reserved=reserved, priority=priority),)
     if units is not None:
         raise ValueError(f"library_gangs: units among the nodes of {machine.name} (value={units}, allowed=the default)")
-    ring = _ring(machine, kind, nbytes, _nodes_times(machine, kind, nbytes).flat_us)
+    ring = _ring(machine, kind, nbytes, flat_us(machine, kind, nbytes))
     return (dataclasses.replace(ring, priority=priority),)
 
 
@@ -68,7 +68,12 @@ def rails_gang(machine: Machine, kind: Kind, nbytes: int) -> Gang:
     shared = min(1.0, float(links.nics_per_gpu))  # ranks that share a NIC have a part of it each
     rail = dataclasses.replace(machine, gpus=1).with_value("links.network_gbps", links.network_gbps * shared)
     rail = rail.with_value("links.nics_per_gpu", max(1.0, float(links.nics_per_gpu)))
-    return dataclasses.replace(_far(rail, kind, _nodes_times(rail, kind, nbytes).flat_us), name="collective")
+    return dataclasses.replace(_far(rail, kind, flat_us(rail, kind, nbytes)), name="collective")
+
+
+def flat_us(machine: Machine, kind: Kind, nbytes: int) -> float:
+    """Return the time of the library's ring, or of its exchange, among all ranks of several nodes."""
+    return _nodes_times(machine, kind, nbytes).flat_us
 
 
 def gangs_us(machine: Machine, gangs: tuple[Gang, ...]) -> float:

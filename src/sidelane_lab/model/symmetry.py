@@ -19,7 +19,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.spec import Machine, NetworkTopology, Topology
 from sidelane_lab.model.fused import FusedKernel, KernelWork, run_fused
-from sidelane_lab.model.nodes import nodes_times
+from sidelane_lab.model.gangs import flat_us
 from sidelane_lab.model.operators import FusedTimes, OperatorModel, collective_us, counts_of, require_room
 from sidelane_lab.model.workgroups import fused_figures
 
@@ -53,7 +53,7 @@ def predict_symmetric(machine: Machine, operator: OperatorModel, *, record: bool
     if machine.gpus == 1:
         exchanged_us = collective_us(machine, operator.kind, nbytes)
     else:
-        exchanged_us = nodes_times(machine, operator.kind, round(nbytes)).flat_us
+        exchanged_us = flat_us(machine, operator.kind, round(nbytes))
     return FusedTimes(operator.compute_us(machine), exchanged_us, run_fused(few, kernels, record=record))
 
 

@@ -27,7 +27,7 @@ from sidelane_lab.model.dlrm import DlrmPass, DlrmTimes, dlrm_times
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.fused import BATCHES, SECTIONS, TABLES
 from sidelane_lab.papers.numbers import write_report
-from sidelane_lab.papers.plan import parse_nodes
+from sidelane_lab.papers.plan import parse_nodes, with_nodes
 from sidelane_lab.traces.chakra import write_chakra
 
 MACHINE = "mi210x1x128"
@@ -109,7 +109,11 @@ def main(options: DlrmOptions) -> None:
     Raises:
         ValueError: no such machine, nodes of several GPUs, or a number of nodes that its torus can not have.
     """
-    machine = with_nodes(find(options.machine), options.nodes)
+    machine = find(options.machine)
+    counts = parse_nodes(options.nodes) if options.nodes else (machine.nodes,)
+    if len(counts) > 1:
+        raise ValueError(f"plan: --nodes (value={options.nodes!r}, allowed=one number with --model dlrm)")
+    machine = with_nodes(machine, counts[0])
     console = tables_console(options.json)
     with progress_console().status("simulating, over what the paper leaves open"):
         study = dlrm_study(machine)
@@ -124,25 +128,6 @@ def main(options: DlrmOptions) -> None:
         for name, nodes in (("unfused", one.unfused), ("fused", one.fused)):
             files.append(write_chakra(options.report / f"dlrm-{name}.et", nodes))
     say_written(files)
-
-
-def with_nodes(machine: Machine, written: str) -> Machine:
-    """Return a machine with another number of nodes, as written; a torus of them is as even as it can be.
-
-    Raises:
-        ValueError: fewer than 2, or several numbers.
-    """
-    counts = parse_nodes(written) if written else (machine.nodes,)
-    if len(counts) > 1:
-        raise ValueError(f"plan: --nodes (value={written!r}, allowed=one number with --model dlrm)")
-    nodes = counts[0]
-    if nodes == machine.nodes:
-        return machine
-    changed = dataclasses.replace(machine, nodes=nodes, title=f"{nodes} nodes of {machine.title.split(' of ', 1)[-1]}")
-    if machine.links.network is not NetworkTopology.TORUS:
-        return changed
-    row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
-    return changed.with_value("links.torus_row", row)
 
 
 def dlrm_study(machine: Machine, batches: Sequence[int] = BATCHES, tables: Sequence[int] = TABLES) -> DlrmStudy:

@@ -21,7 +21,7 @@ from sidelane.cli.terminal import progress_console, say, say_written, tables_con
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, save_both
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import ends, variations
-from sidelane_lab.machines.spec import Machine
+from sidelane_lab.machines.spec import Machine, NetworkTopology
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
 from sidelane_lab.papers.numbers import write_numbers, write_report
@@ -132,6 +132,18 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return found
 
 
+def with_nodes(machine: Machine, nodes: int) -> Machine:
+    """Return a machine with another number of nodes; a torus of them is as even as it can be."""
+    if nodes == machine.nodes:
+        return machine
+    kind = machine.title.split(" nodes of ", 1)[-1]
+    changed = dataclasses.replace(machine, nodes=nodes, title=f"{nodes} nodes of {kind}")
+    if machine.links.network is not NetworkTopology.TORUS:
+        return changed
+    row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
+    return changed.with_value("links.torus_row", row)
+
+
 def main(options: PlanOptions) -> None:
     """Print a step under each strategy, and what to change.
 
@@ -167,13 +179,15 @@ def _asked(step: Step) -> dict[str, Any]:
 def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
     """Print a step on each number of nodes, in both ways to shard it, under each strategy."""
     counts = parse_nodes(options.nodes) if options.nodes else (machine.nodes,)
+    if machine.gpus == 1:
+        raise ValueError(f"plan: nodes of {machine.name} (value=1 GPU, allowed=2 and more, but for --model dlrm)")
     shardings = (FSDP,) if options.fsdp else (FSDP, HSDP)
     console = tables_console(options.json)
     with progress_console().status("simulating") as status:
         found = []
         for count in counts:
             status.update(f"{count} nodes")
-            found += plan_nodes(dataclasses.replace(machine, nodes=count), step, shardings)
+            found += plan_nodes(with_nodes(machine, count), step, shardings)
     console.print(nodes_table(machine, step, found).to_rich())
     for line in nodes_advice(found):
         say(console, line)
@@ -202,7 +216,7 @@ def nodes_table(machine: Machine, step: Step, found: Sequence[NodesStep]) -> Tab
         share = f"{100 * times.exposed_us / times.time_us:.0f}"
         lines.append(Line((str(one.nodes), one.sharding, one.strategy, *cells, share)))
     model = step.model
-    where = f"nodes of {machine.title.split(' of ', 1)[-1]}, {machine.links.network}"
+    where = f"nodes of {machine.title.split(' nodes of ', 1)[-1]}, {machine.links.network}"
     title = f"{model.name}, {model.layers} layers, {step.tokens} tokens a rank, on {where}: predicted, ms"
     notes = (
         "FSDP2: shards among all ranks; HSDP: among the ranks of a node, gradients added up among nodes behind it",
