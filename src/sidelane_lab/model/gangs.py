@@ -83,7 +83,7 @@ def gangs_us(machine: Machine, gangs: tuple[Gang, ...]) -> float:
 
 @remembered("gpu", "links", "dma", "library")
 def _nodes_times(machine: Machine, kind: Kind, nbytes: int) -> NodesTimes:
-    return nodes_times(machine, kind, nbytes, DTYPE)
+    return nodes_times(machine, kind, nbytes)
 
 
 def _ring(machine: Machine, kind: Kind, nbytes: int, alone_us: float) -> Gang:
