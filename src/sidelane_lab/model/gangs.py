@@ -13,6 +13,7 @@ on fewer units than the library's default, since nothing says how many it takes 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from sidelane.integrations.nodes.choose import FLAT
 from sidelane.integrations.nodes.steps import Far, Join, Near
@@ -25,7 +26,7 @@ from sidelane_lab.model.kernels import DMA_TRAFFIC, dma_gangs, library_gang
 from sidelane_lab.model.nodes import NodesTimes, nodes_times
 
 DTYPE = "bfloat16"
-"""Type of the elements of collectives among nodes."""
+"""Type of the elements of collectives among nodes, as :func:`nodes_times` has it."""
 NOTHING_US = 1e-6
 """Microseconds of a mark that stands for the end of all parts of a collective."""
 
@@ -122,7 +123,10 @@ def _plan_gangs(machine: Machine, kind: Kind, nbytes: int, times: NodesTimes) ->
             found += _renamed(node, parts, name, took, near)
             near = (name,)
     found.append(Gang("collective", NOTHING_US, 0.0, after=(*near, *fars[-1:])))
-    return tuple(dataclasses.replace(gang, part_of=str(kind)) for gang in found)
+    # Between steps a plan waits for its host and for flags; here what it takes is that of its steps.
+    assert times.hierarchical_us is not None, "a plan has a time"
+    longer = times.hierarchical_us / gangs_us(machine, tuple(found))
+    return tuple(_stretched(gang, longer, part_of=str(kind)) for gang in found)
 
 
 def _far(machine: Machine, kind: Kind, alone_us: float) -> Gang:
@@ -138,12 +142,16 @@ def _renamed(node: Machine, parts: tuple[Gang, ...], name: str, took_us: float, 
     longer = took_us / run_device(node, parts).time_us
     names = {part.name: f"{name} {part.name}" for part in parts[:-1]} | {parts[-1].name: name}
     return [
-        dataclasses.replace(
+        _stretched(
             part,
+            longer,
             name=names[part.name],
-            alone_us=part.alone_us * longer,
-            memory_gbps=part.memory_gbps / longer,
             after=tuple(names[before] for before in part.after) or behind,
         )
         for part in parts
     ]
+
+
+def _stretched(gang: Gang, longer: float, **fields: Any) -> Gang:
+    """Return a gang that takes longer by a factor, with other fields besides."""
+    return dataclasses.replace(gang, alone_us=gang.alone_us * longer, memory_gbps=gang.memory_gbps / longer, **fields)
