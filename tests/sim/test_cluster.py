@@ -111,7 +111,7 @@ def test_gangs_alone_take_what_the_plan_takes(kind, nbytes):
     (ring,) = library_gangs(TWO, kind, nbytes)
     assert ring.alone_us == times.flat_us
     gangs = engine_gangs(TWO, kind, nbytes)
-    assert gangs_us(TWO, gangs) == pytest.approx(times.hierarchical_us, rel=1e-3)
+    assert gangs_us(TWO, gangs) == pytest.approx(times.hierarchical_us, rel=3e-3)
     assert any(gang.units for gang in gangs) and not all(gang.units for gang in gangs)
     assert gangs[-1].name == "collective"
 

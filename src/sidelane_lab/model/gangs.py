@@ -53,7 +53,7 @@ def engine_gangs(machine: Machine, kind: Kind, nbytes: int, *, write_back: bool 
         return dma_gangs(machine, kind, nbytes, write_back=write_back)
     times = _nodes_times(machine, kind, nbytes)
     if times.hierarchical_us is None or times.choice.name == FLAT:
-        return (_ring(machine, kind, nbytes, times.flat_us),)
+        return (_ring(machine, kind, nbytes, flat_us(machine, kind, nbytes)),)
     return _plan_gangs(machine, kind, nbytes, times)
 
 
