@@ -29,8 +29,8 @@ from sidelane_lab.model.nodes import nodes_times
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import c3_study, dma_study, pair_name
 from sidelane_lab.papers import command as claims
-from sidelane_lab.papers import dlrm, overlap, predictions
 from sidelane_lab.papers import operators as sim_fused
+from sidelane_lab.papers import overlap, predictions
 from sidelane_lab.papers import plan as sim_plan
 from sidelane_lab.papers.command import Survival, sensitivity_table
 from sidelane_lab.papers.results import compare
@@ -42,6 +42,7 @@ from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
+from sidelane_lab.traces import dlrm_study as dlrm
 from sidelane_lab.traces import replay as replaying
 from sidelane_lab.traces.command import replay_table
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode

@@ -32,6 +32,7 @@ NARROW = parse(
     '[links]\nnetwork = "fat_tree"\nleaf_nodes = 2\noversubscription = 8\nnics_per_gpu = 0.5\n',
     "narrow.toml",
 )
+RAILS = parse('base = "h100x8x2"\nname = "r"\nnodes = 5\n[links]\nleaf_nodes = 2\noversubscription = 4\n', "r.toml")
 SMALL = Step(dataclasses.replace(MODELS["llama-8b-like"], layers=6), 4096, 4096)
 
 
@@ -44,7 +45,7 @@ def torus(nodes: int, row: int, gbps: float = 25.0):
     return small.with_value("links.torus_row", row).with_value("links.network_gbps", gbps)
 
 
-@pytest.mark.parametrize("machine", [TWO, NARROW, torus(12, 4), torus(15, 5)], ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", [TWO, NARROW, RAILS, torus(12, 4), torus(15, 5)], ids=lambda machine: machine.name)
 def test_an_exchanges_pace_is_that_of_all_pairs(machine):
     ranks = machine.world_size
     whole = latency_and_bytes_us(machine, dict.fromkeys(itertools.permutations(range(ranks), 2), 1e6 / ranks))

@@ -150,7 +150,7 @@ def plan(
             for name in ("fsdp", "tokens", "sequence", "layers"):
                 if given(name):
                     raise ValueError(f"--{name} goes with a Llama, not with --model {DLRM}")
-            study = loaded("papers.dlrm")
+            study = loaded("traces.dlrm_study")
             study.main(study.DlrmOptions(machine or study.MACHINE, nodes, report, json))
             return
         planning = loaded("papers.plan")

@@ -23,12 +23,12 @@ from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, RC, STYLES, VERMI
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import ends, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
-from sidelane_lab.model.dlrm import DlrmPass, DlrmTimes, dlrm_times
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.fused import BATCHES, SECTIONS, TABLES
 from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.papers.plan import parse_nodes, with_nodes
 from sidelane_lab.traces.chakra import write_chakra
+from sidelane_lab.traces.dlrm import DlrmPass, DlrmTimes, dlrm_times
 
 MACHINE = "mi210x1x128"
 """Machine of the catalogue that Figure 15 is about."""
