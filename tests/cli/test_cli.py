@@ -173,6 +173,10 @@ OUT = Path("out")
             ("plan", sim_plan.PlanOptions("a40x4", "llama-8b-like", fsdp=True)),
         ),
         (
+            "plan --model llama-8b --nodes 2..128 --report out",
+            ("plan", sim_plan.PlanOptions("h100x8x2", "llama-8b-like", nodes="2..128", report=OUT)),
+        ),
+        (
             "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
             ("plan", sim_plan.PlanOptions("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
         ),
@@ -229,7 +233,8 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
         ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
         ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),
-        ("plan --model llama-8b-like --machine mi300x8", ["Missing option '--fsdp'"]),
+        ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp: no other is modelled on one node"]),
+        ("plan --model llama-8b", ["--machine or --nodes is needed"]),
         ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "'llama-8b-like', 'llama-70b-like'"]),
         ("claims --version 001", ["001"]),
     ],

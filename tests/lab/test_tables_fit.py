@@ -42,6 +42,7 @@ from sidelane_lab.studies.fused.shapes import ON_GPUS
 from sidelane_lab.studies.ordinary.rows import CHANGES, OrdinaryRow, ordinary_tables
 from sidelane_lab.studies.process_group.rows import GroupRow, group_tables
 from sidelane_lab.studies.tune.command import changes_table
+from sidelane_lab.traces import dlrm_study as dlrm
 from sidelane_lab.traces import replay as replaying
 from sidelane_lab.traces.command import replay_table
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
@@ -146,7 +147,22 @@ def of_plan() -> list[Table]:
     step = layer.Step(layer.MODELS["llama-70b-like"], 8192, 4096)
     times = training.StepTimes(12_345_678.0, 10_345_678.0, 5_345_678.0)
     planned = [sim_plan.PlannedStep(strategy, times, 1e6, 3e6) for strategy in training.STRATEGIES]
-    return [sim_plan.plan_table(named("mi300x8"), step, planned)]
+    among = [
+        sim_plan.NodesStep(128, sharding, strategy, times)
+        for sharding in (sim_plan.FSDP, sim_plan.HSDP)
+        for strategy in sim_plan.AMONG_NODES
+    ]
+    nodes = sim_plan.nodes_table(named("mi300x8x16"), step, among)
+    return [sim_plan.plan_table(named("mi300x8"), step, planned), nodes]
+
+
+def of_dlrm() -> list[Table]:
+    machine = named("mi210x1x128")
+    ways = {"an axis's, two links": 18.3, "a node's, four links": 9.1, "another": 12.0, "and another": 13.0}
+    found = (dlrm.Assumption("beside the end of a fused kernel", "200 Gbit/s is a link's", ways),)
+    one = dlrm.dlrm_times(machine, dlrm.DlrmPass(batch=16, tables=256))
+    study = dlrm.DlrmStudy({(16, 256): one}, found, {})
+    return [dlrm.shapes_table(machine, study), dlrm.assumptions_table(study)]
 
 
 def of_fused() -> list[Table]:
@@ -223,6 +239,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "collective --machine NODES": predicted_among_nodes,
     "pipeline": lambda: [overlap.blocks_table(named("mi300x8"), "opt1", overlap.rows_of(named("mi300x8"), "opt1"))],
     "plan": of_plan,
+    "plan --model dlrm": of_dlrm,
     "replay": of_replay,
     "fused --machine": of_fused,
     "claims, sensitivity": of_sensitivity,

@@ -11,10 +11,12 @@ from sidelane.c3.workload import parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import find, limits_of, machine_names, named, parse
 from sidelane_lab.machines.spec import NumberSource, Quantity, Topology
+from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
 from sidelane_lab.model.power import library_power
 from sidelane_lab.model.strategies import predict, predictable
 from sidelane_lab.model.study import dma_study, table_ii_workload
+from sidelane_lab.model.training import step_times
 from sidelane_lab.studies.phases.predict import predicted_row
 from sidelane_lab.studies.phases.programs import operations
 
@@ -218,8 +220,7 @@ def test_the_librarys_speed_follows_the_links_that_a_file_states():
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda machine: predict(machine, table_ii_workload("cb1_896M", Kind.ALL_GATHER), "c3_base"),
-        lambda machine: predict(machine, table_ii_workload("cb1_896M", Kind.ALL_REDUCE), "conccl"),
+        lambda machine: step_times(machine, Step(MODELS["llama-8b-like"], 4096, 4096), "library, own units"),
         lambda machine: dma_study(machine, (1 << 20,)),
         lambda machine: run_pipeline(
             machine, Pipeline(parse_gemm("cb1"), Kind.ALL_REDUCE, 1 << 20, OPT1, 16), priority=False

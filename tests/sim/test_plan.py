@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from marks import long
@@ -178,8 +179,10 @@ def test_the_table_has_a_line_for_each_strategy():
 
 
 def test_what_is_not_modelled_is_refused():
-    with pytest.raises(ValueError, match="no other is modelled"):
-        PlanOptions("h200x4", "llama-8b-like")
+    with pytest.raises(ValueError, match="no other is modelled on one node"):
+        sim_plan.main(PlanOptions("h200x4", "llama-8b-like"))
+    with pytest.raises(ValueError, match="with several nodes, or --model dlrm"):
+        sim_plan.main(PlanOptions("h200x4", "llama-8b-like", fsdp=True, report=Path("out")))
     with pytest.raises(ValueError, match="llama-70b-like"):
         PlanOptions("h200x4", "gpt", fsdp=True)
     with pytest.raises(ValueError, match="1 or more"):
@@ -188,7 +191,8 @@ def test_what_is_not_modelled_is_refused():
         Step(SMALL, 5000, 4096)
     with pytest.raises(ValueError, match="dma both"):
         step_times(H200, Step(SMALL, 4096, 4096), "magic")
-    with pytest.raises(ValueError, match="nodes of"):
-        step_times(dataclasses.replace(H200, nodes=2), Step(SMALL, 4096, 4096), "library")
-    with pytest.raises(ValueError, match="nodes of"):
-        step_times(dataclasses.replace(H200, nodes=2), Step(Transformer("x", 3, 64, 64, 1, 1), 64, 64), "dma both")
+    with pytest.raises(ValueError, match="library, own units: nodes of"):
+        step_times(dataclasses.replace(H200, nodes=2), Step(SMALL, 4096, 4096), "library, own units")
+    apart = dataclasses.replace(H200, nodes=2).with_value("links.network_gbps", 0)
+    with pytest.raises(ValueError, match="what joins nodes"):
+        step_times(apart, Step(Transformer("x", 3, 64, 64, 1, 1), 64, 64), "dma both")

@@ -102,6 +102,37 @@ def test_collectives_are_known_by_their_call_or_kernel(
     assert nbytes or one.time_us == pytest.approx(30.0)  # without bytes, a collective keeps its recorded time
 
 
+def call(name: str, ts: float, dims: list[Any], *types: str) -> dict[str, Any]:
+    """Return a call of a process group, and on the same thread the launch of a kernel of correlation ``ts``."""
+    arguments = {"Input Dims": dims, "Input type": list(types)}
+    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": 9.0, "tid": 3, "args": arguments}
+
+
+@pytest.mark.parametrize(
+    ("made", "collective", "nbytes"),
+    [
+        (call("nccl:all_to_all", 5.0, [[8, 1024], []], "float", ""), "all_to_all", 32 << 10),
+        (call("nccl:_reduce_scatter_base", 5.0, [[64], [64]], "c10::BFloat16", "c10::Half"), "reduce_scatter", 256),
+        (call("nccl:_all_gather_base", 5.0, [[16]], "signed char"), "all_gather", 16),
+        (call("nccl:all_reduce", 5.0, []), "all_reduce", 0),  # shapes were not recorded
+        (call("nccl:all_reduce", 5.0, [["x"], 3], "float", "int"), "all_reduce", 0),
+        (call("nccl:all_reduce", 5.0, [[16]], "a type of its own"), "all_reduce", 0),
+        (call("nccl:all_reduce", 20.0, [[16]], "float"), "", 0),  # begins behind the launch
+        (call("nccl:recv", 5.0, [[16]], "float"), "", 0),
+    ],
+)
+def test_collectives_of_old_traces_are_known_by_the_call_that_launched_them(
+    path: Path, made: dict[str, Any], collective: str, nbytes: int
+) -> None:
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 8.0, "dur": 2.0, "tid": 3}
+    launch["args"] = {"correlation": 77}
+    events = [made, launch, nccl("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t", 30.0, 40.0, correlation=77)]
+    trace = read_trace(written(path, events))
+    assert [(node.collective, node.nbytes) for node in trace.nodes] == [(collective, nbytes)]
+    notes = " ".join(replay_table(named("mi300x8"), trace, replay(named("mi300x8"), trace, ("serial",))).notes)
+    assert ("1 collectives keep their recorded time" in notes) is (nbytes == 0)
+
+
 @pytest.mark.parametrize(
     ("events", "problem"),
     [

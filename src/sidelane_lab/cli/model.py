@@ -9,14 +9,17 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, PREDICT, Command, how, output, what, where
-from sidelane.cli.options import VERSIONS, json_option, report_option
+from sidelane.cli.options import VERSIONS, given, json_option, report_option
 from sidelane.cli.output import Written
 from sidelane_lab.harness.options import loaded
 
 DEMO_MACHINE = "mi300x8"
 
+DLRM = "dlrm"
 PLANNED = ("llama-8b-like", "llama-70b-like")
 """Models of `sidelane plan`: ``MODELS`` of ``sidelane_lab.model.layer``, which would take a while to load for help."""
+SHORT = {name.removesuffix("-like"): name for name in PLANNED}
+"""Shorter names of them."""
 
 
 @click.command(
@@ -97,28 +100,65 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     cls=Command,
     heading=PREDICT,
     examples=(
-        ("sidelane plan --model llama-8b-like --machine mi300x8 --fsdp", "a training step on eight MI300X"),
-        ("sidelane plan --model llama-70b-like --machine h200x4 --fsdp --tokens 4096", "one sequence a rank"),
+        ("sidelane plan --model llama-8b --machine mi300x8 --fsdp", "a training step on eight MI300X"),
+        ("sidelane plan --model llama-70b --machine h200x4 --fsdp --tokens 4096", "one sequence a rank"),
+        ("sidelane plan --model llama-8b --nodes 2..128", "FSDP2 and HSDP on nodes of eight H100s"),
+        ("sidelane plan --model dlrm --nodes 128 --report out", "fused embeddings on 128 nodes of one MI210"),
     ),
 )
-@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
-@what("--model", required=True, type=click.Choice(PLANNED), help="Whose layers.")
-@what("--fsdp", is_flag=True, required=True, help="Layers are sharded over all ranks; nothing else is modelled.")
+@where(
+    "--machine",
+    metavar="NAME_OR_FILE",
+    default=None,
+    show_default="with --nodes h100x8x2, of dlrm mi210x1x128",
+    help="One of `sidelane machines`, or a TOML or JSON file.",
+)
+@where(
+    "--nodes",
+    metavar="N",
+    default="",
+    show_default="the machine's",
+    help="So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two.",
+)
+@what("--model", required=True, type=click.Choice((*SHORT, *PLANNED, DLRM)), help="Whose layers.")
+@what("--fsdp", is_flag=True, help="Layers are sharded over all ranks. On one node nothing else is modelled.")
 @what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
 @what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
 @what("--layers", type=int, default=None, show_default="the model's", help="Another number of layers.")
 @json_option
+@report_option
 def plan(
-    machine: str, model: str, fsdp: bool, tokens: int, sequence: int, layers: int | None, json: Path | None
+    machine: str | None,
+    nodes: str,
+    model: str,
+    fsdp: bool,
+    tokens: int,
+    sequence: int,
+    layers: int | None,
+    json: Path | None,
+    report: Path | None,
 ) -> None:
     """Predict the communication of a training step that stays exposed, and say what to change.
 
     Under the library's kernels, with these on compute units of their own, with all-gathers on copy engines, and with
-    reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does.
+    reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does. On
+    several nodes with shards among all ranks, and with all shards on each node (HSDP). Of dlrm: a pass with embeddings
+    fused with their all-to-all, and not, over what the fused operators paper leaves open, next to its 21%.
     """
     with plain_errors():
+        if model == DLRM:
+            for name in ("fsdp", "tokens", "sequence", "layers"):
+                if given(name):
+                    raise ValueError(f"--{name} goes with a Llama, not with --model {DLRM}")
+            study = loaded("traces.dlrm_study")
+            study.main(study.DlrmOptions(machine or study.MACHINE, nodes, report, json))
+            return
         planning = loaded("papers.plan")
-        planning.main(planning.PlanOptions(machine, model, tokens, sequence, layers, fsdp, json))
+        if machine is None and not nodes:
+            raise ValueError("plan: --machine or --nodes is needed (value=neither)")
+        whose = SHORT.get(model, model)
+        asked = (machine or planning.MACHINE, whose, tokens, sequence, layers, fsdp, json, nodes, report)
+        planning.main(planning.PlanOptions(*asked))
 
 
 @click.command(

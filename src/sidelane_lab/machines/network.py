@@ -11,6 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 
 Resource = tuple[object, ...]
@@ -103,3 +104,18 @@ def latency_and_bytes_us(machine: Machine, sent: Mapping[tuple[int, int], float]
             for name, _ in way.passes:
                 loads[name] += nbytes
     return latency_us, max((load / (speeds[name] * 1e3) for name, load in loads.items()), default=0.0)
+
+
+@remembered("links")
+def exchange_pace(machine: Machine) -> tuple[float, float]:
+    """Return the latency of an even all-to-all among all GPUs, and the network's time of a byte of a GPU's buffer.
+
+    Leaf switches are alike, so that what the first one's nodes send is enough. On a torus of which a side is even
+    nodes differ in the way around it that they take, so that all of them count.
+    """
+    ranks, links = machine.world_size, machine.links
+    alike = int(links.leaf_nodes) if links.oversubscription > 1 else 1
+    senders = machine.nodes if links.network is NetworkTopology.TORUS else min(machine.nodes, alike)
+    share = 1 / ranks
+    sent = {(a, b): share for a in range(senders * machine.gpus) for b in range(ranks)}
+    return latency_and_bytes_us(machine, sent)

@@ -390,7 +390,10 @@ class Machine:
             ValueError: there are several nodes.
         """
         if self.nodes > 1:
-            text = "what crosses nodes is modelled for collective, explain, fused operators and given programs"
+            text = (
+                "what crosses nodes is modelled for collective, explain, plan, replay, pairs of c3, fused operators "
+                "and given programs"
+            )
             raise ValueError(f"{what}: nodes of {self.name} (value={self.nodes}, allowed=1; {text})")
 
     def quantities(self) -> dict[str, Quantity]:

@@ -152,15 +152,16 @@ def own_chunk_gang(machine: Machine, kind: Kind, nbytes: int, *, after: str = "g
     """The copy of the caller's own chunk where it has to wait for the end of a GEMM (``interference.local_waits``).
 
     Args:
-        machine: one node of it.
+        machine: described.
         kind: of collective.
         nbytes: as studies count it; input and output are different buffers.
         after: name of the GEMM.
 
     Returns:
-        None where such a copy waits for nothing, and so ends long before its peers' bytes have come.
+        None where such a copy waits for nothing, and so ends long before its peers' bytes have come; and among several
+        nodes, where steps have copies of their own.
     """
-    if not machine.interference.local_waits or kind in REDUCING:
+    if not machine.interference.local_waits or kind in REDUCING or machine.nodes > 1:
         return None
     gbps = float(machine.dma.local_gbps)
     return Gang("own chunk", nbytes / machine.gpus / gbps / 1e3, 2 * gbps, after=(after,))

@@ -144,13 +144,13 @@ def elementwise_bytes(machine: Machine, step: Step, way: Pass) -> float:
     model = step.model
     rotated, gated = 10 * model.kv_heads / model.heads, model.feed / model.hidden
     passes = 35 + rotated + 9 * gated if way.backward else 20 + rotated + 5 * gated
-    shard = model.parameters / machine.gpus
+    shard = model.parameters / machine.world_size
     return passes * step.tokens * model.hidden * ELEMENT + 6 * shard * (way.gathered + way.backward)
 
 
 def copied_bytes(machine: Machine, step: Step, way: Pass) -> float:
     """Return the bytes of copies into and out of gathered buffers, and of gradients that are packed, in a layer."""
-    buffers = 1 + 1 / machine.gpus if way.gathered and not way.straight else 0.0
+    buffers = 1 + 1 / machine.world_size if way.gathered and not way.straight else 0.0
     return 4 * step.model.parameters * (buffers + way.backward)
 
 

@@ -15,14 +15,13 @@ workgroups; what differs is what the docstrings here say.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from sidelane.c3.workload import Gemm
 from sidelane.program.collective import Kind
-from sidelane_lab.machines.network import floor_us
+from sidelane_lab.machines.network import exchange_pace
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.fused import FusedKernel, FusedRun, KernelWork, run_fused
@@ -477,17 +476,26 @@ def predict_unfused(machine: Machine, operator: OperatorModel) -> UnfusedTimes:
         raise ValueError(f"fused: {machine.name} (value={machine.nodes} nodes of {machine.gpus}, allowed={text})")
     if machine.nodes > 1 and not machine.links.network_gbps:
         raise ValueError(f"fused: links.network_gbps of {machine.name} (value=0, allowed=what joins nodes)")
-    held_gb, memory_gb = operator.held_bytes(machine.world_size) / 1e9, float(machine.gpu.memory_gb)
-    if held_gb > memory_gb:
-        text = f"value={held_gb:.4g} GB on a rank, allowed={memory_gb:g}, which is gpu.memory_gb"
-        raise ValueError(f"{operator.name}: {operator} ({text})")
+    require_room(machine, operator)
     counts = counts_of(operator)
     if counts and len(counts) != machine.world_size:
         raise ValueError(
             f"{operator.name}: counts (value={len(counts)} rows, allowed={machine.world_size}, one a rank)"
         )
-    collective_us = _collective_us(machine, operator.kind, _wire_equivalent(machine, operator))
-    return UnfusedTimes(operator.compute_us(machine), collective_us)
+    exchanged_us = collective_us(machine, operator.kind, _wire_equivalent(machine, operator))
+    return UnfusedTimes(operator.compute_us(machine), exchanged_us)
+
+
+def require_room(machine: Machine, operator: OperatorModel) -> None:
+    """Refuse tensors that no memory of the machine holds.
+
+    Raises:
+        ValueError: they are larger.
+    """
+    held_gb, memory_gb = operator.held_bytes(machine.world_size) / 1e9, float(machine.gpu.memory_gb)
+    if held_gb > memory_gb:
+        text = f"value={held_gb:.4g} GB on a rank, allowed={memory_gb:g}, which is gpu.memory_gb"
+        raise ValueError(f"{operator.name}: {operator} ({text})")
 
 
 def predict_fused(
@@ -578,15 +586,15 @@ def _waves_us(workgroups: int, held: int, round_us: RoundTime) -> float:
     return whole * round_us(held) + (round_us(rest) if rest else 0.0)
 
 
-def _collective_us(machine: Machine, kind: Kind, nbytes: float) -> float:
+def collective_us(machine: Machine, kind: Kind, nbytes: float) -> float:
     """Return the library's time; between nodes of one GPU its time without bytes, and bytes over the network."""
     if machine.world_size == 1:  # nothing, or a copy of what is there
         moved = 0.0 if kind is Kind.ALL_REDUCE else 2 * nbytes
         return moved / (stream_gbps(machine, resident(machine)) * 1e3)
     if machine.nodes == 1:
         return library_us(machine, kind, round(nbytes))
-    library, ranks = machine.library, machine.world_size
+    library = machine.library
     rounds = 2 if kind is Kind.ALL_REDUCE else 1
     fixed = float(library.all_reduce_us if kind is Kind.ALL_REDUCE else library.all_to_all_us)
-    pairs = dict.fromkeys(itertools.permutations(range(ranks), 2), nbytes / ranks)
-    return fixed + rounds * floor_us(machine, pairs)
+    latency_us, us_per_byte = exchange_pace(machine)
+    return fixed + rounds * (latency_us + us_per_byte * nbytes)

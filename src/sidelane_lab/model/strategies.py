@@ -11,8 +11,9 @@ from sidelane.c3.workload import C3Class, Workload, classify
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
+from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
 from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound
-from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_chunk_gang, own_gang
+from sidelane_lab.model.kernels import own_chunk_gang, own_gang
 from sidelane_lab.sim import Interval
 
 MOST_LOST, MOST_WON = -100.0, 105.0
@@ -111,8 +112,10 @@ def predict(
     placed = {option: pair_kernels(machine, workload, chosen, option, write_back=write_back) for option in options}
     best = min(options, key=lambda option: run_device(machine, placed[option][0]).time_us) if swept else 0
     run, *others = (run_device(machine, kernels, record=record) for kernels in placed[best])
-    alone = library_gang(machine, workload.collective, workload.nbytes).alone_us
-    fastest = min(alone, dma_us(machine, workload.collective, workload.nbytes))
+    alone, engines = (
+        gangs_us(machine, made(machine, workload.collective, workload.nbytes)) for made in (library_gangs, engine_gangs)
+    )
+    fastest = min(alone, engines)
     alone_gemm = gemm_us(machine, workload.gemm)
     other_us = others[0].time_us if others else None
     return Prediction(workload, chosen.name, best, alone_gemm, alone, fastest, run.time_us, run.timeline, other_us)
@@ -133,6 +136,8 @@ def objection(strategy: Strategy, machine: Machine | None = None) -> str:
     """Return why the model does not speak to a strategy on a machine, or on some; empty where it does."""
     if strategy.partition is not None and strategy.partition.means not in (Means.SPLIT, Means.TARGET):
         return "not predicted: descriptions of machines have no GEMMs of ours"
+    if machine is not None and machine.nodes > 1 and (reason := _objection_among_nodes(strategy)):
+        return f"not predicted among nodes: {reason}"
     match strategy.mover:
         case Mover.SM if machine is None or machine.kernels is None:
             return "not predicted: the description has no times of Sidelane's own kernels"
@@ -142,6 +147,17 @@ def objection(strategy: Strategy, machine: Machine | None = None) -> str:
             return "not predicted: an all-to-all in place stages what it sends, which the model of pairs does not have"
         case Mover.LIBRARY_DMA:
             return "not predicted: descriptions of machines have no times of the library's copy engines"
+    return ""
+
+
+def _objection_among_nodes(strategy: Strategy) -> str:
+    if strategy.partition is not None:
+        return "nothing says how many units the library's kernels need there"
+    match strategy.mover:
+        case Mover.SM:
+            return "steps by Sidelane's own kernels are not modelled"
+        case Mover.DMA_LEFT:
+            return "a process group copies own parts"
     return ""
 
 
@@ -242,9 +258,15 @@ def pair_kernels(
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)
-    made = own_gang if strategy.mover is Mover.SM else library_gang
-    whole = (made(machine, kind, nbytes),) if on_units else dma_gangs(machine, kind, nbytes, write_back=write_back)
-    gangs = (made(machine, kind, nbytes, units=taken, reserved=True),) if on_units and own_units else whole
+    by_own = strategy.mover is Mover.SM
+
+    def on(units: int | None) -> tuple[Gang, ...]:
+        if by_own:
+            return (own_gang(machine, kind, nbytes, units=units, reserved=units is not None),)
+        return library_gangs(machine, kind, nbytes, units=units, reserved=units is not None)
+
+    whole = on(None) if on_units else engine_gangs(machine, kind, nbytes, write_back=write_back)
+    gangs = on(taken) if on_units and own_units else whole
     # All-gathers are in place in all studies, all-to-alls are not.
     copies = (
         not on_units and strategy.mover.as_asked and (kind is Kind.ALL_TO_ALL if alone is None else alone.out_of_place)
@@ -253,7 +275,7 @@ def pair_kernels(
     if alone is not None:
         gemm = _stretched(gemm, alone.gemm_us / gemm_us(machine, workload.gemm))
         if on_units and not own_units:
-            units = whole[0].units if made is own_gang else alone.library_units
+            units = whole[0].units if by_own else alone.library_units
             gangs = (dataclasses.replace(whole[0], units=units, need=min(whole[0].need, units)),)
         longer = alone.comm_us / run_device(machine, whole).time_us
         gangs = tuple(

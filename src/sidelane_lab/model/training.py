@@ -3,6 +3,9 @@
     forward    all-gather of layer i+1 beside layer i
     backward   all-gather of layer i-1 and reduce-scatter of layer i+1 beside layer i
 
+Among several nodes layers are sharded over all ranks, or each node has all shards (HSDP): then both stay in the node,
+and what was scattered is added up with the other nodes' behind it.
+
 A layer is GEMMs with element-wise kernels in front of each, and attention (``model/layer.py``). Beside a GEMM a kernel
 of a collective runs on units that it takes away, or waits for the GEMM's end; what is hidden then is what ran beside
 attention and element-wise kernels. Where nothing but chance decides which, as far as is known (``orders``), a step has
@@ -27,7 +30,7 @@ from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, Tiled, run_device
-from sidelane_lab.model.kernels import dma_gangs, library_gang
+from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs, rails_gang
 from sidelane_lab.model.layer import ELEMENT, Pass, Step, layer_kernels
 from sidelane_lab.model.strategies import partitions
 
@@ -102,46 +105,64 @@ def compute_us(machine: Machine, step: Step, *, straight: bool = False) -> float
 
 
 def step_times(
-    machine: Machine, step: Step, strategy: str, alone_us: float | None = None, units: int | None = None
+    machine: Machine,
+    step: Step,
+    strategy: str,
+    alone_us: float | None = None,
+    units: int | None = None,
+    *,
+    hybrid: bool = False,
 ) -> StepTimes:
     """Predict a step.
 
     Args:
-        machine: one node of it.
+        machine: one node, or several.
         step: the model and its tokens.
         strategy: one of ``STRATEGIES``: the library's kernels, or these on units of their own; all-gathers on copy
             engines, or reduce-scatters, too; out of buffers, or straight into the parameters.
         alone_us: of the step without communication, if it is known.
         units: of their own; None: the best power of two.
+        hybrid: each node has all shards, so that layers are gathered and scattered within it, and replicated among
+            nodes (HSDP); False: shards are spread over all ranks.
 
     Raises:
-        ValueError: another strategy, or several nodes.
+        ValueError: another strategy, or units of their own on several nodes.
     """
     if strategy not in WAYS:
         raise ValueError(f"step_times: strategy (value={strategy!r}, allowed={', '.join(STRATEGIES)})")
     way = WAYS[strategy]
-    machine.refuse_nodes("step_times")
+    if way.apart:
+        machine.refuse_nodes(f"step_times: {strategy}")
     machine = machine.with_value("interference.copies", max(BESIDE_COPIES, float(machine.interference.copies)))
     machine = ordinary(machine)
+    among = machine if hybrid and machine.nodes > 1 else None
+    if among is not None:
+        machine = dataclasses.replace(machine, nodes=1)
     if alone_us is None:
         alone_us = compute_us(machine, step)
     options = [0] if not way.apart else partitions(machine) if units is None else [units]
-    found = [_with_units(machine, step, way, alone_us, option) for option in options]
+    found = [_with_units(machine, step, way, alone_us, option, among) for option in options]
     return min(found, key=lambda times: times.time_us)
 
 
-def _with_units(machine: Machine, step: Step, way: StepWay, alone_us: float, units: int) -> StepTimes:
+def _with_units(
+    machine: Machine, step: Step, way: StepWay, alone_us: float, units: int, among: Machine | None
+) -> StepTimes:
+    """Return a step's times; ``among``: nodes that have all shards each."""
     nbytes = step.model.parameters * ELEMENT
     on_engines = {Kind.ALL_GATHER: way.gathers, Kind.REDUCE_SCATTER: way.scatters}
 
     def library(kind: Kind) -> tuple[Gang, ...]:
         own = units or None
-        return (library_gang(machine, kind, nbytes, units=own, reserved=way.apart, priority=1),)
+        return library_gangs(machine, kind, nbytes, units=own, reserved=way.apart, priority=1)
 
-    gangs = {kind: dma_gangs(machine, kind, nbytes) if on else library(kind) for kind, on in on_engines.items()}
-    alone = {kind: run_device(machine, parts).time_us for kind, parts in gangs.items()}
+    gangs = {kind: engine_gangs(machine, kind, nbytes) if on else library(kind) for kind, on in on_engines.items()}
+    if among is not None:
+        added = rails_gang(among, Kind.ALL_REDUCE, nbytes // among.gpus)
+        gangs[Kind.ALL_REDUCE] = (dataclasses.replace(added, priority=1),)
+    alone = {kind: gangs_us(machine, parts) for kind, parts in gangs.items()}
     layers = step.model.layers
-    communication = (2 * layers - 1) * alone[Kind.ALL_GATHER] + layers * alone[Kind.REDUCE_SCATTER]
+    communication = sum(alone.values()) * layers + (layers - 1) * alone[Kind.ALL_GATHER]
     limit = int(machine.gpu.units) - units if units else None
     machines = orders(sustained(machine, COMMUNICATING))
     if way.apart or (way.gathers and way.scatters):
@@ -224,6 +245,9 @@ def step_kernels(
         if phase == "B" and gangs is not None:
             behind = (f"B{i}", *((f"RS {i + 1}",) if i < last else ()))
             found += _named(by_kind[Kind.REDUCE_SCATTER], f"RS {i}", behind)
+            if Kind.ALL_REDUCE in by_kind:
+                behind = (f"RS {i}", *((f"AR {i + 1}",) if i < last else ()))
+                found += _named(by_kind[Kind.ALL_REDUCE], f"AR {i}", behind)
     return found
 
 

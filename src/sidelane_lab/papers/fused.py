@@ -155,7 +155,7 @@ GIVEN = {
 }
 """Claims that the model repeats."""
 
-SIMULATED = "128 nodes in a simulator: batches, tables and the torus's sides are not stated"
+SIMULATED = "128 nodes in a simulator: batches and tables are not stated; traces/dlrm_study.py predicts a range"
 NOT_MODELLED = {
     **dict.fromkeys(("FU-SIM-01", "FU-SIM-02", "FU-SIM-03"), SIMULATED),
     "FU-SIM-04": "how the paper measured",

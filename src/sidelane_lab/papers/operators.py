@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from sidelane_lab.model.operators import (
     predict_unfused,
 )
 from sidelane_lab.model.split import chain_us, split_us
+from sidelane_lab.model.symmetry import predict_symmetric
 from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, draw_all, draw_dots
 from sidelane_lab.papers.fused import MACHINE, PAPER, SECTIONS
 from sidelane_lab.papers.numbers import write_report
@@ -56,6 +57,10 @@ PIECES = (1, 2, 4)
 BYTES = 2
 """Bytes of an element: the study that measures takes bfloat16."""
 OCCUPANCIES = (0.25, 0.5, 0.75, 0.875, 1.0)
+SYMMETRIC = (Embedding.name, TiledGemm.name)
+"""Operators among more nodes, or nodes of more GPUs, than can be simulated rank by rank."""
+MOST_ALONE = 8
+"""Number of nodes of one GPU up to which every rank is simulated."""
 NUMBERS = ("fused", "links", "gpu")
 """Sections of a description that kernels reading memory depend on most."""
 
@@ -99,6 +104,21 @@ class FusedPredictionOptions:
                 raise ValueError(f"fused: --shape (value={text}, allowed={', '.join(meaning)}: each 1 or more)")
         if not 0 <= self.late_us < math.inf:
             raise ValueError(f"fused: --late (value={self.late_us}, allowed=microseconds, 0 or more)")
+
+    def require(self, machine: Machine) -> None:
+        """Refuse what is not modelled on a machine.
+
+        Raises:
+            ValueError: it is among many nodes.
+        """
+        if not among_many(machine):
+            return
+        where = f"on {machine.name}, where one rank stands for all"
+        others = [op for op in self.ops if op not in SYMMETRIC]
+        if others:
+            raise ValueError(f"fused: --ops (value={', '.join(others)}, allowed={', '.join(SYMMETRIC)} {where})")
+        if self.late_us or self.occupancy is not None:
+            raise ValueError(f"fused: --late, --occupancy (allowed=neither {where})")
 
     def starts_us(self, machine: Machine) -> tuple[float, ...]:
         """Return when each rank begins; nothing where all do at once."""
@@ -172,30 +192,46 @@ def main(options: FusedPredictionOptions) -> None:
         ValueError: no such machine, or one without figures of fused operators.
     """
     machine = find(options.machine)
+    options.require(machine)
     console, progress = tables_console(options.json), progress_console()
     found = []
+    ops = options.ops or (SYMMETRIC if among_many(machine) else FUSED_OPS)
     with progress.status("simulating, over the plausible values of the machine's numbers") as status:
-        for op in options.ops or FUSED_OPS:
+        for op in ops:
             for shape in options.shapes or ON_GPUS[op]:
                 status.update(f"{op} {','.join(map(str, shape))}")
-                found += [predicted(machine, *made, options) for made in operators_of(op, shape, machine.world_size)]
+                made = operators_of(op, shape, machine.world_size, even=among_many(machine))
+                found += [predicted(machine, *one, options) for one in made]
     firsts = list({one.operator.name: one for one in reversed(found) if one.times}.values())[::-1]
     tables = fused_tables(machine, found)
-    if firsts:
-        tables.append(skew_table(machine, firsts))
-    if reading := [one for one in firsts if one.reads_memory]:
+    by_rank = [] if among_many(machine) else firsts
+    if by_rank:
+        tables.append(skew_table(machine, by_rank))
+    if reading := [one for one in by_rank if one.reads_memory]:
         tables.append(occupancy_table(machine, reading, options.starts_us(machine)))
     for table in tables:
         console.print(table.to_rich())
     rows = [row for one in found for row in one.to_dicts()]
     files = write_report(options.json, options.report, "fused_predicted", machine, rows)
     if options.report is not None:
-        _report(machine, found, firsts, options, options.report)
+        _report(machine, found, by_rank, options, options.report)
     say_written(files)
 
 
-def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[OperatorModel, str]]:
-    """Return an operator among so many ranks in every way in which it is measured unfused, and what that is made of."""
+def among_many(machine: Machine) -> bool:
+    """Return whether one rank stands for all: nodes of several GPUs, or more nodes than are simulated one by one."""
+    return machine.nodes > 1 and (machine.gpus > 1 or machine.nodes > MOST_ALONE)
+
+
+def operators_of(op: str, shape: tuple[int, ...], ranks: int, *, even: bool = False) -> list[tuple[OperatorModel, str]]:
+    """Return an operator among so many ranks in every way in which it is measured unfused, and what that is made of.
+
+    Args:
+        op: name of the operator.
+        shape: its sizes, as the study that measures has them.
+        ranks: number of ranks.
+        even: as many rows go to each rank; False: half of an exchange's go to one.
+    """
     if op == Embedding.name:
         batch, tables, pooling = shape
         ways = ((False, "a kernel a table"), (True, "one kernel"))
@@ -205,10 +241,10 @@ def operators_of(op: str, shape: tuple[int, ...], ranks: int) -> list[tuple[Oper
     if op == AllReduceNorm.name:
         return [(AllReduceNorm(shape[0], shape[1]), "addition, norm")]
     rows, depth, columns = shape
-    counts = half_for_one(rows, ranks)
+    counts = () if even else half_for_one(rows, ranks)
     gemms = (
         TiledGemm(rows, depth, columns, counts=counts),
-        DispatchGemm(rows, depth, columns, counts),
+        *(() if even else (DispatchGemm(rows, depth, columns, counts),)),
         GatherGemm(rows, depth, columns),
         GemmReduce(rows, depth, columns),
         GemmReduce(rows, depth, columns, gathers=True),
@@ -221,13 +257,19 @@ def predicted(
 ) -> PredictedOperator:
     """Predict an operator in both orders, and its gain over the plausible values."""
     starts = options.starts_us(machine)
-    found = PredictedOperator(operator, made_of, predict_unfused(machine, operator))
-    if operator.has_kernel:
+    predict: Callable[[Machine], FusedTimes]
+    if among_many(machine):
+        predict = functools.partial(predict_symmetric, operator=operator)
+        times = {REMOTE_FIRST: predict(machine)}
+        found = PredictedOperator(operator, made_of, times[REMOTE_FIRST], times)
+    else:
         predict = functools.partial(predict_fused, operator=operator, occupancy=options.occupancy, starts_us=starts)
-        times = {order: predict(machine, order=order) for order in ORDERS}
+        times = {order: predict(machine, order=order) for order in ORDERS} if operator.has_kernel else {}
+        found = PredictedOperator(operator, made_of, predict_unfused(machine, operator), times)
+    if times:
         varied = [predict(one.machine).lower_percent for one in variations(machine, SECTIONS)]
         low, high = ends(times[REMOTE_FIRST].lower_percent, varied)
-        found = dataclasses.replace(found, times=times, low_percent=low, high_percent=high)
+        found = dataclasses.replace(found, low_percent=low, high_percent=high)
     if machine.nodes > 1 or starts or options.occupancy is not None:
         return found  # those are about the fused kernel
     parts = {pieces: us for pieces in PIECES for us in [split_us(machine, operator, pieces)] if us is not None}
@@ -242,7 +284,8 @@ def fused_tables(machine: Machine, found: Sequence[PredictedOperator]) -> list[T
         for one in alike:
             fused: tuple[str, ...] = ("",) * 4
             if one.times:
-                times = [number(one.times[order].fused.time_us) for order in (REMOTE_FIRST, OBLIVIOUS)]
+                known = [one.times.get(order) for order in (REMOTE_FIRST, OBLIVIOUS)]
+                times = ["" if made is None else number(made.fused.time_us) for made in known]
                 fused = (*times, f"{one.lower_percent:.0f}", f"{one.low_percent:.0f} .. {one.high_percent:.0f}")
             cells = (
                 str(one.operator),
@@ -254,14 +297,18 @@ def fused_tables(machine: Machine, found: Sequence[PredictedOperator]) -> list[T
                 *fused,
             )
             lines.append(Line(cells))
-        notes = (
+        notes: tuple[str, ...] = (
             "engines: unfused, the collective on copy engines; parts: carried by them, the best of 1, 2 and 4 a peer",
             "lower: the fused time next to both unfused ones together, percent",
             "how far predictions are off where one GPU was measured: --results, and docs/lab/model.md",
         )
         times_of = ("compute", "collective", "engines", "parts", "fused", "oblivious")
         columns = ("<shape", "<unfused", *(f"{word}\nus" for word in times_of), "lower\n%", "plausible")
-        nodes = f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 else ""
+        if among_many(machine):
+            notes = (*notes, "one rank stands for all, which send to all peers in turn (model/symmetry.py)")
+        nodes = (
+            f", {machine.nodes} nodes of {machine.gpus}" if machine.nodes > 1 and "nodes" not in machine.title else ""
+        )
         tables.append(Table(f"{op} on {machine.title}{nodes}: predicted", columns, tuple(lines), notes, keys=2))
     return tables
 

@@ -253,9 +253,10 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
         json: file for the numbers of this machine, or ``written.STDOUT``.
 
     Raises:
-        ValueError: no such machine.
+        ValueError: no such machine, or one of several nodes.
     """
     machine = find(machine_name)
+    machine.refuse_nodes("pipeline")
     console = tables_console(json)
     rows = {name: rows_of(machine, name) for name in TILES}
     for name in TILES:

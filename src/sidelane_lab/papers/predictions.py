@@ -55,13 +55,14 @@ def c3_main(options: PredictionOptions, workloads: Sequence[Workload] = ()) -> N
     """Predict C3 strategies: of the given pairs, or the whole study of the ConCCL paper.
 
     Raises:
-        ValueError: no such machine, or version.
+        ValueError: no such machine, or version; or the whole study on several nodes.
     """
     machine = find(options.machine)
     console, progress = tables_console(options.json), progress_console()
     if workloads:
         numbers, tables = _pairs(machine, workloads, options.strategies)
     else:
+        machine.refuse_nodes("c3 without pairs, which is the ConCCL paper's study")
         with progress.status("simulating") as status:
             study = c3_study(machine, version=options.version, progress=status.update)
         by_kind = [[row for row in study.rows if row.workload.collective is kind] for kind in COLLECTIVES]

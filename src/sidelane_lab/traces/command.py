@@ -16,7 +16,7 @@ from sidelane_lab.papers.numbers import write_numbers
 from sidelane_lab.traces.chakra import read_chakra, write_chakra
 from sidelane_lab.traces.graph import TraceGraph
 from sidelane_lab.traces.kineto import read_kineto
-from sidelane_lab.traces.replay import CLASSES, Replay, replay
+from sidelane_lab.traces.replay import CLASSES, Replay, kept_collectives, replay
 
 STRATEGIES = ("serial", "c3_base", "conccl")
 """Strategies without ``--strategy``: one after the other, beside each other with kernels, and with copy engines."""
@@ -90,8 +90,10 @@ def replay_table(machine: Machine, trace: TraceGraph, found: Sequence[Replay]) -
         "exposed: more than the trace takes if collectives take no time",
         "last three columns: the critical path, by what runs on it",
     )
-    if other := sorted({node.ranks for node in trace.nodes} - {0, machine.gpus}):
-        notes = (*notes, f"recorded among {', '.join(map(str, other))} ranks, replayed among {machine.gpus}")
+    if other := sorted({node.ranks for node in trace.nodes} - {0, machine.world_size}):
+        notes = (*notes, f"recorded among {', '.join(map(str, other))} ranks, replayed among {machine.world_size}")
+    if kept := kept_collectives(trace):
+        notes = (*notes, f"{kept} collectives keep their recorded time: their bytes or their kind are not in the trace")
     columns = ("<strategy", "step", "compute", "collectives\nalone", "exposed", *(f"path:\n{one}" for one in CLASSES))
     return Table(title, columns, tuple(lines), notes)
 

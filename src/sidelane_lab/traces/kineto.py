@@ -6,6 +6,9 @@ keeps its order. Time in which a kernel could have begun by that and did not is 
 
     compute  |  gemm 1  |      |  gemm 2  |             gemm 2 waits for gemm 1; gather waits for gemm 1
     NCCL                | gather  |                     the pause before gemm 2 is the CPU's
+
+Kernels of collectives have their names and sizes since PyTorch 2.2. Of older traces they are those of the call of the
+process group in which the CPU launched the kernel, if shapes were recorded.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import bisect
 import dataclasses
 import gzip
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -33,12 +37,15 @@ COLLECTIVES = {
 }
 """Names of collectives by what the names of PyTorch's calls and NCCL's kernels have in them, the longer one first."""
 ELEMENT_BYTES = {
-    **dict.fromkeys(("Double", "Long"), 8),
-    **dict.fromkeys(("Float", "Int"), 4),
-    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+    **dict.fromkeys(("Double", "Long", "double", "long", "long int"), 8),
+    **dict.fromkeys(("Float", "Int", "float", "int"), 4),
+    **dict.fromkeys(("Half", "BFloat16", "Short", "c10::Half", "c10::BFloat16", "short"), 2),
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
+    **dict.fromkeys(("signed char", "unsigned char", "bool"), 1),
 }
-"""Bytes of an element, by the profiler's name of its type."""
+"""Bytes of an element, by the profiler's name of its type: of kernels, and of inputs of calls."""
+CALL = "nccl:"
+"""Begin of the names of a process group's calls."""
 PAUSE_US = 0.01
 """Microseconds above which a pause is the CPU's; shorter ones are rounding."""
 
@@ -65,10 +72,56 @@ def read_kineto(path: Path) -> TraceGraph:
     ]
     if not ran:
         raise ValueError(f"read_kineto: {path} needs events of a GPU (value=none, allowed={', '.join(CATEGORIES)})")
+    calls = _Calls(events)
     devices = {str(_arguments(event).get("device", 0)) for _, event in ran}
     if len(devices) > 1:
         raise ValueError(f"read_kineto: {path} must have one rank's GPU (value={', '.join(sorted(devices))})")
-    return TraceGraph(str(path), tuple(_ordered([_node(path, place, event) for place, event in ran], len(events))))
+    return TraceGraph(
+        str(path), tuple(_ordered([_node(path, place, event, calls) for place, event in ran], len(events)))
+    )
+
+
+class _Calls:
+    """Calls of a process group by what they launched: their names and the bytes of their inputs."""
+
+    def __init__(self, events: Sequence[Any]) -> None:
+        self.launches: dict[object, tuple[object, float]] = {}
+        self.by_thread: dict[object, list[tuple[float, float, str, int]]] = {}
+        for event in events:
+            if not isinstance(event, dict) or event.get("ph") != "X" or not _positive(event.get("ts")):
+                continue
+            name, thread, start = str(event.get("name", "")), event.get("tid"), float(event["ts"])
+            correlation = _arguments(event).get("correlation")
+            if correlation is not None and event.get("cat") not in CATEGORIES:
+                self.launches[correlation] = thread, start
+            if name.startswith(CALL) and _positive(event.get("dur")):
+                call = (start, start + float(event["dur"]), name.removeprefix(CALL), _recorded_bytes(event))
+                self.by_thread.setdefault(thread, []).append(call)
+        for calls in self.by_thread.values():
+            calls.sort()
+
+    def launched(self, kernel: Mapping[str, Any]) -> tuple[str, int]:
+        """Return the name of the call that launched a kernel, and the bytes of its inputs; nothing where none did."""
+        thread, start = self.launches.get(_arguments(kernel).get("correlation"), (None, 0.0))
+        calls = self.by_thread.get(thread, [])
+        place = bisect.bisect_right(calls, start, key=lambda call: call[0]) - 1
+        if place < 0 or calls[place][1] < start:
+            return "", 0
+        return calls[place][2:]
+
+
+def _recorded_bytes(event: Mapping[str, Any]) -> int:
+    """Return the bytes of the tensors that a call got; 0 where shapes were not recorded, or a type is not known."""
+    dims, types = (_arguments(event).get(name) for name in ("Input Dims", "Input type"))
+    if not isinstance(dims, list) or not isinstance(types, list) or len(dims) != len(types):
+        return 0
+    found = 0
+    for shape, kind in zip(dims, types, strict=True):
+        if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+            return 0
+        if shape:
+            found += math.prod(shape) * ELEMENT_BYTES.get(str(kind), 0)
+    return found
 
 
 def _ordered(nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
@@ -103,7 +156,7 @@ def _ordered(nodes: list[TraceNode], first_free: int) -> list[TraceNode]:
     return found
 
 
-def _node(path: Path, place: int, event: Mapping[str, Any]) -> TraceNode:
+def _node(path: Path, place: int, event: Mapping[str, Any], calls: _Calls) -> TraceNode:
     name = str(event.get("name", ""))
     start, duration = event.get("ts"), event.get("dur", 0)
     if not _positive(start) or not _positive(duration):
@@ -117,6 +170,10 @@ def _node(path: Path, place: int, event: Mapping[str, Any]) -> TraceNode:
         kind = NodeKind.COLLECTIVE
         collective = _collective(str(arguments.get("Collective name", "")) or name)
         nbytes = _input_bytes(arguments)
+        if not nbytes:
+            call, recorded = calls.launched(event)
+            if called := _collective(call):
+                collective, nbytes = called, recorded
         ranks = int(arguments["Group size"]) if _positive(arguments.get("Group size")) else 0
     elif kind is NodeKind.MEMORY and _positive(arguments.get("bytes")):
         nbytes = int(arguments["bytes"])

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Means, Mover, Order, Strategy
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import DeviceRun, Gang, Tiled, run_device
-from sidelane_lab.model.kernels import dma_gangs, library_gang, own_gang
+from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
+from sidelane_lab.model.kernels import own_gang
 from sidelane_lab.model.strategies import objection, partitions, predictable
 from sidelane_lab.traces.graph import NodeKind, TraceGraph, TraceNode
 
@@ -71,15 +72,14 @@ def replay(machine: Machine, trace: TraceGraph, strategies: Sequence[Strategy | 
     """Run a trace under each strategy.
 
     Args:
-        machine: one node, all of whose GPUs take part in every collective.
+        machine: described; all of its GPUs take part in every collective.
         trace: what one rank ran.
         strategies: values, or their names.
 
     Raises:
-        ValueError: several nodes, a strategy that :func:`refusal` speaks against, or a node that is not modelled; the
+        ValueError: a strategy that :func:`refusal` speaks against, or a node that is not modelled; the
             message names the node. Nothing has run by then.
     """
-    machine.refuse_nodes("replay")
     chosen = [named(one) if isinstance(one, str) else one for one in strategies]
     for strategy in chosen:
         if reason := refusal(strategy, machine):
@@ -119,6 +119,12 @@ def _require_modelled(trace: TraceGraph, node: TraceNode) -> None:
     else:
         needs = f"a duration, or bytes (value={node.collective or 'no comm_type'}, allowed without: {', '.join(MOVED)})"
     raise ValueError(f"replay: {trace.source}: {node} is a {node.kind} that needs {needs}")
+
+
+def kept_collectives(trace: TraceGraph) -> int:
+    """Return the number of collectives that keep their recorded time, since their bytes or their kind are unknown."""
+    gpu = (node for node in trace.nodes if node.kind is NodeKind.COLLECTIVE and not node.on_host)
+    return sum(1 for node in gpu if node.duration_us and _kind_of(node) is None)
 
 
 def _kind_of(node: TraceNode) -> Kind | None:
@@ -219,10 +225,10 @@ class _Kernels:
             gang = Gang(str(node.ident), node.duration_us, 0.0, units, units, priority=self.strategy.priority)
             return (gang,)
         # A gather has as many bytes on a machine of another size: shards are what changes.
-        nbytes = node.nbytes * ((node.ranks or self.machine.gpus) if kind is Kind.ALL_GATHER else 1)
+        nbytes = node.nbytes * ((node.ranks or self.machine.world_size) if kind is Kind.ALL_GATHER else 1)
         if (kind, nbytes) not in self.made:
             gangs = self._gangs(kind, nbytes)
-            self.made[kind, nbytes] = gangs, run_device(self.machine, gangs).time_us
+            self.made[kind, nbytes] = gangs, gangs_us(self.machine, gangs)
         gangs, alone_us = self.made[kind, nbytes]
         self.communication_us += alone_us
         return gangs
@@ -230,10 +236,11 @@ class _Kernels:
     def _gangs(self, kind: Kind, nbytes: int) -> tuple[Gang, ...]:
         assert self.strategy is not None
         if not self.strategy.mover.takes_units:
-            return dma_gangs(self.machine, kind, nbytes)
-        make: Callable[..., Gang] = own_gang if self.strategy.mover is Mover.SM else library_gang
+            return engine_gangs(self.machine, kind, nbytes)
         own, priority = self.units or None, self.strategy.priority
-        return (make(self.machine, kind, nbytes, units=own, reserved=bool(own), priority=priority),)
+        if self.strategy.mover is Mover.SM:
+            return (own_gang(self.machine, kind, nbytes, units=own, reserved=bool(own), priority=priority),)
+        return library_gangs(self.machine, kind, nbytes, units=own, reserved=bool(own), priority=priority)
 
     def critical(self, run: DeviceRun) -> tuple[dict[str, float], tuple[TraceNode, ...]]:
         """Return the critical path: from the kernel that ends last to the one it waited for longest, and so on."""

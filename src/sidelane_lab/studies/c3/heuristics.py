@@ -215,6 +215,7 @@ def _measured(options: HeuristicsOptions) -> Results | None:
 
 
 def _predicted(options: HeuristicsOptions, machine: Machine) -> Results:
+    machine.refuse_nodes("c3 --study heuristics")
     if options.workloads == C3Options.workloads:
         workloads = [table_ii_workload(name, kind) for name in TABLE_II for kind in KINDS]
     else:

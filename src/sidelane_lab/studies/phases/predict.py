@@ -52,7 +52,7 @@ def predicted_row(machine: Machine, operation: Operation, ranks: int, note: str 
     Raises:
         ValueError: the machine has fewer GPUs than there are ranks or several nodes, or the variant does not exist.
     """
-    machine.refuse_nodes("phases")
+    machine.refuse_nodes("phases, which are of copy engines in one node")
     phases = predict(operation.program(ranks, stamped=True), machine)
     return phase_row(operation, MODEL, PREDICTED, phases, note=note)
 

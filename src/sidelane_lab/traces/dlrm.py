@@ -1,0 +1,239 @@
+"""A training pass of DLRM among nodes of one GPU, embedding tables spread over them and MLPs on each (DLRM, ASTRA-Sim).
+
+    computes  [embedding][bottom MLP]....[top MLP][top, backward][bottom, backward]....[update]
+    network              [all-to-all]             [all-reduces][all-to-all][all-reduces]
+
+Fused (fused operators paper, IV-D), the embedding and its all-to-all begin together, and so do the all-to-all of the
+gradients and the update, which is the same pipeline backward:
+
+    computes  [embedding  ][bottom MLP]..[top MLP][top, backward][bottom, backward]..[update]
+    network   [all-to-all    ]                    [all-reduces][all-to-all    ][all-reduces]
+
+A GPU computes one thing after another, and the network carries one collective after another, of those that are ready
+an all-to-all first. As in ASTRA-Sim, neither slows the other. Left out: the interaction of features, whose size depends
+on all tables, the loss and the optimizer of the MLPs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+from sidelane.c3.workload import Gemm
+from sidelane.program.collective import Kind
+from sidelane_lab.machines.network import exchange_pace
+from sidelane_lab.machines.ranges import remembered
+from sidelane_lab.machines.spec import Machine, NetworkTopology
+from sidelane_lab.model.fused import FusedRun
+from sidelane_lab.model.gangs import flat_us
+from sidelane_lab.model.gemm import gemm_us
+from sidelane_lab.model.operators import Embedding
+from sidelane_lab.model.symmetry import predict_symmetric
+from sidelane_lab.traces.graph import NodeKind, TraceNode
+
+COMPUTES, NETWORK = "computes", "network"
+"""Names of what runs one node after another."""
+GRADIENT_BYTES = 4
+"""Bytes of an element of a gradient that is added up, float32 as in DLRM."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DlrmPass:
+    """A training pass; the first four are Table II of the fused operators paper, which leaves the others open.
+
+    Attributes:
+        layers, width: number of all MLP layers, and rows and columns of each.
+        dim, pooling: elements of a row of an embedding table, and rows of a bag.
+        batch: samples of a node.
+        tables: number of a node's embedding tables.
+        bottom: layers of the bottom MLP, which runs beside the all-to-all; the others are the top MLP's.
+        moves: number of times that an update moves a row of a bag: it is read, and written.
+        at_once: unfused, one kernel pools all tables; False: one kernel each, as DLRM has it.
+        axis_rings: all-reduces run along both axes of a torus in both directions; False: one ring through all nodes.
+        waits: nothing runs on the GPU until a fused kernel has everything.
+    """
+
+    layers: int = 43
+    width: int = 682
+    dim: int = 92
+    pooling: int = 70
+    batch: int = 64
+    tables: int = 32
+    bottom: int = 14
+    moves: int = 2
+    at_once: bool = False
+    axis_rings: bool = True
+    waits: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bottom < self.layers:
+            raise ValueError(f"DlrmPass: bottom (value={self.bottom}, allowed=1 to {self.layers - 1}, of all layers)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DlrmTimes:
+    """A pass with its embeddings unfused and fused: nodes with their begins, and microseconds of both."""
+
+    unfused: tuple[TraceNode, ...]
+    fused: tuple[TraceNode, ...]
+
+    @property
+    def unfused_us(self) -> float:
+        """Microseconds until the unfused pass has ended."""
+        return end_us(self.unfused)
+
+    @property
+    def fused_us(self) -> float:
+        """Microseconds until the fused pass has ended."""
+        return end_us(self.fused)
+
+    @property
+    def lower_percent(self) -> float:
+        """Percent of the unfused time by which the fused one is lower."""
+        return 100 * (1 - self.fused_us / self.unfused_us)
+
+
+def dlrm_times(machine: Machine, step: DlrmPass) -> DlrmTimes:
+    """Predict a pass, unfused and fused.
+
+    Raises:
+        ValueError: one node, nodes of several GPUs, or tensors that no memory of the machine holds.
+    """
+    if machine.nodes == 1 or machine.gpus > 1:
+        text = (
+            f"value={machine.nodes} of {machine.gpus} GPUs, allowed=several of one GPU, as in the fused operators paper"
+        )
+        raise ValueError(f"dlrm_times: nodes of {machine.name} ({text})")
+    return DlrmTimes(
+        scheduled(dlrm_graph(machine, step, fused=False)), scheduled(dlrm_graph(machine, step, fused=True))
+    )
+
+
+def dlrm_graph(machine: Machine, step: DlrmPass, *, fused: bool) -> list[TraceNode]:
+    """Return the nodes of a pass in the order in which a rank issues them; a trace of Chakra can hold them."""
+    found: list[TraceNode] = []
+
+    def add(name: str, lane: str, us: float, *after: int, collective: str = "", nbytes: float = 0) -> int:
+        kind = NodeKind.COLLECTIVE if collective else NodeKind.COMPUTE
+        ranks = machine.nodes if collective else 0
+        ident = len(found)
+        node = TraceNode(
+            ident, name, kind, after, us, lane=lane, collective=collective, nbytes=round(nbytes), ranks=ranks
+        )
+        found.append(node)
+        return ident
+
+    def exchange(name: str, us: float, *after: int, share: float = 1.0) -> int:
+        return add(name, NETWORK, us, *after, collective="all_to_all", nbytes=share * nbytes)
+
+    forward, backward = (_embedding(machine, _operator(machine, step, rows)) for rows in (1, step.moves))
+    nbytes = _operator(machine, step, 1).collective_bytes(machine.world_size)
+    sent_us = exchange_pace(machine)[1] * nbytes
+    forward_us, backward_us = layer_us(machine, step)
+    if fused:
+        computing_us, whole_us = _parts(step, forward.fused)
+        pooled = add("embedding, fused", COMPUTES, computing_us)
+        arrived = exchange("all-to-all, fused", min(sent_us, whole_us))
+        arrived = add("last slices", "", max(0.0, whole_us - sent_us), arrived)
+    else:
+        pooled = add("embedding", COMPUTES, forward.compute_us)
+        arrived = exchange("all-to-all", forward.collective_us, pooled)
+    last = pooled
+    for layer in range(step.layers):
+        behind = (arrived,) if layer == step.bottom else ()
+        last = add(f"MLP {layer}", COMPUTES, forward_us, last, *behind)
+    gradients, reduced_us = step.width * step.width * GRADIENT_BYTES, all_reduce_us(machine, step)
+    for layer in reversed(range(step.layers)):
+        last = add(f"MLP {layer}, backward", COMPUTES, backward_us, last)
+        if layer == step.bottom and fused:  # the gradients of what was pooled are known
+            updating_us, whole_us = _parts(step, backward.fused)
+            first_us = min(sent_us, whole_us - updating_us)
+            begun = exchange("first gradients, fused", first_us, last, share=first_us / sent_us)
+            rest_us = sent_us - first_us
+            exchange("all-to-all of gradients, fused", rest_us, begun, share=rest_us / sent_us)
+        elif layer == step.bottom:
+            updating_us, begun = backward.compute_us, exchange("all-to-all of gradients", backward.collective_us, last)
+        add(f"all-reduce {layer}", NETWORK, reduced_us, last, collective="all_reduce", nbytes=gradients)
+    add("update", COMPUTES, updating_us, last, begun)
+    return found
+
+
+def _parts(step: DlrmPass, run: FusedRun) -> tuple[float, float]:
+    """Return how long a fused kernel has the GPU, and how long it takes until everything has come."""
+    return run.time_us if step.waits else max(run.computed_us), run.time_us
+
+
+def _operator(machine: Machine, step: DlrmPass, rows: int) -> Embedding:
+    whole = step.batch * machine.nodes
+    return Embedding(whole, step.tables, rows * step.pooling, dim=step.dim, at_once=step.at_once)
+
+
+_embedding = remembered("gpu", "links", "library", "matmul", "fused", maxsize=1024)(predict_symmetric)
+
+
+@remembered("gpu", "matmul")
+def layer_us(machine: Machine, step: DlrmPass) -> tuple[float, float]:
+    """Return the time of an MLP's layer, forward and backward: GEMMs, and the kernel of what is not linear."""
+    rows, width = step.batch, step.width
+    launch = float(machine.matmul.launch_us)
+    forward = gemm_us(machine, Gemm(rows, width, width))
+    return forward + launch, forward + gemm_us(machine, Gemm(width, width, rows)) + launch
+
+
+def all_reduce_us(machine: Machine, step: DlrmPass) -> float:
+    """Return the time of the all-reduce of a layer's gradients.
+
+    Along the axes of a torus, as ASTRA-Sim has it: rows, and what is left of it columns, each a ring in both
+    directions. Every step of a ring is a hop.
+    """
+    nbytes, links = step.width * step.width * GRADIENT_BYTES, machine.links
+    if not step.axis_rings or links.network is not NetworkTopology.TORUS:
+        return flat_us(machine, Kind.ALL_REDUCE, nbytes)
+    row = int(links.torus_row)
+    column, link = machine.nodes // row, float(links.network_gbps * links.nics_per_gpu) / 4
+    sent = 2 * nbytes * ((row - 1) / row + (column - 1) / column / row)
+    hops = 2 * (row - 1 + column - 1)
+    return float(machine.library.all_reduce_us) + hops * float(links.network_us) + sent / (2 * link * 1e3)
+
+
+def scheduled(nodes: Sequence[TraceNode]) -> tuple[TraceNode, ...]:
+    """Return the nodes with their begins, each as soon as what it is after has ended and its lane is free.
+
+    Of several that are ready the network takes an all-to-all first, and else what was issued first; what it has begun
+    it ends. Nodes of no lane wait for nothing but what they are after.
+    """
+    missing = {node.ident: len(node.after) for node in nodes}
+    followers: dict[int, list[TraceNode]] = {node.ident: [] for node in nodes}
+    for node in nodes:
+        for ident in node.after:
+            followers[ident].append(node)
+    ready: dict[str, list[tuple[bool, int, TraceNode]]] = {lane: [] for lane in (COMPUTES, NETWORK, "")}
+    begins: dict[int, float] = {}
+    busy: set[str] = set()
+    ends: list[tuple[float, int, TraceNode]] = []
+    now, released = 0.0, [node for node in nodes if not node.after]
+    while True:
+        for node in released:
+            heapq.heappush(ready[node.lane], (node.collective != "all_to_all", node.ident, node))
+        for lane, waiting in ready.items():
+            while waiting and lane not in busy:
+                node = heapq.heappop(waiting)[2]
+                begins[node.ident] = now
+                heapq.heappush(ends, (now + node.duration_us, node.ident, node))
+                busy |= {lane} - {""}
+        if not ends:
+            assert len(begins) == len(nodes), "a node waits for what comes behind it"
+            return tuple(dataclasses.replace(node, start_us=begins[node.ident]) for node in nodes)
+        now, _, ended = heapq.heappop(ends)
+        busy.discard(ended.lane)
+        released = []
+        for node in followers[ended.ident]:
+            missing[node.ident] -= 1
+            if not missing[node.ident]:
+                released.append(node)
+
+
+def end_us(nodes: Sequence[TraceNode]) -> float:
+    """Return when the last node has ended."""
+    return max(node.start_us + node.duration_us for node in nodes)
