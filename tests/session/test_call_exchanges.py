@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import pickle
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,32 @@ def told(group: dist.ProcessGroup) -> list[list[object]]:
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_everybody_hears_what_everybody_says(pool: RankPool, n: int) -> None:
     assert pool.run(told, n) == [[list(range(n)), [1000 * rank for rank in range(n)]]] * n
+
+
+def sees_late_that_all_are_there(group: dist.ProcessGroup) -> list[bool]:
+    exchange = Exchange(group, 20.0)
+
+    def blind(what: str, missing: Any) -> None:
+        while exchange._decided() is None:
+            time.sleep(0.001)
+        raise PeerError(f"{what}: the others do not wait", missing())
+
+    def call() -> weakref.ref[Exchange]:
+        mine = Exchange(group, 20.0)  # anything that the caller alone has
+        assert exchange("ranks", lambda: exchange.rank) == [0, 1]
+        return weakref.ref(mine)
+
+    if exchange.rank:
+        exchange.wait_for = blind  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        return [call()() is None for _ in range(3)]
+    finally:
+        gc.enable()
+
+
+def test_a_rank_that_sees_late_that_all_are_there_keeps_nothing(pool: RankPool) -> None:
+    assert pool.run(sees_late_that_all_are_there, 2) == [[True] * 3] * 2
 
 
 def about_other_things(group: dist.ProcessGroup) -> str:

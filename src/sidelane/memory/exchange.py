@@ -184,11 +184,11 @@ class Exchange:
             self._go_past(what)
         while True:
             outcome, failure = self._settle(what, item)
-            found = self._read(what) if outcome.met else {}  # others may have seen that all are there, and go on
-            if len(found) == self.world_size and outcome == met(_by_rank(found)):
-                return _by_rank(found)
-            self._forget(1)
             try:
+                found = self._read(what) if outcome.met else {}  # others may have seen that all are there, and go on
+                if len(found) == self.world_size and outcome == met(_by_rank(found)):
+                    return _by_rank(found)
+                self._forget(1)
                 if failure is not None and outcome == gave_up(failure, self.rank):
                     raise failure
                 if not outcome.met and self.rank not in outcome.ranks:
@@ -200,14 +200,14 @@ class Exchange:
     def _follow(self, what: str, item: Any) -> list[Post]:
         """Run a later exchange of ranks that have met."""
         outcome, failure = self._settle(what, item)
-        if outcome.met:
-            return _by_rank(self._read(what))
         try:
+            if outcome.met:
+                return _by_rank(self._read(what))
             if failure is not None and outcome == gave_up(failure, self.rank):
                 raise failure
             raise outcome.error(what) from failure
         finally:
-            del failure  # which keeps this frame
+            del failure  # its traceback refers to this frame, also where the others saw that all were there
 
     def _settle(self, what: str, item: Any) -> tuple[ExchangeOutcome, PeerError | None]:
         """Post, and wait for the others. Return the outcome of the exchange, and this rank's own error, if any."""
