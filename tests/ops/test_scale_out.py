@@ -28,3 +28,9 @@ import scale_out_cases as cases
 def test_embeddings_back_to_back(four: Crew, layout: tuple[int, ...], capacity: int, transport: str) -> None:
     found = four.run(cases.forward_back_to_back, len(layout), layout, 2, capacity, transport, timeout_s=110)
     assert found == [6] * len(layout)
+
+
+@pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 1)), long((0, 0, 1, 1)), long((0, 0))], ids=str)
+def test_gradients_of_embeddings(four: Crew, layout: tuple[int, ...]) -> None:
+    done = four.run(cases.backward_back_to_back, len(layout), layout, 2, timeout_s=110)
+    assert all(found >= 6 for found in done)

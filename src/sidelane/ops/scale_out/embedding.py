@@ -107,7 +107,7 @@ class EmbeddingAcrossNodes:
         self.ranks, self.mode = ranks, mode
         self.tables = EmbeddingTables.kept(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
-        self.slice_bags = min(samples[0], slice_bags or max(1, SLICE_BYTES // (dim * dtype.itemsize)))
+        self.slice_bags = slice_of(samples[0], dim * dtype.itemsize, slice_bags)
         self._slices = -(-samples[0] // self.slice_bags)  # of a table, for one rank
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
@@ -175,6 +175,15 @@ class EmbeddingAcrossNodes:
             num_warps=self._warps,
         )
         return output
+
+
+def slice_of(samples: int, row_bytes: int, slice_bags: int | None = None) -> int:
+    """Return the samples of a slice: those that the caller set, or as many as ``SLICE_BYTES`` hold.
+
+    >>> slice_of(512, 1024), slice_of(64, 1024), slice_of(64, 1024, 16)
+    (256, 64, 16)
+    """
+    return min(samples, slice_bags or max(1, SLICE_BYTES // row_bytes))
 
 
 def embedding_all_to_all(
