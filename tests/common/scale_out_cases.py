@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from fused_embeddings import autograd, largest_sum, pool
 from fused_ops import DTYPES, Draws, check_close
+from ranks import shared_memory
 
 from sidelane import Config
+from sidelane.errors import PeerError
 from sidelane.integrations.nodes.scale_out import scale_out
+from sidelane.ops import EmbeddingBagAllToAll
 from sidelane.ops.scale_out import ScaleOut, embedding_all_to_all, embedding_all_to_all_backward
 
 
@@ -126,3 +134,81 @@ def backward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls
         for number, (result, wanted, scale) in enumerate(kept):
             check_close(result, wanted, number, scale=scale)
     return len(kept)
+
+
+def layers(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
+    """A step of training of the layer, eager and compiled whole, against autograd in float64."""
+    with on_nodes(group, layout) as ranks:
+        n, rank, dim, batch = ranks.world_size, ranks.rank, 4, 2 * ranks.world_size + 1
+        layer = EmbeddingBagAllToAll(ranks, [5] * (1 + rank % 2), dim)
+        tables = len(layer.tables)
+        offsets = torch.arange(tables * batch + 1) * 3
+        indices = torch.arange(3 * tables * batch) * 2 % 5
+        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+            layer.zero_grad()
+            result = run(indices, offsets)
+            (result * 2).sum().backward()
+            leaves = [table.detach() for table in layer.tables]
+            grad = torch.full((batch, tables * dim), 2.0, dtype=torch.float64)
+            for table, expected in zip(
+                layer.tables, autograd(leaves, indices, offsets, "sum", None, grad), strict=True
+            ):
+                assert table.grad is not None
+                check_close(table.grad, expected, "layer")
+            assert result.shape == (batch // n + (rank < batch % n), layer.table_count * dim)
+    return layer.table_count
+
+
+def small(ranks: ScaleOut) -> torch.Tensor:
+    """A call that is right."""
+    table = torch.arange(8.0).view(4, 2) + 10 * ranks.rank
+    batch = 2 * ranks.world_size
+    return embedding_all_to_all(ranks, [table], torch.arange(batch) % 4, torch.arange(batch + 1))
+
+
+def fails(group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str) -> tuple[tuple[int, ...], str]:
+    """A rank dies in a call, does not come, is refused or leaves; every other one names it, and nothing is left."""
+    before = left_behind()
+    found: PeerError | None = None
+    timeout_s = 5 if how == "late" else 30
+    try:
+        with on_nodes(group, layout, timeout_s=timeout_s) as ranks:
+            first = small(ranks).clone()
+            if ranks.rank == culprit:
+                if how == "dies":
+                    os._exit(7)
+                elif how == "leaves":
+                    raise KeyError("of its own")
+                elif how == "refused":
+                    embedding_all_to_all(ranks, [], torch.arange(4), torch.arange(5))
+                time.sleep(2 * timeout_s)
+            assert small(ranks).equal(first)
+    except PeerError as error:
+        found = error
+    except (KeyError, TypeError) as error:
+        return (), f"{type(error).__name__}: {error}"
+    assert found is not None
+    found.__traceback__ = None  # its frames hold what was made
+    until = time.monotonic() + 5
+    while (after := left_behind()) != before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert after == before, (before, after)
+    return found.ranks, f"{type(found).__name__}: {found}"
+
+
+def left_behind() -> tuple[int, int]:
+    """Threads of Sidelane and open sockets of Python in this process; those of Gloo are C++'s."""
+    threads = sum(thread.name.startswith("sidelane-") for thread in threading.enumerate())
+    return threads, sum(type(one) is socket.socket and one.fileno() >= 0 for one in gc.get_objects())
+
+
+def closes(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Many of them, one after the other: nothing is left."""
+    found = []
+    for _ in range(3):
+        with on_nodes(group, layout) as ranks:
+            small(ranks)
+        del ranks
+        dist.barrier(group)
+        found.append((*left_behind(), len(shared_memory())))
+    assert found[0] == found[-1], found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 from marks import long
@@ -34,3 +35,36 @@ def test_embeddings_back_to_back(four: Crew, layout: tuple[int, ...], capacity: 
 def test_gradients_of_embeddings(four: Crew, layout: tuple[int, ...]) -> None:
     done = four.run(cases.backward_back_to_back, len(layout), layout, 2, timeout_s=110)
     assert all(found >= 6 for found in done)
+
+
+def test_layers_are_trained_and_compiled_whole(four: Crew) -> None:
+    assert four.run(cases.layers, 3, (0, 0, 1), timeout_s=110) == [4] * 3
+
+
+def test_nothing_is_left_behind(four: Crew) -> None:
+    four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
+
+
+@pytest.fixture
+def own() -> Iterator[Crew]:
+    """Ranks of a test that ends some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = Crew(4)
+    yield found
+    found.kill()
+
+
+@pytest.mark.parametrize("how", ["dies", long("late"), "refused", long("leaves")])
+def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str) -> None:
+    """By its neighbour on the node, and by those on the other one, within the time-out."""
+    culprit, words = (
+        2,
+        {"dies": "died", "late": "", "refused": "refused it: TypeError", "leaves": "left: KeyError"}[how],
+    )
+    found = own.run(cases.fails, 4, (0, 0, 1, 1), culprit, how, dying=(culprit,) if how == "dies" else ())
+    for rank, told in enumerate(found):
+        if rank != culprit:
+            ranks, text = told
+            assert ranks == (culprit,), (rank, told)
+            assert words in text and (how != "late" or text.startswith("PeerTimeoutError")), text

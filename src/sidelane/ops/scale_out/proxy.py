@@ -192,6 +192,10 @@ class Proxy:
         self._links.close()
         self._calls.clear()
         self._to_send.clear()
+        self._failed = lambda error: None  # these refer to objects that refer to this one
+        self._links.gives_up = _always
+        if hasattr(self._transport, "gives_up"):
+            self._transport.gives_up = _always
 
     def end(self, until: float) -> None:
         """End at exit of the interpreter."""
@@ -343,3 +347,7 @@ class Proxy:
         if ranks:
             return PeerTimeoutError(f"{text} for slices of ranks {ranks}, which have come", ranks)
         return PeerTimeoutError(f"{text} for its own slices to leave", (self._rank,))
+
+
+def _always() -> bool:
+    return True
