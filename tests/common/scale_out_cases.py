@@ -20,7 +20,14 @@ from sidelane import Config
 from sidelane.errors import PeerError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll
-from sidelane.ops.scale_out import ScaleOut, embedding_all_to_all, embedding_all_to_all_backward
+from sidelane.ops.gemm import TileSizes
+from sidelane.ops.scale_out import (
+    ScaleOut,
+    all_to_all_rows,
+    embedding_all_to_all,
+    embedding_all_to_all_backward,
+    gemm_all_to_all,
+)
 
 
 @contextlib.contextmanager
@@ -212,3 +219,53 @@ def closes(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
         dist.barrier(group)
         found.append((*left_behind(), len(shared_memory())))
     assert found[0] == found[-1], found
+
+
+TILES = TileSizes(16, 16, 16, 1, 1, group=2)
+
+
+def gemms_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
+    """Skewed routing, nothing at all for some, rows that stay or are left out, experts; rows there and back."""
+    with on_nodes(group, layout, capacity=2) as ranks:
+        n, rank, device = ranks.world_size, ranks.rank, ranks.device
+        draws = Draws(len(layout), rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(calls):
+            dtype, experts = DTYPES[number % 3], draws.sizes.choice((1, 3)) if number % 2 else 0
+            columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
+            routing = [
+                [[draws.sizes.choice((0, 1, 7, 18, 40)) for _ in range(experts or 1)] for _ in range(n)]
+                for _ in range(n)
+            ]
+            counts = [[sum(some) for some in row] for row in routing]
+            xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
+            weights = [draws.normal(experts or 1, columns, depth).to(dtype) for _ in range(n)]
+            parts = []
+            for x, row, weight in zip(xs, routing, weights, strict=True):
+                first = sum(map(sum, row[:rank]))
+                for many, matrix in zip(row[rank], weight, strict=True):
+                    parts.append(x[first : first + many].double() @ matrix.double().T)
+                    first += many
+            expected = torch.cat(parts)
+            most = max(1, len(expected)) if n == 1 else 40 * n * (experts or 1)
+            table = torch.tensor(routing if experts else counts, dtype=(torch.int32, torch.int64)[number % 2])
+            x, weight = xs[rank].to(device), weights[rank].to(device)
+            draws.late()
+            own = weight if experts else weight[0]
+            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=most, tiles=TILES)
+            kept.append((result[: len(expected)].clone(), expected))
+            result = gemm_all_to_all(
+                ranks, x, own, table.to(device), most_rows=9, tiles=TILES
+            )  # the others are left out
+            kept.append((result[: min(9, len(expected))].clone(), expected[:9]))
+            if number < 2:
+                table = torch.tensor(counts, device=device)
+                came = all_to_all_rows(ranks, x, table, most_rows=most).clone()
+                back = all_to_all_rows(ranks, came, table.T.contiguous(), most_rows=40 * n * 3)
+                sent = sum(counts[rank])
+                kept.append((back[:sent].clone(), xs[rank][:sent].double()))
+        ranks.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            assert result.shape == expected.shape, number
+            check_close(result, expected, number)
+    return len(kept)

@@ -68,3 +68,8 @@ def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str) -> None:
             ranks, text = told
             assert ranks == (culprit,), (rank, told)
             assert words in text and (how != "late" or text.startswith("PeerTimeoutError")), text
+
+
+@pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 0)), long((0, 0, 1, 1))], ids=str)
+def test_gemms_back_to_back(four: Crew, layout: tuple[int, ...]) -> None:
+    assert four.run(cases.gemms_back_to_back, len(layout), layout, 3, timeout_s=110) == [8] * len(layout)
