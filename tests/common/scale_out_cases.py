@@ -19,7 +19,7 @@ from ranks import shared_memory
 from sidelane import Config
 from sidelane.errors import PeerError
 from sidelane.integrations.nodes.scale_out import scale_out
-from sidelane.ops import EmbeddingBagAllToAll
+from sidelane.ops import EmbeddingBagAllToAll, library
 from sidelane.ops.gemm import TileSizes
 from sidelane.ops.scale_out import (
     ScaleOut,
@@ -164,6 +164,37 @@ def layers(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
                 check_close(table.grad, expected, "layer")
             assert result.shape == (batch // n + (rank < batch % n), layer.table_count * dim)
     return layer.table_count
+
+
+def experts(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
+    """Gradients of a GEMM whose results travel, of one expert and of two, against those of the whole computation."""
+    with on_nodes(group, layout) as ranks:
+        n, rank, columns, depth = ranks.world_size, ranks.rank, 5, 6
+        draws = Draws(3, rank)
+        for many in (1, 2):
+            routing = torch.randint(0, 4, (n, n, many), generator=torch.Generator().manual_seed(many))
+            counts = routing if many > 1 else routing[..., 0].contiguous()
+            sizes = routing.flatten(1).sum(1).tolist()
+            xs = [draws.normal(size, depth).requires_grad_() for size in sizes]
+            weights = [draws.normal(many, columns, depth).requires_grad_() for _ in range(n)]
+            parts: list[list[torch.Tensor]] = [[] for _ in range(n)]
+            for x, weight, row in zip(xs, weights, routing, strict=True):
+                cuts = x.double().split(row.flatten().tolist())
+                for number, cut in enumerate(cuts):
+                    parts[number // many].append(cut @ weight[number % many].double().T)
+            whole = [torch.cat(part) for part in parts]
+            scales = [draws.normal(*part.shape).double() for part in whole]
+            sum((part * scale).sum() for part, scale in zip(whole, scales, strict=True)).backward()
+            wanted = [xs[rank].grad, weights[rank].grad]
+            x, weight = (one.detach().clone().requires_grad_() for one in (xs[rank], weights[rank]))
+            own = weight if many > 1 else weight[0]
+            result = library.gemm_all_to_all(library.number_of(ranks), x, own, counts, 4 * n * many)
+            check_close(result[: len(whole[rank])], whole[rank].detach(), many)
+            (result[: len(whole[rank])] * scales[rank].float()).sum().backward()
+            for found, expected in zip((x.grad, weight.grad), wanted, strict=True):
+                assert found is not None and expected is not None
+                check_close(found, expected.double(), (many, "gradient"))
+    return n
 
 
 def small(ranks: ScaleOut) -> torch.Tensor:

@@ -41,6 +41,10 @@ def test_layers_are_trained_and_compiled_whole(four: Crew) -> None:
     assert four.run(cases.layers, 3, (0, 0, 1), timeout_s=110) == [4] * 3
 
 
+def test_gradients_of_gemms(four: Crew) -> None:
+    assert four.run(cases.experts, 3, (0, 1, 0), timeout_s=110) == [3] * 3
+
+
 def test_nothing_is_left_behind(four: Crew) -> None:
     four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
 

@@ -305,7 +305,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
     back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
     of_x, of_weight = torch.zeros_like(x), []
-    parts = _by_expert(back, counts[communicator(ctx.comm).rank])  # behind the last one rows are zeros
+    parts = _by_expert(back, counts[ranks_of(ctx.comm).rank])  # behind the last one rows are zeros
     for number, part in enumerate(parts):
         of_x = of_x + part @ weight[number]
         of_weight.append(part.T @ x)
@@ -315,8 +315,9 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @_operator(_routed_like, _all_to_all_backward, _saves)
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
-    ranks = communicator(comm)
-    came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+    ranks = ranks_of(comm)
+    call: Any = gemm.gemm_all_to_all if isinstance(ranks, Communicator) else scale_out.gemm_all_to_all
+    came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
     return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
@@ -379,10 +380,11 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
     all ranks know of a rank's sent rows: so much symmetric memory it takes.
     """
-    ranks = communicator(comm)
+    ranks = ranks_of(comm)
     n, most = ranks.world_size, rows.shape[0]
     back = rows.new_zeros(sent, rows.shape[1])
-    came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
+    call: Any = all_to_all_rows if isinstance(ranks, Communicator) else scale_out.all_to_all_rows
+    came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
     some = min(sent, n * most)
     back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
     return back

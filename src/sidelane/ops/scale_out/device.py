@@ -16,12 +16,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidelane.device import layout
-from sidelane.device.context import MOST_AHEAD
-from sidelane.device.flags import POLLS
+from sidelane.device import context, flags, layout
 from sidelane.ops.scale_out import ring
 
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+POLLS = tl.constexpr(int(flags.POLLS))
+MOST_AHEAD = tl.constexpr(int(context.MOST_AHEAD))
 ABORT = tl.constexpr(layout.ABORT)
 RING = tl.constexpr(ring.RING)
 HEAD = tl.constexpr(ring.HEAD)

@@ -144,7 +144,6 @@ class BackwardAcrossNodes:
             ranks.near.peers(self._places),
             self._sends,
             self._counters,
-            ranks.rank,
             *shared,
             source=self._sends,
             landing=self._places,
@@ -209,7 +208,7 @@ def embedding_all_to_all_backward(
 
 @triton.jit
 def _embedding_backward(
-    context, far, places_of, sends, counters, rank,
+    context, far, places_of, sends, counters,
     places, grads, indices, offsets, weights, tables, starts, first_rows, table_grads, weight_grads,
     order, ranks, batch, table_count, width,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr,
@@ -222,6 +221,7 @@ def _embedding_backward(
     signal_all_release(context, program, generation)  # ready
     if first_relaxed(counters):
         open_release(far, generation)
+    rank = tl.load(order + ranks - 1)
     own_samples = batch // ranks + (rank < batch % ranks).to(tl.int32)
     own_first = rank * (batch // ranks) + tl.minimum(rank, batch % ranks)
     slices = tl.cdiv(own_samples, SLICE)
@@ -296,4 +296,4 @@ def _scatter_far(
                          weights, table_grads, weight_grads, D, DP, L, DTYPE, MEAN, WEIGHTED, SPARSE)  # fmt: skip
 
 
-KERNEL = _embedding_backward
+KERNEL, SECOND_KERNEL = _embedding_backward, _scatter_far

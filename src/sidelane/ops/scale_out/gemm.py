@@ -31,11 +31,11 @@ from sidelane.device.context import (
     begin,
     end,
     first_relaxed,
-    put_weak,
     signal_all_release,
     wait_acquire,
     wait_all_acquire,
 )
+from sidelane.device.memory import pointer
 from sidelane.memory.persistent import lasting
 from sidelane.ops.gemm import NAME, ROW_TILES, TileSizes, tile_at, tile_product
 from sidelane.ops.handle import check_dtype, kept, power_of_two, programs_of, telling_refusals
@@ -96,7 +96,6 @@ class GemmAcrossNodes:
             weight,
             counts,
             self._order,
-            ranks.rank,
             ranks.world_size,
             x.shape[0],
             x.shape[1],
@@ -198,7 +197,7 @@ def all_to_all_rows(ranks: ScaleOut, x: torch.Tensor, counts: torch.Tensor, *, m
 
 @triton.jit
 def _gemm_all_to_all(
-    context, far, outputs, sends, counters, x, weight, counts, order, rank, ranks, rows, depth, columns,
+    context, far, outputs, sends, counters, x, weight, counts, order, ranks, rows, depth, columns,
     x_stride, weight_stride, experts, expert_stride, most_rows,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, EP: tl.constexpr, NP: tl.constexpr,
@@ -208,6 +207,7 @@ def _gemm_all_to_all(
     if first_relaxed(counters):
         signal_all_release(context, 0, generation)  # ready
         open_release(far, generation)
+    rank = tl.load(order + ranks - 1)
     lane, kind = tl.arange(0, NP)[:, None], tl.arange(0, EP)[None, :]
     known = (lane < ranks) & (kind < experts)
     sent = tl.load(counts + (rank * ranks + lane) * experts + kind, mask=known, other=0).to(tl.int32)
@@ -217,6 +217,7 @@ def _gemm_all_to_all(
     for turn in range(ranks):
         peer = tl.load(order + turn)
         near = near_of(far, peer)
+        there = tl.where(near >= 0, tl.load(outputs + tl.maximum(near, 0)), sends.to(tl.int64))
         came = tl.load(counts + (lane * ranks + peer) * experts + kind, mask=known, other=0).to(tl.int32)
         for expert in range(experts):
             before = (lane == peer) & (kind < expert)
@@ -226,6 +227,7 @@ def _gemm_all_to_all(
             count = tl.maximum(
                 tl.minimum(tl.minimum(count, rows - first), most_rows - to), 0
             )  # what is there, and fits
+            base = tl.where(near >= 0, to, first)
             row_tiles = tl.cdiv(count, ROWS)
             tiles = row_tiles * across
             if (number < tiles) & (near >= 0):
@@ -242,12 +244,10 @@ def _gemm_all_to_all(
                     own = weight + (peer.to(tl.int64) * 0 + expert) * expert_stride
                     values = tile_product(x, own, first + row, column, row < count, depth, x_stride, weight_stride,
                                           columns, ROWS, COLS, DEPTH, WHOLE, WIDE)  # fmt: skip
-                if near >= 0:
-                    place = (to + row).to(tl.int64)[:, None] * columns + column[None, :]
-                    put_weak(outputs, near, place, values.to(DTYPE), inside, ALIGNED)
-                else:
-                    place = (first + row).to(tl.int64)[:, None] * columns + column[None, :]
-                    tl.store(sends + place, values.to(DTYPE), mask=inside)
+                # One store for both: two would hold the addresses of both in registers.
+                place = (base + row).to(tl.int64)[:, None] * columns + column[None, :]
+                tl.store(pointer(there, DTYPE, ALIGNED) + place, values.to(DTYPE), mask=inside)
+                if near < 0:  # noqa: SIM102  # both sides of an `and` would run
                     if arrive_acq_rel(counters + 2 + before_tiles + row_tile, across):
                         some = tl.minimum(ROWS, count - top)
                         source, target = (first + top).to(tl.int64) * columns, (to + top).to(tl.int64) * columns
