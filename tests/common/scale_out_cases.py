@@ -12,22 +12,27 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from fused_embeddings import autograd, largest_sum, pool
 from fused_ops import DTYPES, Draws, check_close
 from ranks import shared_memory
 
 from sidelane import Config
+from sidelane.device.context import begin, end
 from sidelane.errors import PeerError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll, library
 from sidelane.ops.gemm import TileSizes
 from sidelane.ops.scale_out import (
+    EmbeddingAcrossNodes,
     ScaleOut,
     all_to_all_rows,
     embedding_all_to_all,
     embedding_all_to_all_backward,
     gemm_all_to_all,
 )
+from sidelane.ops.scale_out.device import wait_slice_acquire
 
 
 @contextlib.contextmanager
@@ -98,9 +103,79 @@ def forward_back_to_back(
     return len(kept)
 
 
-def backward_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
+@triton.jit
+def consumer(context, far, output, seen, flag, first, count, TILE: tl.constexpr):
+    """Takes a slice once it is there: launched as often as its producer, so that generations are the same."""
+    generation = begin(context)
+    wait_slice_acquire(far, flag, generation)
+    offsets = tl.arange(0, TILE)
+    tl.store(seen + offsets, tl.load(output + first + offsets, mask=offsets < count), mask=offsets < count)
+    end(context, generation)
+
+
+def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
+    """A consumer of one slice of a rank of another node, launched once for each call."""
+    with on_nodes(group, layout) as ranks:
+        dim, batch, owner = 4, 4 * ranks.world_size, ranks.fars[0]
+        table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * ranks.rank
+        handle = EmbeddingAcrossNodes(ranks, [table, table + 100], batch, slice_bags=2)
+        kernel = ranks.near.load_kernel(consumer, flags=0)
+        offsets = torch.arange(2 * batch + 1)
+        for call in range(3):
+            output = handle((torch.arange(2 * batch) + call) % 8, offsets)
+            seen, column = torch.zeros(dim), (2 * owner + 1) * dim
+            flag = handle.flag_of_slice(owner, 1, 2)
+            kernel.launch((1,), handle.kernel.far, output, seen, flag, 2 * output.shape[1] + column, dim, TILE=4)
+            ranks.synchronize()
+            row = (batch + 4 * ranks.rank + 2 + call) % 8
+            assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
+    return 3
+
+
+def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int, transport: str) -> int:
+    """Sizes of a model's, many calls in flight, which the host does not wait for; against PyTorch's own bags."""
+    with on_nodes(group, layout, capacity=4096, transport=transport) as ranks:
+        n, rank, dim, batch, count, pooling = ranks.world_size, ranks.rank, 92, 1024, 16, 70
+        generator = torch.Generator("cpu").manual_seed(5)
+        tables = torch.randn(n, count, 500, dim, generator=generator, device="cpu").to(ranks.device)
+        index = torch.randint(0, 500, (n, count, batch * pooling), generator=generator, device="cpu").to(ranks.device)
+        offsets = torch.arange(count * batch + 1, device=ranks.device) * pooling
+        own = list(tables[rank].clone().unbind())
+        mine = slice(rank * batch // n, (rank + 1) * batch // n)
+        results = []
+        for call in range(calls):
+            shifted = (index[rank] + call) % 500
+            results.append(embedding_all_to_all(ranks, own, shifted.reshape(-1), offsets, slice_bags=64).clone())
+        ranks.synchronize()
+        for call, result in enumerate(results):
+            columns = [
+                torch.nn.functional.embedding_bag(
+                    (index[owner, number].view(batch, pooling)[mine] + call) % 500, tables[owner, number], mode="sum"
+                )
+                for owner in range(n)
+                for number in range(count)
+            ]
+            torch.testing.assert_close(result, torch.cat(columns, 1), rtol=1e-4, atol=1e-3)
+    return len(results)
+
+
+def too_small(group: dist.ProcessGroup, layout: Sequence[int], transport: str) -> str:
+    """A ring without room for a call, where the transport needs the GPU: refused on all ranks."""
+    with on_nodes(group, layout, capacity=2, transport=transport) as ranks:
+        table = torch.ones(4, 2)
+        batch = 8 * ranks.world_size
+        try:
+            embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), slice_bags=1)
+        except (ValueError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def backward_back_to_back(
+    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 4, transport: str = "sockets"
+) -> int:
     """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
-    with on_nodes(group, layout, capacity=4) as ranks, torch.device("cpu"):
+    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks, torch.device("cpu"):
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout), rank)
         kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
@@ -172,7 +247,9 @@ def experts(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
         n, rank, columns, depth = ranks.world_size, ranks.rank, 5, 6
         draws = Draws(3, rank)
         for many in (1, 2):
-            routing = torch.randint(0, 4, (n, n, many), generator=torch.Generator().manual_seed(many))
+            routing = torch.randint(
+                0, 4, (n, n, many), generator=torch.Generator("cpu").manual_seed(many), device="cpu"
+            )
             counts = routing if many > 1 else routing[..., 0].contiguous()
             sizes = routing.flatten(1).sum(1).tolist()
             xs = [draws.normal(size, depth).requires_grad_() for size in sizes]
@@ -186,11 +263,12 @@ def experts(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
             scales = [draws.normal(*part.shape).double() for part in whole]
             sum((part * scale).sum() for part, scale in zip(whole, scales, strict=True)).backward()
             wanted = [xs[rank].grad, weights[rank].grad]
-            x, weight = (one.detach().clone().requires_grad_() for one in (xs[rank], weights[rank]))
+            device = ranks.device
+            x, weight = (one.detach().to(device, copy=True).requires_grad_() for one in (xs[rank], weights[rank]))
             own = weight if many > 1 else weight[0]
-            result = library.gemm_all_to_all(library.number_of(ranks), x, own, counts, 4 * n * many)
+            result = library.gemm_all_to_all(library.number_of(ranks), x, own, counts.to(device), 4 * n * many)
             check_close(result[: len(whole[rank])], whole[rank].detach(), many)
-            (result[: len(whole[rank])] * scales[rank].float()).sum().backward()
+            (result[: len(whole[rank])] * scales[rank].float().to(device)).sum().backward()
             for found, expected in zip((x.grad, weight.grad), wanted, strict=True):
                 assert found is not None and expected is not None
                 check_close(found, expected.double(), (many, "gradient"))
@@ -204,14 +282,18 @@ def small(ranks: ScaleOut) -> torch.Tensor:
     return embedding_all_to_all(ranks, [table], torch.arange(batch) % 4, torch.arange(batch + 1))
 
 
-def fails(group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str) -> tuple[tuple[int, ...], str]:
+def fails(
+    group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str, transport: str = "sockets"
+) -> tuple[tuple[int, ...], str]:
     """A rank dies in a call, does not come, is refused or leaves; every other one names it, and nothing is left."""
     before = left_behind()
     found: PeerError | None = None
-    timeout_s = 5 if how == "late" else 30
+    on_gpus = torch.get_default_device().type == "cuda"  # where groups of NCCL take a while to be made
+    timeout_s = (15 if on_gpus else 5) if how == "late" else 30
     try:
-        with on_nodes(group, layout, timeout_s=timeout_s) as ranks:
+        with on_nodes(group, layout, timeout_s=timeout_s, transport=transport) as ranks:
             first = small(ranks).clone()
+            ranks.synchronize()
             if ranks.rank == culprit:
                 if how == "dies":
                     os._exit(7)
@@ -220,7 +302,9 @@ def fails(group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: st
                 elif how == "refused":
                     embedding_all_to_all(ranks, [], torch.arange(4), torch.arange(5))
                 time.sleep(2 * timeout_s)
-            assert small(ranks).equal(first)
+            second = small(ranks)
+            ranks.synchronize()
+            assert second.equal(first)
     except PeerError as error:
         found = error
     except (KeyError, TypeError) as error:
@@ -255,9 +339,11 @@ def closes(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
 
-def gemms_back_to_back(group: dist.ProcessGroup, layout: Sequence[int], calls: int) -> int:
+def gemms_back_to_back(
+    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 2, transport: str = "sockets"
+) -> int:
     """Skewed routing, nothing at all for some, rows that stay or are left out, experts; rows there and back."""
-    with on_nodes(group, layout, capacity=2) as ranks:
+    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks:
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout), rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -45,6 +45,10 @@ def test_gradients_of_gemms(four: Crew) -> None:
     assert four.run(cases.experts, 3, (0, 1, 0), timeout_s=110) == [3] * 3
 
 
+def test_slices_as_they_come(four: Crew) -> None:
+    assert four.run(cases.slices_as_they_come, 2, (0, 1), timeout_s=110) == [3] * 2
+
+
 def test_nothing_is_left_behind(four: Crew) -> None:
     four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
 

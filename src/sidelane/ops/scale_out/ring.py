@@ -104,13 +104,8 @@ class HostRing:
         full_fence()  # the entry is read behind its sequence
         entry = self._words[first : first + ENTRY_WORDS].tolist()
         shape = entry[SHAPE]
-        return Descriptor(
-            entry[HANDLE],
-            entry[EPOCH] & WORD_MASK,
-            *entry[TARGET:SHAPE],
-            rows=shape >> 32,
-            columns=shape & WORD_MASK,
-        )
+        handle, epoch, target, flag, source, place = entry[HANDLE:SHAPE]
+        return Descriptor(handle, epoch & WORD_MASK, target, flag, source, place, shape >> 32, shape & WORD_MASK)
 
     def release(self) -> None:
         """Give the entry that was taken back to the kernel."""

@@ -244,10 +244,9 @@ class SocketTransport:
         device: device of the values.
     """
 
-    uses_compute_units = False
-
     def __init__(self, links: FarConnections, device: torch.device) -> None:
         self._links, self._device = links, device
+        self.uses_compute_units = device.type == "cuda"  # a kernel copies rows that lie apart
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def attach(self) -> None:
@@ -345,12 +344,13 @@ class GroupTransport:
         """See :class:`SliceTransport`."""
         for group in self._groups:
             with contextlib.suppress(Exception):  # a group that has failed
-                group.abort()  # type: ignore[attr-defined]
+                group.abort()
         self._groups = ()  # type: ignore[assignment]
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
+    found: Any = values.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(found)
 
 
 def _prepared(made: socket.socket) -> socket.socket:
