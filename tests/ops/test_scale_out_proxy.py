@@ -26,7 +26,7 @@ from sidelane.ops.scale_out.ring import (
     TAIL,
     HostRing,
 )
-from sidelane.ops.scale_out.transport import FarConnections, SocketTransport
+from sidelane.ops.scale_out.transport import FarConnections, Header, SocketTransport
 from sidelane.program.wraparound import as_int32
 
 CPU = torch.device("cpu")
@@ -215,6 +215,31 @@ def test_a_rank_that_stops_is_named() -> None:
         wait_for(lambda: all(one.errors for one in found))
         texts = ("for slices of ranks [1], which have come", "for its own slices to leave")  # whoever comes first
         assert all(one.errors[0].ranks == (1,) and str(one.errors[0]).endswith(texts) for one in found)
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_slice_is_named() -> None:
+    with ranks(2, timeout_s=0.5) as (first, second):
+        for one in (first, second):
+            one.begin(1), one.open(1)
+        second.links.send_header(0, Header(HANDLE, 1, 0, 0, 1, COLUMNS))
+        wait_for(lambda: bool(first.errors))
+        assert isinstance(first.errors[0], PeerTimeoutError) and first.errors[0].ranks == (1,)
+
+
+def test_what_a_rank_sent_before_it_closed_counts() -> None:
+    with ranks(2) as (first, second):
+        for one in (first, second):
+            one.begin(1)
+        second.open(1)
+        first.put(1, END, -1, 0, 0, 0, 0)
+        second.put(1, END, -1, 0, 0, 0, 0)
+        wait_for(lambda: not second.proxy._calls)
+        second.close()
+        time.sleep(0.3)
+        first.open(1)
+        wait_for(lambda: not first.proxy._calls)
+        time.sleep(0.2)
+        assert not first.errors
 
 
 def test_a_rank_that_dies_is_named() -> None:

@@ -18,7 +18,6 @@ the same ranks.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import selectors
 import threading
@@ -130,12 +129,12 @@ class Proxy:
         self._begun = dict.fromkeys(fars, 0)  # number of calls that each has told of
         self._count = 0
         self._held: dict[int, Header] = {}  # of calls that are not open yet
-        self._closed: set[int] = set()
+        self._closed: set[int] = set()  # ranks that have said so
+        self._drained: set[int] = set()  # ranks of which all data has been read
+        self._watched = 0.0
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        links.gives_up = lambda: self._stop.is_set() or self.failure is not None
-        if hasattr(transport, "gives_up"):
-            transport.gives_up = links.gives_up
+        links.gives_up = transport.gives_up = self._gives_up
 
     def start(self) -> None:
         """Start the threads, if there are other nodes."""
@@ -193,9 +192,7 @@ class Proxy:
         self._calls.clear()
         self._to_send.clear()
         self._failed = lambda error: None  # these refer to objects that refer to this one
-        self._links.gives_up = _always
-        if hasattr(self._transport, "gives_up"):
-            self._transport.gives_up = _always
+        self._links.gives_up = self._transport.gives_up = _always
 
     def end(self, until: float) -> None:
         """End at exit of the interpreter."""
@@ -209,6 +206,16 @@ class Proxy:
             if not self._stop.is_set():
                 text = f"scale-out: rank {self._rank}: its proxy failed: {type(error).__name__}: {error}"
                 self.fail(PeerError(text, (self._rank,)))
+
+    def _gives_up(self) -> bool:
+        """Return True once nothing should wait any more. The receiving thread also looks at the time-out, wherever it
+        waits.
+        """
+        now = time.monotonic()
+        if len(self._threads) > 1 and threading.current_thread() is self._threads[1] and now > self._watched + STEP_S:
+            self._watched = now
+            self._watch(now)
+        return self._stop.is_set() or self.failure is not None
 
     # --- the sending thread -------------------------------------------------------------------------------------------
 
@@ -224,14 +231,14 @@ class Proxy:
 
     def _next_to_send(self) -> FarCall | None:
         with self._comes:
-            while not self._to_send and not self._links.gives_up():
+            while not self._to_send and not self._gives_up():
                 self._comes.wait(10 * STEP_S)
-            return None if self._links.gives_up() else self._to_send.popleft()
+            return None if self._gives_up() else self._to_send.popleft()
 
     def _send_next_of(self, call: FarCall) -> bool:
         """Send the next descriptor of a call; return False behind its end."""
         while (found := self._ring.take()) is None:
-            if self._links.gives_up():
+            if self._gives_up():
                 raise Gone(self._rank)
             time.sleep(self._look_s)
         assert (found.handle, found.epoch) == (call.handle, call.epoch), (found, call)
@@ -252,8 +259,7 @@ class Proxy:
             for far in self._fars:
                 selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
                 selector.register(self._links.control[far], selectors.EVENT_READ, (far, False))
-            watched = 0.0
-            while not self._links.gives_up():
+            while not self._gives_up():
                 for key, _ in selector.select(0 if self._held else STEP_S):
                     far, is_data = key.data
                     try:
@@ -263,18 +269,14 @@ class Proxy:
                             self._held[far] = header
                             selector.unregister(key.fileobj)
                     except Gone as gone:
-                        with contextlib.suppress(KeyError):
-                            selector.unregister(key.fileobj)
-                        self._lose(gone.rank)
+                        selector.unregister(key.fileobj)
+                        self._lose(gone.rank, is_data=is_data)
                 for far, header in list(self._held.items()):
                     if self._put_down(far, header):
                         del self._held[far]
                         selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
                 if self._held:
                     time.sleep(self._look_s)
-                if (now := time.monotonic()) - watched > STEP_S:
-                    watched = now
-                    self._watch(now)
 
     def _put_down(self, source: int, header: Header) -> bool:
         """Put down a slice, or the end of a call, and raise its flag; return False if the call is not open yet."""
@@ -288,7 +290,7 @@ class Proxy:
             try:
                 self._transport.receive(source, values)
             except Gone as gone:
-                self._lose(gone.rank)
+                self._lose(gone.rank, is_data=True)
                 return True
         full_fence()  # the bytes are in place before the flag
         if header.flag >= 0:
@@ -313,8 +315,10 @@ class Proxy:
                 kind = PeerTimeoutError if note.get("late") else PeerError
                 self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
 
-    def _lose(self, far: int) -> None:
+    def _lose(self, far: int, *, is_data: bool) -> None:
         """Learn that a connection has ended: its rank has told why, or has died."""
+        if is_data:
+            self._drained.add(far)
         until = time.monotonic() + _LAST_WORDS_S
         while far not in self._closed and self.failure is None and time.monotonic() < until:
             try:
@@ -333,7 +337,7 @@ class Proxy:
             if not call.is_open and call.since is None:
                 continue
             call.since = now if call.since is None else call.since
-            if gone := sorted(call.missing & self._closed):
+            if gone := sorted(call.missing & self._closed & self._drained):
                 self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
             elif now - call.since > self._timeout_s:
                 self.fail(self._late(call, now - call.since))

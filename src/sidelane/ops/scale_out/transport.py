@@ -36,6 +36,7 @@ STEP_S = 0.05
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sqq")
 _MOST_NOTE_BYTES = 1 << 16
+_LISTENS_S = 1.0
 
 
 class Header(NamedTuple):
@@ -66,9 +67,11 @@ class SliceTransport(Protocol):
     Attributes:
         uses_compute_units: it runs kernels on the GPU. Then no program of an operator may wait for it while others
             occupy the GPU: a ring must have room for all slices of a call.
+        gives_up: function that returns True once it should wait no longer, and raise :class:`Gone`.
     """
 
     uses_compute_units: bool
+    gives_up: Callable[[], bool]
 
     def attach(self) -> None:
         """Prepare a thread of the proxy."""
@@ -192,8 +195,9 @@ class FarConnections:
                 try:
                     moved = step(view)
                 except BlockingIOError:
-                    if not poll.poll(STEP_S * 1000) and self.gives_up():
+                    if self.gives_up():
                         raise Gone(rank) from None
+                    poll.poll(STEP_S * 1000)
                     continue
                 if not moved:
                     raise Gone(rank)
@@ -202,12 +206,12 @@ class FarConnections:
             raise Gone(rank) from error
 
     def note(self, targets: Sequence[int], note: dict[str, Any]) -> None:
-        """Tell ranks something short; those that are gone do not matter here."""
-        words = json.dumps(note).encode()[:_MOST_NOTE_BYTES] + b"\n"
+        """Tell ranks something short; those that are gone, or do not listen, do not matter here."""
+        words = json.dumps(note).encode() + b"\n"
         with self._writing:
             for target in targets:
-                with contextlib.suppress(OSError, KeyError):
-                    self.control[target].sendall(words)
+                with contextlib.suppress(OSError, ValueError):  # the second one: it was closed here
+                    _send_whole(self.control[target], words)
 
     def notes(self, source: int) -> list[dict[str, Any]]:
         """Return what a rank has told since. Raises :class:`Gone` behind its last note."""
@@ -247,6 +251,7 @@ class SocketTransport:
     def __init__(self, links: FarConnections, device: torch.device) -> None:
         self._links, self._device = links, device
         self.uses_compute_units = device.type == "cuda"  # a kernel copies rows that lie apart
+        self.gives_up: Callable[[], bool] = lambda: False  # the links wait
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
 
     def attach(self) -> None:
@@ -358,6 +363,19 @@ def _prepared(made: socket.socket) -> socket.socket:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     forks.closing(made)  # in a copy of the process it would keep the connection after the end of this one
     return made
+
+
+def _send_whole(made: socket.socket, words: bytes) -> None:
+    """Send a note as a whole, or end the connection of a rank that has not listened for a while."""
+    poll = select.poll()
+    poll.register(made, select.POLLOUT)
+    while words:
+        try:
+            words = words[made.send(words) :]
+        except BlockingIOError:
+            if not poll.poll(_LISTENS_S * 1000):
+                made.shutdown(socket.SHUT_RDWR)
+                return
 
 
 def _exactly(made: socket.socket, count: int) -> bytes:
