@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from as_torchrun import run_program
 from marks import long
 from ranks import Crew
 
@@ -81,3 +84,15 @@ def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str) -> None:
 @pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 0)), long((0, 0, 1, 1))], ids=str)
 def test_gemms_back_to_back(four: Crew, layout: tuple[int, ...]) -> None:
     assert four.run(cases.gemms_back_to_back, len(layout), layout, 3, timeout_s=110) == [8] * len(layout)
+
+
+def test_ways_between_nodes_are_measured(tmp_path: Path) -> None:
+    """On CPU ranks the results are checked only."""
+    program = tmp_path / "measure.py"
+    program.write_text(
+        "from pathlib import Path\nfrom sidelane_lab.studies.fused.between_nodes import main\nmain(Path('rows.json'))\n"
+    )
+    run_program(program, tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["way"] for row in rows} >= {"bags alone", "our kernel, process group, copy", "fused, slices of 2"}
+    assert all(row["max_rel_err"] < 1e-5 for row in rows if "alone" not in row["way"])
