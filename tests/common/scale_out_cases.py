@@ -133,7 +133,7 @@ def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
 
 
 def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int, transport: str) -> int:
-    """Sizes of a model's, many calls in flight, which the host does not wait for; against PyTorch's own bags."""
+    """Sizes of a model's, many calls; against PyTorch's own bags."""
     with on_nodes(group, layout, capacity=4096, transport=transport) as ranks:
         n, rank, dim, batch, count, pooling = ranks.world_size, ranks.rank, 92, 1024, 16, 70
         generator = torch.Generator("cpu").manual_seed(5)

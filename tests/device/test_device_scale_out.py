@@ -71,7 +71,7 @@ def test_four_ranks_on_two_gpus(four: Nodes, name: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_many_large_calls_in_flight(two: Nodes, transport: str) -> None:
+def test_many_large_calls(two: Nodes, transport: str) -> None:
     assert two.run("large", 20, transport) == [20, 20]
 
 

@@ -40,6 +40,7 @@ def test_gradients_of_embeddings(four: Crew, layout: tuple[int, ...]) -> None:
     assert all(found >= 6 for found in done)
 
 
+@pytest.mark.long
 def test_layers_are_trained_and_compiled_whole(four: Crew) -> None:
     assert four.run(cases.layers, 3, (0, 0, 1), timeout_s=110) == [4] * 3
 
@@ -66,7 +67,7 @@ def own() -> Iterator[Crew]:
     found.kill()
 
 
-@pytest.mark.parametrize("how", ["dies", long("late"), "refused", long("leaves")])
+@pytest.mark.parametrize("how", ["dies", long("late"), long("refused"), long("leaves")])
 def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str) -> None:
     """By its neighbour on the node, and by those on the other one, within the time-out."""
     culprit, words = (
@@ -86,6 +87,7 @@ def test_gemms_back_to_back(four: Crew, layout: tuple[int, ...]) -> None:
     assert four.run(cases.gemms_back_to_back, len(layout), layout, 3, timeout_s=110) == [8] * len(layout)
 
 
+@pytest.mark.long
 def test_ways_between_nodes_are_measured(tmp_path: Path) -> None:
     """On CPU ranks the results are checked only."""
     program = tmp_path / "measure.py"

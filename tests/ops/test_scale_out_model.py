@@ -262,7 +262,7 @@ def advance(state: State, agent: int, step: Step, memory: dict[Address, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("epochs", "slices", "capacity"), [(1, 2, 1), (2, 1, 1), (2, 1, 2), long(1, 2, 4), long(2, 2, 1), long(2, 2, 2)]
+    ("epochs", "slices", "capacity"), [(1, 2, 1), (2, 1, 1), long(2, 1, 2), long(1, 2, 4), long(2, 2, 1), long(2, 2, 2)]
 )
 def test_every_interleaving(epochs: int, slices: int, capacity: int) -> None:
     assert explore(epochs, slices, capacity) > 100

@@ -121,6 +121,8 @@ class EmbeddingAcrossNodes:
         self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=sum(counts) * self._slices)
         with telling_refusals(comm, NAME):
             self.kernel.require_room(NAME, len(ranks.fars) * own * self._slices)
+        slice_here = self._whole[: self.slice_bags, :dim]
+        ranks.transport.make_ready(slice_here)
         ranks.exchange(NAME, (mode, self.slice_bags, batch))
 
     def flag_of_slice(self, owner: int, table: int, sample: int) -> int:

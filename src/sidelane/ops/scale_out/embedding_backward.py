@@ -94,7 +94,6 @@ class BackwardAcrossNodes:
         with ranks.naming():
             self._places = ranks.near.empty(max(counts) * batch * dim, dtype=dtype)
         self._kernel = FarKernel(ranks, _embedding_backward, flags=2 * self._programs)
-        self._loaded: set[tuple[object, ...]] = set()
         with telling_refusals(comm, NAME):
             self._kernel.require_room(NAME, sum(counts[far] for far in ranks.fars) * slices)
         ranks.exchange(f"{NAME} backward", batch)
@@ -155,11 +154,6 @@ class BackwardAcrossNodes:
             **options,
         )
         if ranks.fars:
-            if (sparse, mode, weights is None, indices.dtype) not in self._loaded:
-                # A kernel is loaded by its first launch, which may have to wait for the GPU: for the first kernel then,
-                # and with it for other nodes. So it waits where that holds up nothing.
-                ranks.synchronize()
-                self._loaded.add((sparse, mode, weights is None, indices.dtype))
             launch(_scatter_far, (self._programs,), (self._kernel.far, *shared), options)
         if sparse:
             return as_sparse(tables, found, indices, offsets), weight_grads

@@ -62,6 +62,7 @@ class FarCall:
         is_sent: all slices of this rank have left.
         since: time at which it was first seen to be open.
         number: number of the call among all of this rank, from 1.
+        over: set once nothing of the call is left to do.
     """
 
     handle: int
@@ -75,6 +76,7 @@ class FarCall:
     is_sent: bool = False
     since: float | None = None
     number: int = 0
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def is_open(self) -> bool:
@@ -151,6 +153,7 @@ class Proxy:
     def begin(self, call: FarCall) -> None:
         """Register a call whose kernel is launched next."""
         if not self._fars:
+            call.over.set()
             return
         self._count = call.number = self._count + 1
         self._calls[call.handle, call.epoch] = call
@@ -304,6 +307,7 @@ class Proxy:
     def _forget_if_over(self, call: FarCall) -> None:
         if call.is_sent and not call.missing:
             self._calls.pop((call.handle, call.epoch), None)
+            call.over.set()
 
     def _read_notes(self, far: int) -> None:
         for note in self._links.notes(far):

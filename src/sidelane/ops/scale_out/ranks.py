@@ -170,8 +170,6 @@ class ScaleOut:
         except KeyboardInterrupt:
             self._proxy.fail(PeerError(f"rank {self.rank} was interrupted", (self.rank,)))
             raise
-        if self.device.type == "cpu":
-            self.require_open()
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
         """Gather a few numbers of all ranks, by the store; see ``Communicator.all_gather``."""
@@ -186,6 +184,18 @@ class ScaleOut:
     def begin(self, call: FarCall) -> None:
         """Register a call with the proxy; its kernel is launched next."""
         self._proxy.begin(call)
+
+    def wait_for(self, call: FarCall) -> None:
+        """Block the host until all slices of a call have left and arrived; the kernel then ends by itself.
+
+        Streams share few hardware channels (``execute/cuda/release.py``). What the host queued behind a kernel that
+        waits for the proxy could hold up the proxy's own commands, and so could the loading of another kernel.
+        """
+        while not (call.over.wait(_STEP_S) or self._is_closed or self._proxy.failure is not None):
+            if self.device.type == "cuda":
+                backend: Any = self.near.lane.backend
+                if backend.executor.watch.failure is not None:
+                    self.near.synchronize()  # which raises it
 
     def synchronize(self) -> None:
         """Block the host until every call has finished on this rank.
@@ -319,6 +329,8 @@ class FarKernel:
         ranks.begin(call)
         with ranks.naming():
             self._kernel.launch(grid, self.far, *arguments, alike=alike, **options)
+            ranks.wait_for(call)
+        ranks.require_open()
 
 
 def _anew(error: PeerError) -> PeerError:

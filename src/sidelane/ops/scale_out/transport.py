@@ -77,6 +77,12 @@ class SliceTransport(Protocol):
         """Prepare a thread of the proxy."""
         ...
 
+    def make_ready(self, values: torch.Tensor) -> None:
+        """Make ready for values like these, [rows, columns], before any kernel waits: on a GPU, memory is allocated and
+        kernels are loaded, which may wait for kernels that run.
+        """
+        ...
+
     def send(self, target: int, values: torch.Tensor) -> None:
         """Send contiguous values; return when they may be overwritten."""
         ...
@@ -240,6 +246,30 @@ class FarConnections:
             made.close()
 
 
+class _Staging:
+    """Memory of the device for values that arrive, by dtype: rows are copied from there to where they lie apart."""
+
+    def __init__(self) -> None:
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
+
+    def make_ready(self, values: torch.Tensor) -> None:
+        """See :class:`SliceTransport`."""
+        there = self._by_dtype.get(values.dtype)
+        if there is None or there.numel() < values.numel():
+            options = {"dtype": values.dtype, "device": values.device}
+            self._by_dtype[values.dtype] = torch.zeros(values.numel(), **options)  # type: ignore[call-overload]
+        values.copy_(self.like(values))
+        if values.is_cuda:
+            torch.cuda.synchronize(values.device)
+
+    def like(self, values: torch.Tensor) -> torch.Tensor:
+        """Return contiguous memory for such values, which the next use overwrites."""
+        there = self._by_dtype.get(values.dtype)
+        if there is None or there.numel() < values.numel():
+            there = self._by_dtype[values.dtype] = values.new_empty(values.numel())
+        return there[: values.numel()].view(values.shape)
+
+
 class SocketTransport:
     """Sends slices behind their headers. Values of GPUs are copied by way of the host.
 
@@ -253,12 +283,17 @@ class SocketTransport:
         self.uses_compute_units = device.type == "cuda"  # a kernel copies rows that lie apart
         self.gives_up: Callable[[], bool] = lambda: False  # the links wait
         self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+        self._staging = _Staging()
 
     def attach(self) -> None:
         """See :class:`SliceTransport`: the thread copies on a stream of its own."""
         if self._streams:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._streams.pop())
+
+    def make_ready(self, values: torch.Tensor) -> None:
+        """See :class:`SliceTransport`."""
+        self._staging.make_ready(values)
 
     def send(self, target: int, values: torch.Tensor) -> None:
         """See :class:`SliceTransport`."""
@@ -269,6 +304,8 @@ class SocketTransport:
         is_direct = values.device.type == "cpu" and values.is_contiguous()
         came = values if is_direct else torch.empty(values.shape, dtype=values.dtype, device="cpu")
         self._links.read(source, _bytes_of(came))
+        if values.is_cuda and not values.is_contiguous():
+            came = self._staging.like(values).copy_(came)
         if not is_direct:
             values.copy_(came)
             if values.is_cuda:
@@ -295,6 +332,7 @@ class GroupTransport:
         self._groups, self._rank, self._device = (up, down), rank, device
         self.uses_compute_units = device.type == "cuda"
         self.gives_up: Callable[[], bool] = lambda: False
+        self._staging = _Staging()
 
     def warm_up(self, fars: Sequence[int]) -> None:
         """Connect every pair in both directions. Collective: memory is allocated, and kernels are loaded, which may not
@@ -317,6 +355,10 @@ class GroupTransport:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(torch.cuda.Stream(self._device, priority=-1))
 
+    def make_ready(self, values: torch.Tensor) -> None:
+        """See :class:`SliceTransport`."""
+        self._staging.make_ready(values)
+
     def send(self, target: int, values: torch.Tensor) -> None:
         """See :class:`SliceTransport`."""
         self._wait(self._groups[target < self._rank].send([values], target, 0), target)
@@ -324,7 +366,7 @@ class GroupTransport:
     def receive(self, source: int, values: torch.Tensor) -> None:
         """See :class:`SliceTransport`."""
         is_direct = values.is_contiguous()
-        came = values if is_direct else torch.empty(values.shape, dtype=values.dtype, device=self._device)
+        came = values if is_direct else self._staging.like(values)
         self._wait(self._groups[source > self._rank].recv([came], source, 0), source)
         if not is_direct:
             values.copy_(came)

@@ -10,6 +10,7 @@ Ways take turns in rounds. A time is the median over rounds of the slowest rank'
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -97,14 +98,14 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
     dtype = torch.float32 if on_cpu else torch.bfloat16
     dim, rows = (CPU_DIM, CPU_TABLE_ROWS) if on_cpu else (DIM, TABLE_ROWS)
     part, options = batch // n, {"dtype": dtype, "device": device}
-    whole = torch.randn(tables * rows, dim, **options)  # type: ignore[call-overload]
+    whole = torch.randn(tables * rows, dim, **options)
     some = list(whole.view(tables, rows, dim))
     call_bytes = batch * tables * pooling * dim * dtype.itemsize
     lists = IndexLists(ranks, (tables, n, part, pooling), rows, lists_of(call_bytes, on_cpu=on_cpu))
     lists.refill(1)
     offsets = torch.arange(tables * batch + 1, device=device) * pooling
-    sent, received = (torch.zeros(n, part, tables, dim, **options) for _ in range(2))  # type: ignore[call-overload]
-    out = torch.zeros(part, n, tables, dim, **options)  # type: ignore[call-overload]
+    sent, received = (torch.zeros(n, part, tables, dim, **options) for _ in range(2))
+    out = torch.zeros(part, n, tables, dim, **options)
     pool = BagKernel(ranks, some, batch)
     handles = {cut: EmbeddingAcrossNodes(ranks, some, batch, slice_bags=cut) for cut in SLICE_BAGS}
 
@@ -143,9 +144,8 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
         "embedding_bag, copy, process group, copy": by_torch,
     }
     for cut, handle in handles.items():
-        ways[f"fused, slices of {handle.slice_bags}{'' if cut else ' by default'}"] = lambda handle=handle: fused(
-            handle
-        )
+        name = f"fused, slices of {handle.slice_bags}{'' if cut else ' by default'}"
+        ways[name] = functools.partial(fused, handle)
     return ways, expected
 
 
