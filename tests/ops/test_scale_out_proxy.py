@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.ops.scale_out.connections import FarConnections, Header
 from sidelane.ops.scale_out.proxy import DONE, OPENED, FarCall, Proxy
 from sidelane.ops.scale_out.ring import (
     END,
@@ -26,7 +27,7 @@ from sidelane.ops.scale_out.ring import (
     TAIL,
     HostRing,
 )
-from sidelane.ops.scale_out.transport import FarConnections, Header, SocketTransport
+from sidelane.ops.scale_out.transport import SocketTransport
 from sidelane.program.wraparound import as_int32
 
 CPU = torch.device("cpu")

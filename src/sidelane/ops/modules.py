@@ -156,7 +156,7 @@ class _ExpertLinear(nn.Module):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | ScaleOut,
         in_features: int,
         out_features: int,
         *,

@@ -32,8 +32,9 @@ from sidelane import forks
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.memory import ending
 from sidelane.memory.ordering import full_fence
+from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone, Header
 from sidelane.ops.scale_out.ring import END, HostRing
-from sidelane.ops.scale_out.transport import STEP_S, FarConnections, Gone, Header, SliceTransport
+from sidelane.ops.scale_out.transport import SliceTransport
 from sidelane.program.wraparound import WORD_MASK, as_int32
 
 _LOOK_S = {"cuda": 20e-6, "cpu": 500e-6}

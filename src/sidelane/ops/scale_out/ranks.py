@@ -26,9 +26,10 @@ from sidelane.memory.persistent import lasting
 from sidelane.memory.store_values import not_understood, parsed
 from sidelane.ops.handle import is_captured
 from sidelane.ops.scale_out import ring
+from sidelane.ops.scale_out.connections import FarConnections
 from sidelane.ops.scale_out.proxy import DONE, FarCall, Proxy
 from sidelane.ops.scale_out.ring import CONTEXT_WORDS, HostRing, host_words
-from sidelane.ops.scale_out.transport import FarConnections, SliceTransport, SocketTransport
+from sidelane.ops.scale_out.transport import SliceTransport, SocketTransport
 from sidelane.program.wraparound import WORD_MASK
 from sidelane.session import Communicator
 
