@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sidelane.c3.shaped_matmul import ShapedMatmul
     from sidelane.c3.shaping import choose_shaping
     from sidelane.integrations.ledger import Report, report
+    from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
     from sidelane.integrations.registration import register
     from sidelane.integrations.wrap import wrap
@@ -54,6 +55,7 @@ __all__ = [
     "pool",
     "register",
     "report",
+    "scale_out",
     "wrap",
 ]
 
@@ -69,6 +71,7 @@ _ELSEWHERE = {
     "pool": "sidelane.session.pools",
     "register": "sidelane.integrations.registration",
     "report": "sidelane.integrations.ledger",
+    "scale_out": "sidelane.integrations.nodes.scale_out",
     "wrap": "sidelane.integrations.wrap",
 }
 

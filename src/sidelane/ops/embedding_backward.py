@@ -141,18 +141,21 @@ class EmbeddingBackward(KernelHandle):
             num_warps=self._warps,
         )
         if sparse:
-            return self._as_sparse(found, indices, offsets), weight_grads
+            return as_sparse(tables, found, indices, offsets), weight_grads
         parts = [found[first:stop].to(tables.dtype) for first, stop in itertools.pairwise(self._rows)]
         return parts, weight_grads
 
-    def _as_sparse(self, values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
-        """Return a COO tensor for each table, not coalesced. Waits for the device, to read where tables begin."""
-        cuts = offsets[:: self.tables.batch].tolist()
-        found = []
-        for table, (first, stop) in zip(self.tables.tables, itertools.pairwise(cuts), strict=True):
-            rows = indices[first:stop].long()[None]
-            found.append(torch.sparse_coo_tensor(rows, values[first:stop], table.shape, check_invariants=False))
-        return found
+
+def as_sparse(
+    tables: EmbeddingTables, values: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return a COO tensor for each table, not coalesced. Waits for the device, to read where tables begin."""
+    cuts = offsets[:: tables.batch].tolist()
+    found = []
+    for table, (first, stop) in zip(tables.tables, itertools.pairwise(cuts), strict=True):
+        rows = indices[first:stop].long()[None]
+        found.append(torch.sparse_coo_tensor(rows, values[first:stop], table.shape, check_invariants=False))
+    return found
 
 
 def embedding_all_to_all_backward(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Hashable, Iterator
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,6 +13,15 @@ from sidelane.session import Communicator
 from sidelane.session.own_kernel import OwnKernel
 
 H = TypeVar("H")
+
+
+class TellsRefusals(Protocol):
+    """A communicator, or the ranks of several nodes."""
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """See ``Communicator.refuse``."""
+        ...
+
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True if kernels of this process are interpreted; Triton reads the same variable when it makes them."""
@@ -36,7 +45,7 @@ class KernelHandle:
 
 
 @contextlib.contextmanager
-def telling_refusals(comm: Communicator, name: str) -> Iterator[None]:
+def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
     """Tell the peers about an exception inside: it keeps this rank from its next call."""
     try:
         yield

@@ -29,6 +29,7 @@ from sidelane.ops import (
     gemv,
     reference,
     rms_norm,
+    scale_out,
 )
 from sidelane.ops.handle import power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
@@ -36,11 +37,11 @@ from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
 
 _numbers = itertools.count(1)
-_communicators: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_communicators: weakref.WeakValueDictionary[int, Communicator | scale_out.ScaleOut] = weakref.WeakValueDictionary()
 
 
-def number_of(comm: Communicator) -> int:
-    """Return the number by which the operators know a communicator, in this process."""
+def number_of(comm: Communicator | scale_out.ScaleOut) -> int:
+    """Return the number by which the operators know a communicator, or the ranks of several nodes, in this process."""
     number: int | None = comm.kept.get(number_of)
     if number is None:
         number = comm.kept[number_of] = next(_numbers)
@@ -49,7 +50,20 @@ def number_of(comm: Communicator) -> int:
 
 
 def communicator(number: int) -> Communicator:
-    """Return the communicator of a number. Raises ValueError if there is none, or no longer."""
+    """Return the communicator of a number.
+
+    Raises:
+        ValueError: there is none, or no longer.
+        TypeError: the number is that of ranks of several nodes.
+    """
+    found = ranks_of(number)
+    if not isinstance(found, Communicator):
+        raise TypeError("sidelane: ranks of several nodes (allowed=a communicator of one node, for this operator)")
+    return found
+
+
+def ranks_of(number: int) -> Communicator | scale_out.ScaleOut:
+    """Return what a number stands for. Raises ValueError as :func:`communicator`."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.kept:
         raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
@@ -141,7 +155,7 @@ def all_reduce_rms_norm(
 def _embedding_like(
     comm: int, tables: list[Tensor], indices: Tensor, offsets: Tensor, _: Any, mode: str, table_count: int, *__: Any
 ) -> Tensor:
-    ranks = communicator(comm)
+    ranks = ranks_of(comm)
     batch = (offsets.shape[0] - 1) // len(tables)
     own = (batch + ranks.world_size - 1 - ranks.rank) // ranks.world_size
     return tables[0].new_empty(own, table_count * tables[0].shape[1])
@@ -158,9 +172,7 @@ def _embedding_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     weights, tables = (rest[0], rest[1:]) if ctx.is_weighted else (None, rest)
     if ctx.sparse:  # eager: no compiler takes tensors of rows
         options = {"mode": ctx.mode, "per_sample_weights": weights, "sparse": True}
-        of_tables, of_weights = embedding_backward.embedding_all_to_all_backward(
-            communicator(ctx.comm), grad, tables, indices, offsets, **options
-        )
+        of_tables, of_weights = _backward_of_embedding(ctx.comm, grad, tables, indices, offsets, options)
         return None, of_tables, None, None, of_weights, None, None, None
     found = embedding_all_to_all_backward(ctx.comm, grad, tables, indices, offsets, weights, ctx.mode)
     of_weights = found[-1] if ctx.is_weighted else None
@@ -183,7 +195,20 @@ def embedding_all_to_all(
     ``sparse``: gradients of tables are those of rows, COO tensors that are not coalesced, for eager code only.
     """
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    return embedding.embedding_all_to_all(communicator(comm), tables, indices, offsets, **options).clone()
+    ranks = ranks_of(comm)
+    call: Any = embedding.embedding_all_to_all if isinstance(ranks, Communicator) else scale_out.embedding_all_to_all
+    found: Tensor = call(ranks, tables, indices, offsets, **options)
+    return found.clone()
+
+
+def _backward_of_embedding(
+    comm: int, grad: Tensor, tables: list[Tensor], indices: Tensor, offsets: Tensor, options: dict[str, Any]
+) -> tuple[list[Tensor], Tensor | None]:
+    ranks = ranks_of(comm)
+    one_node, several = embedding_backward.embedding_all_to_all_backward, scale_out.embedding_all_to_all_backward
+    call: Any = one_node if isinstance(ranks, Communicator) else several
+    found: tuple[list[Tensor], Tensor | None] = call(ranks, grad, tables, indices, offsets, **options)
+    return found
 
 
 def _gradients_like(
@@ -204,9 +229,7 @@ def embedding_all_to_all_backward(
 ) -> list[Tensor]:
     """Return dense gradients of the tables, then that of the weights, if there are any."""
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
-    found, of_weights = embedding_backward.embedding_all_to_all_backward(
-        communicator(comm), grad, tables, indices, offsets, **options
-    )
+    found, of_weights = _backward_of_embedding(comm, grad, tables, indices, offsets, options)
     found = [part.clone() if part.untyped_storage().nbytes() > part.nbytes else part for part in found]  # no views
     return found if of_weights is None else [*found, of_weights]
 
@@ -282,7 +305,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, back @ weight if for_x else None, back.T @ x if for_weight else None, None, None
     back = rows_back(ctx.comm, grad, counts.sum(-1), x.shape[0])
     of_x, of_weight = torch.zeros_like(x), []
-    parts = _by_expert(back, counts[communicator(ctx.comm).rank])  # behind the last one rows are zeros
+    parts = _by_expert(back, counts[ranks_of(ctx.comm).rank])  # behind the last one rows are zeros
     for number, part in enumerate(parts):
         of_x = of_x + part @ weight[number]
         of_weight.append(part.T @ x)
@@ -292,8 +315,9 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @_operator(_routed_like, _all_to_all_backward, _saves)
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
-    ranks = communicator(comm)
-    came = gemm.gemm_all_to_all(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
+    ranks = ranks_of(comm)
+    call: Any = gemm.gemm_all_to_all if isinstance(ranks, Communicator) else scale_out.gemm_all_to_all
+    came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
     return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
@@ -356,10 +380,11 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     ``rows`` has the same height on all ranks. That many may come back from each of them, which is the only bound that
     all ranks know of a rank's sent rows: so much symmetric memory it takes.
     """
-    ranks = communicator(comm)
+    ranks = ranks_of(comm)
     n, most = ranks.world_size, rows.shape[0]
     back = rows.new_zeros(sent, rows.shape[1])
-    came = all_to_all_rows(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
+    call: Any = all_to_all_rows if isinstance(ranks, Communicator) else scale_out.all_to_all_rows
+    came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
     some = min(sent, n * most)
     back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)
     return back

@@ -14,6 +14,7 @@ from torch import nn
 from sidelane.ops import library
 from sidelane.ops.embedding_tables import MODES, SUM
 from sidelane.ops.handle import check_choice, telling_refusals
+from sidelane.ops.scale_out import ScaleOut
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
 
@@ -81,7 +82,8 @@ class EmbeddingBagAllToAll(nn.Module):
     """List of ``nn.EmbeddingBag`` on every rank, the exchange of the pooled bags, and its layout. Collective.
 
     Args:
-        comm: communicator of the ranks, open for as long as this is used.
+        comm: communicator of the ranks, or the ranks of several nodes (``scale_out``), open for as long as this is
+            used.
         num_embeddings: number of rows of each table of this rank.
         embedding_dim: dimension of all tables of all ranks.
         mode: ``sum`` or ``mean``.
@@ -101,7 +103,7 @@ class EmbeddingBagAllToAll(nn.Module):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | ScaleOut,
         num_embeddings: Sequence[int],
         embedding_dim: int,
         *,
@@ -154,7 +156,7 @@ class _ExpertLinear(nn.Module):
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Communicator | ScaleOut,
         in_features: int,
         out_features: int,
         *,

@@ -1,0 +1,79 @@
+"""The way to fused operators among nodes: it finds the nodes of a group, and makes what their ranks need."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sidelane import config as settings
+from sidelane.config import Config
+from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
+from sidelane.integrations.nodes.groups import NodeGroup, find_nodes
+from sidelane.memory.exchange import store_of
+from sidelane.ops.scale_out import GroupTransport, ScaleOut
+from sidelane.ops.scale_out.ranks import CAPACITY
+from sidelane.session import Communicator
+
+SOCKETS, GROUP, AUTO = "sockets", "group", "auto"
+TRANSPORTS = (AUTO, SOCKETS, GROUP)
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""Number of times that each group was asked for, which makes the names in its store unique."""
+
+
+@contextlib.contextmanager
+def scale_out(
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    config: Config | None = None,
+    transport: str = AUTO,
+    capacity: int = CAPACITY,
+) -> Iterator[ScaleOut]:
+    """Make the ranks of a group ready for fused operators among its nodes, in a ``with`` block. Collective.
+
+    Args:
+        group: group of any backend; None for the default group.
+        device: see :class:`sidelane.Communicator`.
+        config: see :class:`sidelane.Communicator`; ``virtual_nodes`` counts.
+        transport: ``sockets``; ``group``, which is NCCL between GPUs and Gloo between CPU ranks; or ``auto``: ``group``
+            on GPUs.
+        capacity: number of slices that may wait to be sent, a power of two.
+
+    Raises:
+        ValueError: a setting is not allowed.
+        UnavailableError: a node lacks what a communicator needs.
+        PeerError, PeerTimeoutError: a rank did not come.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"scale_out: transport (value={transport!r}, allowed={', '.join(TRANSPORTS)})")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None, "torch.distributed is initialised"
+    config = config or settings.current()
+    number = _made[group] = _made.get(group, 0) + 1
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    timeout = timedelta(seconds=config.timeout_s)
+    store = dist.PrefixStore(f"sidelane/scale-out/{number}/", store_of(group))
+    nodes = find_nodes(store, rank, ranks, timeout, config)
+    node, place = nodes.seat(rank)
+    name = f"{group.group_name}/scale-out/{number}"
+    own = [ranks[other] for other in nodes.members[node]]
+    with contextlib.ExitStack() as stack:
+        near_group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/node{node}")
+        stack.callback(near_group.close)
+        near = stack.enter_context(Communicator(near_group, device=device, config=config))
+        carrier = None
+        if transport == GROUP or (transport == AUTO and near.device.type == "cuda"):
+            with nccl_not_ending_the_process():
+                pair = [
+                    make_other(dist.PrefixStore(f"{way}/", store), rank, len(ranks), timeout, f"{name}/{way}", (), None)
+                    for way in ("up", "down")
+                ]
+            carrier = GroupTransport(pair[0], pair[1], rank, near.device)
+            carrier.warm_up([other for other in range(len(ranks)) if nodes.of[other] != node])
+        yield stack.enter_context(ScaleOut(near, store, rank, nodes.of, transport=carrier, capacity=capacity))

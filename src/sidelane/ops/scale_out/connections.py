@@ -1,0 +1,251 @@
+"""Connections between the ranks of different nodes: headers and bytes of slices on one, notes of the hosts on another.
+
+Each side of a pair sends the headers of its slices in the order of its ring, and the end of each call behind them.
+Notes tell of calls that begin, of failures, and of ranks that close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from sidelane import forks
+from sidelane.errors import PeerTimeoutError
+from sidelane.memory.store_values import not_understood, parsed
+
+STEP_S = 0.05
+"""Seconds after which a blocked thread looks whether it should go on."""
+
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<{2 * _TOKEN_BYTES}sqq")
+_MOST_NOTE_BYTES = 1 << 16
+_LISTENS_S = 1.0
+
+
+class Header(NamedTuple):
+    """Header of a slice, or of the end of a call, for which it has no rows. For the fields see ``Descriptor``."""
+
+    handle: int
+    epoch: int
+    flag: int
+    place: int
+    rows: int
+    columns: int
+
+
+_HEADER = struct.Struct(f"<{len(Header._fields)}q")
+
+
+class Gone(Exception):
+    """The connection to a rank has ended. ``rank``: its number."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(rank)
+
+
+class FarConnections:
+    """Connections with the ranks of other nodes. Collective; they meet by a store.
+
+    Args:
+        store: store of these ranks alone.
+        rank: number of this rank in the group.
+        fars: ranks on other nodes.
+        timeout_s: time-out for the last of them, in seconds.
+
+    Attributes:
+        data: connection for headers by rank.
+        control: connection for notes by rank.
+        gives_up: function that returns True once nothing should wait any more.
+
+    Raises:
+        PeerTimeoutError: a rank did not come.
+        PeerError: it sent something else.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, fars: Sequence[int], timeout_s: float) -> None:
+        self.data: dict[int, socket.socket] = {}
+        self.control: dict[int, socket.socket] = {}
+        self.gives_up: Callable[[], bool] = lambda: False
+        self._texts = dict.fromkeys(fars, b"")
+        self._writing = forks.lock()
+        if not fars:
+            return
+        until = time.monotonic() + timeout_s
+        with socket.create_server(("", 0), backlog=2 * len(fars) + 16) as server:
+            token = secrets.token_hex(_TOKEN_BYTES)
+            store.set(f"at/{rank}", json.dumps((_own_address(), server.getsockname()[1], token)))
+            try:
+                for far in (far for far in fars if far < rank):
+                    self._connect(store, rank, far, until)
+                self._accept(server, token, [far for far in fars if far > rank], until)
+            except BaseException:
+                self.close()
+                raise
+
+    def _connect(self, store: dist.Store, rank: int, far: int, until: float) -> None:
+        key = f"at/{far}"
+        while not store.check([key]):
+            _require_time(until, [far])
+            time.sleep(STEP_S / 10)
+        said = store.get(key)
+        try:
+            address, port, token = map(str, parsed(said))
+            place = address, int(port)
+            token_bytes = token.encode("ascii")
+        except (ValueError, TypeError) as error:
+            raise not_understood("scale-out", far, said) from error
+        for number, kind in enumerate((self.data, self.control)):
+            try:
+                made = socket.create_connection(place, max(STEP_S, until - time.monotonic()))
+                made.sendall(_HELLO.pack(token_bytes, rank, number))
+            except OSError as error:
+                text = f"scale-out: no connection with rank {far} at {address}: {error}"
+                raise PeerTimeoutError(text, [far]) from error
+            kind[far] = _prepared(made)
+
+    def _accept(self, server: socket.socket, token: str, fars: Sequence[int], until: float) -> None:
+        server.settimeout(STEP_S)
+        while missing := [far for far in fars if far not in self.data or far not in self.control]:
+            _require_time(until, missing)
+            try:
+                made, _ = server.accept()
+            except TimeoutError:
+                continue
+            try:
+                made.settimeout(max(STEP_S, min(5.0, until - time.monotonic())))
+                found, far, number = _HELLO.unpack(_exactly(made, _HELLO.size))
+            except (OSError, struct.error):
+                made.close()
+                continue
+            if not secrets.compare_digest(found, token.encode("ascii")) or far not in fars or number not in (0, 1):
+                made.close()  # a stranger
+                continue
+            (self.data, self.control)[number][far] = _prepared(made)
+
+    def send_header(self, target: int, header: Header) -> None:
+        """Send a header on its way. Raises :class:`Gone`."""
+        self.write(target, memoryview(_HEADER.pack(*header)))
+
+    def receive_header(self, source: int) -> Header:
+        """Return the next header, of which the first byte is there. Raises :class:`Gone`."""
+        words = bytearray(_HEADER.size)
+        self.read(source, memoryview(words))
+        return Header(*_HEADER.unpack(words))
+
+    def write(self, target: int, given: memoryview) -> None:
+        """Write bytes behind a header. Raises :class:`Gone`, also if nothing should wait any more."""
+        self._all(target, given, self.data[target].send, select.POLLOUT)
+
+    def read(self, source: int, into: memoryview) -> None:
+        """Read the bytes behind a header. Raises as :meth:`write`."""
+        self._all(source, into, self.data[source].recv_into, select.POLLIN)
+
+    def _all(self, rank: int, view: memoryview, step: Callable[[memoryview], int], event: int) -> None:
+        poll = select.poll()
+        try:
+            poll.register(self.data[rank], event)
+            while view:
+                try:
+                    moved = step(view)
+                except BlockingIOError:
+                    if self.gives_up():
+                        raise Gone(rank) from None
+                    poll.poll(STEP_S * 1000)
+                    continue
+                if not moved:
+                    raise Gone(rank)
+                view = view[moved:]
+        except (OSError, ValueError) as error:  # the second one: it was closed here
+            raise Gone(rank) from error
+
+    def note(self, targets: Sequence[int], note: dict[str, Any]) -> None:
+        """Tell ranks something short; those that are gone, or do not listen, do not matter here."""
+        words = json.dumps(note).encode() + b"\n"
+        with self._writing:
+            for target in targets:
+                with contextlib.suppress(OSError, ValueError):  # the second one: it was closed here
+                    _send_whole(self.control[target], words)
+
+    def notes(self, source: int) -> list[dict[str, Any]]:
+        """Return what a rank has told since. Raises :class:`Gone` behind its last note."""
+        control, text = self.control[source], self._texts[source]
+        try:
+            while found := control.recv(_MOST_NOTE_BYTES, socket.MSG_DONTWAIT):
+                text += found
+            is_gone = True
+        except BlockingIOError:
+            is_gone = False
+        except OSError:
+            is_gone = True
+        *lines, self._texts[source] = text.split(b"\n")
+        if is_gone and not lines:
+            raise Gone(source)
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except ValueError as error:
+            raise not_understood("scale-out", source, text) from error
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        for made in (*self.data.values(), *self.control.values()):
+            with contextlib.suppress(OSError):
+                made.shutdown(socket.SHUT_RDWR)
+            made.close()
+
+
+def _prepared(made: socket.socket) -> socket.socket:
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    forks.closing(made)  # in a copy of the process it would keep the connection after the end of this one
+    return made
+
+
+def _send_whole(made: socket.socket, words: bytes) -> None:
+    """Send a note as a whole, or end the connection of a rank that has not listened for a while."""
+    poll = select.poll()
+    poll.register(made, select.POLLOUT)
+    while words:
+        try:
+            words = words[made.send(words) :]
+        except BlockingIOError:
+            if not poll.poll(_LISTENS_S * 1000):
+                made.shutdown(socket.SHUT_RDWR)
+                return
+
+
+def _exactly(made: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        more = made.recv(count - len(found))
+        if not more:
+            break
+        found += more
+    return found
+
+
+def _require_time(until: float, missing: Sequence[int]) -> None:
+    if time.monotonic() > until:
+        raise PeerTimeoutError(f"scale-out: ranks {list(missing)} of other nodes did not connect in time", missing)
+
+
+def _own_address() -> str:
+    """Return an address of this machine under which the others reach it: that from which it reaches rank 0."""
+    leader = os.environ.get("MASTER_ADDR")
+    for name in (leader, socket.gethostname()):
+        if not name:
+            continue
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))  # nothing is sent
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,287 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""embedding_all_to_all among several nodes: bags for this node go straight to its ranks, others leave by slices.
+
+Equivalent: as of ``ops.embedding`` (the fused operators paper, section III.A, Figure 6).
+
+Any block of rank 0, on a node with rank 1; ranks 2 and 3 are on another node::
+
+    first: ready, open | bags for 2, 3 -> send buffer; last of a slice: descriptor -> ring | wait for 1 | bags for 1
+    -> 1 | bags for 0 | last: done, end -> ring, wait for the node, for the ends of 2 and 3, and for its own to leave
+
+``ready`` and ``done`` are those of ``ops.embedding``; ``open`` tells the proxy of this rank the same about its output.
+No block waits for another node but the last one, once all others have ended: while it waits, the rest of the GPU is
+free for the transport. If the ring is full, blocks wait for the proxy, which needs no GPU then (``transport``).
+
+The send buffer is free when the kernel begins, since the last block of the launch before has waited for it to leave.
+
+Example (Figure 6): 2 nodes of a rank, batch 4, slices of 2: the send buffer of rank 0 has samples 2 and 3 of table 0,
+then those of table 1. Slice 1, of table 1, begins at element 2 * D there, and at column D of row 0 on rank 1.
+
+Legend: as in ``ops.embedding``. ``sends`` [bags of all ranks, D], table by table for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sidelane.device.context import (
+    arrive_acq_rel,
+    begin,
+    end,
+    first_relaxed,
+    put_weak,
+    signal_all_release,
+    wait_acquire,
+    wait_all_acquire,
+)
+from sidelane.device.language import real
+from sidelane.kernels.arithmetic import DTYPES
+from sidelane.memory.persistent import lasting
+from sidelane.ops.embedding import _pooled
+from sidelane.ops.embedding_tables import (
+    MEAN,
+    MODES,
+    NAME,
+    SUM,
+    UNIT_WARPS,
+    EmbeddingTables,
+    batch_of,
+    check_bags,
+    check_offsets,
+    check_sizes,
+    checked,
+    threads_of,
+)
+from sidelane.ops.handle import check_choice, kept, power_of_two, programs_of, telling_refusals
+from sidelane.ops.scale_out.device import finish_acq_rel, near_of, open_release, send_release
+from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
+
+SLICE_BYTES = 256 << 10
+"""Largest number of bytes of a slice unless the caller sets its samples: the network is then busy with few messages,
+and the first one leaves early."""
+
+READY, DONE = range(2)
+"""Numbers of flags within the node; also of counters: first program, last program. Those of slices follow."""
+
+
+class EmbeddingAcrossNodes:
+    """Flags, buffers and output of :func:`embedding_all_to_all` for some tables. Collective.
+
+    Args:
+        ranks: ranks of all nodes.
+        tables: see ``ops.EmbeddingAllToAll``.
+        batch: number of samples of all ranks, one for each and more.
+        mode: ``sum`` or ``mean``.
+        slice_bags: number of samples of a slice; None for slices of up to ``SLICE_BYTES``.
+
+    Attributes:
+        tables: tables of this rank, next to those of the other ranks.
+        kernel: the kernel, whose far context consumers of slices need.
+
+    Raises:
+        ValueError, TypeError: wrong tables or sizes; on the other ranks PeerError, and there are no more calls.
+        PeerError, PeerTimeoutError: a rank failed, or did not come.
+    """
+
+    def __init__(
+        self,
+        ranks: ScaleOut,
+        tables: Sequence[torch.Tensor],
+        batch: int,
+        *,
+        mode: str = SUM,
+        slice_bags: int | None = None,
+    ) -> None:
+        comm: Any = ranks  # has what these checks take of a communicator
+        with telling_refusals(comm, NAME):
+            check_choice(NAME, "mode", mode, MODES)
+            checked(comm, tables)
+            check_sizes(comm, tables, batch, slice_bags)
+        self.ranks, self.mode = ranks, mode
+        self.tables = EmbeddingTables.kept(comm, tables, batch)
+        counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
+        self.slice_bags = slice_of(samples[0], dim * dtype.itemsize, slice_bags)
+        self._slices = -(-samples[0] // self.slice_bags)  # of a table, for one rank
+        device, own = ranks.device, len(tables)
+        self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
+        self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
+        counters = 2 + ranks.world_size * own * self._slices
+        self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
+        self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
+        self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
+        with ranks.naming():
+            self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
+        self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=sum(counts) * self._slices)
+        with telling_refusals(comm, NAME):
+            self.kernel.require_room(NAME, len(ranks.fars) * own * self._slices)
+        slice_here = self._whole[: self.slice_bags, :dim]
+        ranks.transport.make_ready(slice_here)
+        ranks.exchange(NAME, (mode, self.slice_bags, batch))
+
+    def flag_of_slice(self, owner: int, table: int, sample: int) -> int:
+        """Return the flag that is raised behind a slice, for ``device.wait_slice_acquire``.
+
+        Args:
+            owner: rank of another node, the owner of the table.
+            table: number of the table among those of its owner.
+            sample: number of the sample among those of this rank.
+        """
+        return (sum(self.tables.counts[:owner]) + table) * self._slices + sample // self.slice_bags
+
+    def __call__(
+        self, indices: torch.Tensor, offsets: torch.Tensor, *, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all`."""
+        ranks, tables, weights = self.ranks, self.tables, per_sample_weights
+        comm: Any = ranks
+        ranks.require_open()
+        with telling_refusals(comm, NAME):
+            check_bags(comm, tables.tables, indices, offsets, weights, self.mode)
+            check_offsets(tables, offsets)
+        output = self._whole[: tables.samples[ranks.rank]]
+        self.kernel.launch(
+            (self._programs,),
+            ranks.near.peers(self._whole),
+            self._sends,
+            self._counters,
+            tables.addresses,
+            indices,
+            offsets,
+            indices if weights is None else weights,
+            self._order,
+            ranks.world_size,
+            tables.batch,
+            len(tables.tables),
+            sum(tables.counts[: ranks.rank]),
+            tables.width,
+            self._slices,
+            source=self._sends,
+            landing=output,
+            stride=tables.width,
+            alike=f"batch {tables.batch}",
+            D=tables.dim,
+            DP=power_of_two(tables.dim),
+            L=self._rows_at_a_time,
+            DTYPE=real(DTYPES[str(tables.dtype).removeprefix("torch.")]),
+            ALIGNED=tables.are_aligned,
+            MEAN=self.mode == MEAN,
+            WEIGHTED=weights is not None,
+            SLICE=self.slice_bags,
+            num_warps=self._warps,
+        )
+        return output
+
+
+def slice_of(samples: int, row_bytes: int, slice_bags: int | None = None) -> int:
+    """Return the samples of a slice: those that the caller set, or as many as ``SLICE_BYTES`` hold.
+
+    >>> slice_of(512, 1024), slice_of(64, 1024), slice_of(64, 1024, 16)
+    (256, 64, 16)
+    """
+    return min(samples, slice_bags or max(1, SLICE_BYTES // row_bytes))
+
+
+def embedding_all_to_all(
+    ranks: ScaleOut,
+    tables: Sequence[torch.Tensor],
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    mode: str = SUM,
+    per_sample_weights: torch.Tensor | None = None,
+    slice_bags: int | None = None,
+) -> torch.Tensor:
+    """Run ``embedding_bag`` of all local tables, all-to-all among nodes and layout copy, in one kernel.
+
+    Sums are float32, rounded once. The first call with some tables and a batch makes its resources
+    (:class:`EmbeddingAcrossNodes`), with all ranks.
+
+    Args:
+        ranks: ranks of all nodes.
+        tables: see ``ops.embedding_all_to_all``, as the following.
+        indices: rows of the bags of all local tables.
+        offsets: begin of each bag, and end of the last one, [T * B + 1].
+        mode: ``sum`` or ``mean``; an empty bag is 0.
+        per_sample_weights: factor of each index, with ``sum`` only. On all ranks, or on none.
+        slice_bags: number of samples of a slice; None for slices of up to ``SLICE_BYTES``.
+
+    Returns:
+        Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order. The next call with the
+        tables overwrites it.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; on the other ranks PeerError, and there are no more calls.
+        UnavailableError: inside of a capture; a device that cannot run it.
+        PeerError, PeerTimeoutError: a rank failed, or did not come.
+    """
+    comm: Any = ranks
+    ranks.require_open()
+    with telling_refusals(comm, NAME):
+        kind = checked(comm, tables).key
+        check_bags(comm, tables, indices, offsets, per_sample_weights, mode)
+        batch = batch_of(tables, offsets)
+        check_sizes(comm, tables, batch, slice_bags)
+    key = (NAME, batch, mode, slice_bags, *kind)
+    handle = kept(comm, key, lambda: EmbeddingAcrossNodes(ranks, tables, batch, mode=mode, slice_bags=slice_bags))
+    return handle(indices, offsets, per_sample_weights=per_sample_weights)
+
+
+@triton.jit
+def _embedding_all_to_all(
+    context, far, outputs, sends, counters, tables, indices, offsets, weights, order,
+    ranks, batch, table_count, first_table, width, slices,
+    D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    generation = begin(context)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if first_relaxed(counters):
+        signal_all_release(context, 0, generation)  # ready
+        open_release(far, generation)
+    lane = tl.arange(0, DP)
+    number = program  # number of a bag, among those for one rank
+    for turn in range(ranks):
+        peer = tl.load(order + turn)
+        near = near_of(far, peer)
+        samples = batch // ranks + (peer < batch % ranks).to(tl.int32)
+        first_sample = peer * (batch // ranks) + tl.minimum(peer, batch % ranks)
+        bags = samples * table_count
+        if (number < bags) & (near >= 0):
+            wait_acquire(context, near, 0, generation)
+        while number < bags:
+            table, sample = number // samples, number % samples
+            bag = table.to(tl.int64) * batch + first_sample + sample
+            values = _pooled(tables, indices, offsets, weights, table, bag,
+                             D, DP, L, DTYPE, ALIGNED, MEAN, WEIGHTED)  # fmt: skip
+            column = (first_table + table) * D
+            if near >= 0:
+                place = sample.to(tl.int64) * width + column
+                put_weak(outputs, near, place + lane, values.to(DTYPE), lane < D, ALIGNED)
+            else:
+                start = first_sample.to(tl.int64) * table_count
+                tl.store(sends + (start + number) * D + lane, values.to(DTYPE), mask=lane < D)
+                top = sample // SLICE * SLICE
+                slice = table * slices + sample // SLICE
+                parts = tl.minimum(SLICE, samples - top)
+                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts):
+                    flag = (first_table + table) * slices + sample // SLICE
+                    source = (start + table * samples + top) * D
+                    send_release(far, generation, peer, flag, source, top.to(tl.int64) * width + column, parts, D)
+            number += programs
+        number -= bags
+    if arrive_acq_rel(counters + 1, programs):
+        tl.store(counters, 0)
+        signal_all_release(context, 1, generation)  # done
+        wait_all_acquire(context, 1, generation)
+        finish_acq_rel(far, generation)
+    end(context, generation)
+
+
+KERNEL = _embedding_all_to_all

@@ -1,0 +1,362 @@
+"""Proxy of a rank's kernels: a thread that sends the slices of the ring, and one that puts down what arrives.
+
+A slice from one node to another::
+
+    rank a   kernel: slice, descriptor -> ring | sending thread: header, bytes ------.
+    rank b   kernel: opens its output ............ | receiving thread: waits for that | bytes | flag | kernel: sees it
+
+The receiving thread puts down no byte of a call that the kernel of its own rank has not opened yet: earlier work may
+still use the output. Until then it leaves the bytes to the transport, and reads what other ranks send. The flag is a
+word in host memory, which the thread writes when the bytes are in place: this is the remote fence. The end of a call
+comes behind all of its slices, and raises a word of its sender in the same way.
+
+A rank tells the others of each call that it begins. So a rank that waits in vain can tell one that has not come from
+one that waits itself. The first failure that a rank learns of ends all of its calls, and it tells the others, who name
+the same ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sidelane import forks
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.memory import ending
+from sidelane.memory.ordering import full_fence
+from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone, Header
+from sidelane.ops.scale_out.ring import END, HostRing
+from sidelane.ops.scale_out.transport import SliceTransport
+from sidelane.program.wraparound import WORD_MASK, as_int32
+
+_LOOK_S = {"cuda": 20e-6, "cpu": 500e-6}
+"""Seconds between two looks at the ring, or at a call that is not open yet: CPU ranks need the processor."""
+
+_LAST_WORDS_S = 0.3
+"""Seconds in which the note of a rank that is gone may arrive behind the end of its connection for data."""
+
+OPENED, DONE = 0, 1
+"""Indices of a handle's words in host memory; from ``DONE`` on there is one for each rank, then one for each slice."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class FarCall:
+    """A call under way.
+
+    Attributes:
+        handle: number of the operator's handle.
+        epoch: generation of its launch.
+        words: the handle's words in host memory.
+        first_flag: index of the first slice's flag among them.
+        source: elements that are sent, one-dimensional.
+        landing: elements that arrive, one-dimensional.
+        stride: distance of a slice's rows there, in elements.
+        missing: ranks whose end has not come.
+        is_sent: all slices of this rank have left.
+        since: time at which it was first seen to be open.
+        number: number of the call among all of this rank, from 1.
+        over: set once nothing of the call is left to do.
+    """
+
+    handle: int
+    epoch: int
+    words: npt.NDArray[np.int32]
+    first_flag: int
+    source: torch.Tensor
+    landing: torch.Tensor
+    stride: int
+    missing: set[int]
+    is_sent: bool = False
+    since: float | None = None
+    number: int = 0
+    over: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @property
+    def is_open(self) -> bool:
+        """True once the kernel lets others write."""
+        return int(self.words[OPENED]) & WORD_MASK == self.epoch
+
+    def target(self, header: Header) -> torch.Tensor | None:
+        """Return the elements of a slice that arrives, [rows, columns]; None if there are none such."""
+        place, rows, columns = header.place, header.rows, header.columns
+        last = place + (rows - 1) * self.stride + columns
+        if min(place, rows - 1, columns - 1) < 0 or last > self.landing.numel():
+            return None
+        start = self.landing.storage_offset() + place
+        return self.landing.as_strided((rows, columns), (self.stride, 1), start)
+
+
+class Proxy:
+    """The two threads of a rank; see the module. They begin with the first call.
+
+    Args:
+        rank: number of this rank in the group.
+        fars: ranks on other nodes.
+        links: connections with them.
+        transport: moves the bytes.
+        ring: ring of this rank's kernels.
+        device: device of the kernels.
+        timeout_s: time-out of a call, from the time when its kernel opens its output.
+        failed: function that is called once, with the error that ends everything.
+
+    Attributes:
+        failure: the error that has ended everything; None if there is none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        fars: Sequence[int],
+        links: FarConnections,
+        transport: SliceTransport,
+        ring: HostRing,
+        device: torch.device,
+        timeout_s: float,
+        failed: Callable[[PeerError], None],
+    ) -> None:
+        self._rank, self._fars, self._links, self._transport, self._ring = rank, tuple(fars), links, transport, ring
+        self._timeout_s, self._failed, self._look_s = timeout_s, failed, _LOOK_S[device.type]
+        self.failure: PeerError | None = None
+        self._failing = forks.rlock()
+        self._calls: dict[tuple[int, int], FarCall] = {}
+        self._to_send: collections.deque[FarCall] = collections.deque()
+        self._comes = threading.Condition(forks.lock())
+        self._begun = dict.fromkeys(fars, 0)  # number of calls that each has told of
+        self._count = 0
+        self._held: dict[int, Header] = {}  # of calls that are not open yet
+        self._closed: set[int] = set()  # ranks that have said so
+        self._drained: set[int] = set()  # ranks of which all data has been read
+        self._watched = 0.0
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        links.gives_up = transport.gives_up = self._gives_up
+
+    def start(self) -> None:
+        """Start the threads, if there are other nodes."""
+        if not self._fars or self._threads:
+            return
+        ending.at_exit(self)
+        for name, run in (("proxy", self._send), ("arrivals", self._receive)):
+            thread = threading.Thread(
+                target=self._guarded, args=(run,), name=f"sidelane-{name}-{self._rank}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def begin(self, call: FarCall) -> None:
+        """Register a call whose kernel is launched next."""
+        if not self._fars:
+            call.over.set()
+            return
+        self._count = call.number = self._count + 1
+        self._calls[call.handle, call.epoch] = call
+        with self._comes:
+            self._to_send.append(call)
+            self._comes.notify()
+        self._links.note(self._fars, {"begun": self._count})
+
+    def fail(self, error: PeerError, *, tells: bool = True) -> PeerError:
+        """End everything, if nothing has before; return the error that has. ``tells``: the other nodes hear of it."""
+        with self._failing:
+            if self.failure is not None:
+                return self.failure
+            self.failure = error
+        self._ring.give_up()
+        if tells:
+            is_late = isinstance(error, PeerTimeoutError)
+            self._links.note(self._fars, {"ranks": list(error.ranks), "why": str(error)[:2000], "late": is_late})
+        self._failed(error)
+        with self._comes:
+            self._comes.notify()
+        return error
+
+    def close(self) -> None:
+        """End the threads, and close the connections. Idempotent."""
+        if self._stop.is_set():
+            return
+        self._links.note(self._fars, {"closed": True})
+        self._stop.set()
+        if self._calls:
+            self._ring.give_up()
+        with self._comes:
+            self._comes.notify()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(10)
+        self._transport.close()
+        self._links.close()
+        self._calls.clear()
+        self._to_send.clear()
+        self._failed = lambda error: None  # these refer to objects that refer to this one
+        self._links.gives_up = self._transport.gives_up = _always
+
+    def end(self, until: float) -> None:
+        """End at exit of the interpreter."""
+        self.close()
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        try:
+            self._transport.attach()
+            run()
+        except Exception as error:
+            if not self._stop.is_set():
+                text = f"scale-out: rank {self._rank}: its proxy failed: {type(error).__name__}: {error}"
+                self.fail(PeerError(text, (self._rank,)))
+
+    def _gives_up(self) -> bool:
+        """Return True once nothing should wait any more. The receiving thread also looks at the time-out, wherever it
+        waits.
+        """
+        now = time.monotonic()
+        if len(self._threads) > 1 and threading.current_thread() is self._threads[1] and now > self._watched + STEP_S:
+            self._watched = now
+            self._watch(now)
+        return self._stop.is_set() or self.failure is not None
+
+    # --- the sending thread -------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        while (call := self._next_to_send()) is not None:
+            try:
+                while self._send_next_of(call):
+                    pass
+            except Gone:
+                return  # the receiving thread sees it, too
+            call.is_sent = True
+            self._forget_if_over(call)
+
+    def _next_to_send(self) -> FarCall | None:
+        with self._comes:
+            while not self._to_send and not self._gives_up():
+                self._comes.wait(10 * STEP_S)
+            return None if self._gives_up() else self._to_send.popleft()
+
+    def _send_next_of(self, call: FarCall) -> bool:
+        """Send the next descriptor of a call; return False behind its end."""
+        while (found := self._ring.take()) is None:
+            if self._gives_up():
+                raise Gone(self._rank)
+            time.sleep(self._look_s)
+        assert (found.handle, found.epoch) == (call.handle, call.epoch), (found, call)
+        if found.target == END:
+            for far in self._fars:
+                self._links.send_header(far, Header(found.handle, found.epoch, -1, 0, 0, 0))
+        else:
+            header = Header(found.handle, found.epoch, found.flag, found.place, found.rows, found.columns)
+            self._links.send_header(found.target, header)
+            self._transport.send(found.target, call.source[found.source : found.source + found.rows * found.columns])
+        self._ring.release()
+        return found.target != END
+
+    # --- the receiving thread -----------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for far in self._fars:
+                selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
+                selector.register(self._links.control[far], selectors.EVENT_READ, (far, False))
+            while not self._gives_up():
+                for key, _ in selector.select(0 if self._held else STEP_S):
+                    far, is_data = key.data
+                    try:
+                        if not is_data:
+                            self._read_notes(far)
+                        elif (header := self._links.receive_header(far)) and not self._put_down(far, header):
+                            self._held[far] = header
+                            selector.unregister(key.fileobj)
+                    except Gone as gone:
+                        selector.unregister(key.fileobj)
+                        self._lose(gone.rank, is_data=is_data)
+                for far, header in list(self._held.items()):
+                    if self._put_down(far, header):
+                        del self._held[far]
+                        selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
+                if self._held:
+                    time.sleep(self._look_s)
+
+    def _put_down(self, source: int, header: Header) -> bool:
+        """Put down a slice, or the end of a call, and raise its flag; return False if the call is not open yet."""
+        call = self._calls.get((header.handle, header.epoch))
+        if call is None or not call.is_open:
+            return False
+        if header.rows:
+            values = call.target(header)
+            if values is None or not -1 <= header.flag < len(call.words) - call.first_flag:
+                raise PeerError(f"scale-out: rank {source} sent {header}, beyond what this rank has", (source,))
+            try:
+                self._transport.receive(source, values)
+            except Gone as gone:
+                self._lose(gone.rank, is_data=True)
+                return True
+        full_fence()  # the bytes are in place before the flag
+        if header.flag >= 0:
+            call.words[call.first_flag + header.flag] = as_int32(header.epoch)
+        if not header.rows:
+            call.words[DONE + source] = as_int32(header.epoch)
+            call.missing.discard(source)
+            self._forget_if_over(call)
+        return True
+
+    def _forget_if_over(self, call: FarCall) -> None:
+        if call.is_sent and not call.missing:
+            self._calls.pop((call.handle, call.epoch), None)
+            call.over.set()
+
+    def _read_notes(self, far: int) -> None:
+        for note in self._links.notes(far):
+            if "begun" in note:
+                self._begun[far] = int(note["begun"])
+            elif "closed" in note:
+                self._closed.add(far)
+            else:
+                kind = PeerTimeoutError if note.get("late") else PeerError
+                self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
+
+    def _lose(self, far: int, *, is_data: bool) -> None:
+        """Learn that a connection has ended: its rank has told why, or has died."""
+        if is_data:
+            self._drained.add(far)
+        until = time.monotonic() + _LAST_WORDS_S
+        while far not in self._closed and self.failure is None and time.monotonic() < until:
+            try:
+                self._read_notes(far)
+            except Gone:
+                break
+            time.sleep(self._look_s)
+        if self._stop.is_set() or self.failure is not None:
+            return
+        if far not in self._closed:
+            self.fail(PeerError(f"scale-out: rank {far} died: its connection with rank {self._rank} ended", (far,)))
+
+    def _watch(self, now: float) -> None:
+        """End a call whose peers have closed, or do not come in time."""
+        for call in list(self._calls.values()):
+            if not call.is_open and call.since is None:
+                continue
+            call.since = now if call.since is None else call.since
+            if gone := sorted(call.missing & self._closed & self._drained):
+                self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
+            elif now - call.since > self._timeout_s:
+                self.fail(self._late(call, now - call.since))
+
+    def _late(self, call: FarCall, waited_s: float) -> PeerTimeoutError:
+        absent = [far for far in sorted(call.missing) if self._begun[far] < call.number]
+        text = f"scale-out: rank {self._rank} waited {waited_s:.1f} s"
+        if absent:
+            return PeerTimeoutError(f"{text} for ranks {absent} of other nodes, which have not come", absent)
+        ranks = sorted(call.missing)
+        if ranks:
+            return PeerTimeoutError(f"{text} for slices of ranks {ranks}, which have come", ranks)
+        return PeerTimeoutError(f"{text} for its own slices to leave", (self._rank,))
+
+
+def _always() -> bool:
+    return True

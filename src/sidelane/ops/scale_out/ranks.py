@@ -1,0 +1,339 @@
+"""The ranks of several nodes, for fused operators: a communicator within the node, and a proxy for the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane import forks
+from sidelane.errors import (
+    CommunicatorClosedError,
+    MismatchError,
+    PeerError,
+    PeerTimeoutError,
+    SidelaneError,
+    UnavailableError,
+)
+from sidelane.memory.persistent import lasting
+from sidelane.memory.store_values import not_understood, parsed
+from sidelane.ops.handle import is_captured
+from sidelane.ops.scale_out import ring
+from sidelane.ops.scale_out.connections import FarConnections
+from sidelane.ops.scale_out.proxy import DONE, FarCall, Proxy
+from sidelane.ops.scale_out.ring import CONTEXT_WORDS, HostRing, host_words
+from sidelane.ops.scale_out.transport import SliceTransport, SocketTransport
+from sidelane.program.wraparound import WORD_MASK
+from sidelane.session import Communicator
+
+CAPACITY = 4096
+"""Number of descriptors that a ring has room for."""
+
+_GRACE_S = 1.0
+"""Seconds in which the cause of a failure on this node may arrive from another one."""
+
+_STEP_S = 0.5
+
+
+class ScaleOut:
+    """Ranks of several nodes that run fused operators (``sidelane.ops.scale_out``). Collective.
+
+    Every rank makes the same calls in the same order. A call that fails, or that one rank refuses, ends it for all.
+
+    Args:
+        near: communicator of the ranks of this node, in the order of their numbers in the group.
+        store: store of the group alone.
+        rank: number of this rank in the group.
+        nodes: number of the node of each rank.
+        transport: moves slices between nodes; None for sockets.
+        capacity: number of descriptors that the ring has room for, a power of two.
+
+    Attributes:
+        device, config: those of ``near``.
+        fars: ranks on other nodes, those behind this one first.
+        nears: number of each rank on this node; -1 for ranks on other ones.
+        order: ranks in the order in which a kernel sends: other nodes first, this rank last.
+        kept: operators' objects, by their own keys, until :meth:`close`.
+
+    Raises:
+        ValueError: the capacity is not allowed.
+        PeerError, PeerTimeoutError: a rank of another node did not come.
+    """
+
+    def __init__(
+        self,
+        near: Communicator,
+        store: dist.Store,
+        rank: int,
+        nodes: Sequence[int],
+        *,
+        transport: SliceTransport | None = None,
+        capacity: int = CAPACITY,
+    ) -> None:
+        self.near, self.rank, self.world_size, self.nodes = near, rank, len(nodes), tuple(nodes)
+        self.device, self.config = near.device, near.config
+        own = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+        behind = [(rank + turn) % len(nodes) for turn in range(1, len(nodes) + 1)]
+        self.fars = tuple(other for other in behind if other not in own)
+        self.nears = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
+        self.order = (*self.fars, *(other for other in behind if other in own))
+        self.kept: dict[Hashable, Any] = {}
+        self.owner = forks.Owner("ranks of several nodes")
+        self._own, self._store, self._exchanges, self._handles = tuple(own), store, 0, 0
+        self._is_closed = False
+        self.ring = HostRing(capacity, self.device)
+        self._links = FarConnections(dist.PrefixStore("links/", store), rank, self.fars, self.config.timeout_s)
+        self.transport = transport or SocketTransport(self._links, self.device)
+        self._proxy = Proxy(
+            *(rank, self.fars, self._links, self.transport, self.ring, self.device),
+            timeout_s=self.config.timeout_s,
+            failed=self._end_near,
+        )
+        self._proxy.start()
+
+    def require_open(self) -> None:
+        """Raise if there can be no more calls.
+
+        Raises:
+            CommunicatorClosedError: it was closed, or this is a forked copy, or a call failed before.
+            PeerError: a rank has failed since the last call.
+        """
+        self.owner.require()
+        if self._is_closed:
+            raise CommunicatorClosedError("scale-out: closed (allowed=calls before close())")
+        if self._proxy.failure is not None:
+            raise _anew(self._proxy.failure)
+
+    def exchange(self, what: str, word: Any) -> list[Any]:
+        """Return the words of all ranks, in their order: JSON, with tuples for lists. Collective.
+
+        Args:
+            what: what they are, for errors; the same on all ranks.
+            word: word of this rank.
+
+        Raises:
+            MismatchError: ranks are in different calls.
+            PeerError, PeerTimeoutError: a rank failed, or did not come.
+        """
+        self.require_open()
+        self._exchanges += 1
+        keys = [f"said/{self._exchanges}/{other}" for other in range(self.world_size)]
+        until = time.monotonic() + self.config.timeout_s
+        self._store.set(keys[self.rank], json.dumps((what, word)))
+        missing = keys
+        while missing:
+            try:
+                self._store.wait(missing, timedelta(seconds=_STEP_S))
+                break
+            except RuntimeError as error:
+                self.require_open()
+                missing = [key for key in keys if not self._store.check([key])]
+                if missing and time.monotonic() > until:
+                    absent = [keys.index(key) for key in missing]
+                    late = PeerTimeoutError(f"{what}: ranks {absent} did not come: {error}", absent)
+                    raise _anew(self._proxy.fail(late)) from error
+        found = []
+        for other, text in enumerate(self._store.multi_get(keys)):
+            try:
+                title, said = parsed(text)
+            except (ValueError, TypeError) as error:
+                raise not_understood("scale-out", other, text) from error
+            if title != what:
+                mismatch = f"ranks made different calls: rank {self.rank}: {what}; rank {other}: {title}"
+                self._proxy.fail(PeerError(mismatch, (other,)))
+                raise MismatchError(mismatch)
+            found.append(said)
+        return found
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Tell all ranks that this one does not make its next call, and why: they raise PeerError with the reason."""
+        text = f"{name}: rank {self.rank} refused it: {type(error).__name__}: {error}"
+        self._proxy.fail(PeerError(text, (self.rank,)))
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Let errors of the node's communicator name the ranks of the group; they end the calls of all."""
+        self.require_open()
+        try:
+            yield
+        except (PeerError, CommunicatorClosedError) as error:
+            raise self._explain(error) from error
+        except Exception as error:
+            self._proxy.fail(PeerError(f"rank {self.rank} failed: {type(error).__name__}: {error}", (self.rank,)))
+            raise
+        except KeyboardInterrupt:
+            self._proxy.fail(PeerError(f"rank {self.rank} was interrupted", (self.rank,)))
+            raise
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Gather a few numbers of all ranks, by the store; see ``Communicator.all_gather``."""
+        found = self.exchange(f"all_gather of {input.numel()} numbers", input.reshape(-1).tolist())
+        output.copy_(torch.tensor(found, dtype=output.dtype, device=output.device).view(output.shape))
+
+    def next_handle(self) -> int:
+        """Return the number of a new handle, the same on all ranks."""
+        self._handles += 1
+        return self._handles
+
+    def begin(self, call: FarCall) -> None:
+        """Register a call with the proxy; its kernel is launched next."""
+        self._proxy.begin(call)
+
+    def wait_for(self, call: FarCall) -> None:
+        """Block the host until all slices of a call have left and arrived; the kernel then ends by itself.
+
+        Streams share few hardware channels (``execute/cuda/release.py``). What the host queued behind a kernel that
+        waits for the proxy could hold up the proxy's own commands, and so could the loading of another kernel.
+        """
+        while not (call.over.wait(_STEP_S) or self._is_closed or self._proxy.failure is not None):
+            if self.device.type == "cuda":
+                backend: Any = self.near.lane.backend
+                if backend.executor.watch.failure is not None:
+                    self.near.synchronize()  # which raises it
+
+    def synchronize(self) -> None:
+        """Block the host until every call has finished on this rank.
+
+        Raises:
+            PeerError, PeerTimeoutError: a rank failed.
+        """
+        with self.naming():
+            self.near.synchronize()
+        self.require_open()
+
+    def close(self) -> None:
+        """End the proxy and its connections; ``near`` stays open. Idempotent. Not a collective."""
+        if self._is_closed or self.owner.is_copied:
+            return
+        self._is_closed = True
+        self.kept.clear()
+        self._proxy.close()
+
+    def __enter__(self) -> ScaleOut:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, PeerError):
+            self._proxy.fail(PeerError(f"rank {self.rank} left: {type(error).__name__}: {error}", (self.rank,)))
+        self.close()
+
+    def _explain(self, error: SidelaneError) -> SidelaneError:
+        """Return the error that all ranks raise for one of the node's communicator."""
+        until = time.monotonic() + _GRACE_S
+        while self.fars and self._proxy.failure is None and time.monotonic() < until:
+            if isinstance(error, PeerError) and not isinstance(error, PeerTimeoutError):
+                time.sleep(0.01)  # another node may know the rank at fault
+            else:
+                break
+        named = PeerError(str(error), [self._own[other] for other in getattr(error, "ranks", ())])
+        if isinstance(error, PeerTimeoutError):
+            named = PeerTimeoutError(str(error), named.ranks)
+        return _anew(self._proxy.fail(named))
+
+    def _end_near(self, error: PeerError) -> None:
+        """Fail the node's communicator, from any thread: kernels there end, and the next call raises."""
+        lane = self.near.lane
+        lane.calls.fail(PeerError(str(error)))  # without ranks, which would be those of the node
+        if self.device.type == "cuda":
+            backend: Any = lane.backend
+            backend.executor.watch.fail(error)
+
+
+class FarKernel:
+    """A kernel of an operator among several nodes, with its flags on this node and in host memory. Collective.
+
+    Args:
+        ranks: ranks of the operator.
+        kernel: function that ``triton.jit`` made. Its first arguments are the context and the far context.
+        flags: number of flags within the node.
+        slices: number of slices that arrive from other nodes and have flags; may differ between ranks.
+
+    Attributes:
+        far: far context, for consumers of slices.
+    """
+
+    def __init__(self, ranks: ScaleOut, kernel: Any, *, flags: int, slices: int = 0) -> None:
+        self._ranks, device = ranks, ranks.device
+        with ranks.naming():
+            self._kernel = ranks.near.load_kernel(kernel, flags=flags)
+        self.context = self._kernel.context
+        self._number, self._epoch = ranks.next_handle(), 0
+        self._first_flag = DONE + ranks.world_size
+        # Waits for slices load one more row of lanes.
+        self._words = host_words(self._first_flag + slices + 8, torch.int32, device)
+        self._nears = lasting(device, lambda: torch.tensor(ranks.nears, dtype=torch.int32, device=device))
+        words = [0] * CONTEXT_WORDS
+        words[ring.RING], words[ring.HEAD] = ranks.ring.tensor.data_ptr(), ranks.ring.head.data_ptr()
+        words[ring.CAPACITY], words[ring.RANKS] = ranks.ring.capacity, ranks.world_size if ranks.fars else 0
+        words[ring.NUMBER] = self._number
+        words[ring.OPENED] = self._words.data_ptr()
+        words[ring.DONE] = words[ring.OPENED] + 4 * DONE
+        words[ring.FLAGS] = words[ring.OPENED] + 4 * self._first_flag
+        words[ring.BOARD], words[ring.NEARS] = ranks.near.lane.backend.board, self._nears.data_ptr()
+        self.far = lasting(device, lambda: torch.tensor(words, dtype=torch.int64, device=device))
+
+    def require_room(self, name: str, slices: int) -> None:
+        """Refuse a call of so many slices if programs that wait for room could keep the transport from running.
+
+        Raises:
+            ValueError: the ring is too small.
+        """
+        room = self._ranks.ring.capacity - 1  # the end takes a place, too
+        if self._ranks.transport.uses_compute_units and slices > room:
+            allowed = f"up to {room}, the ring's capacity but one: larger slices, or a larger capacity"
+            raise ValueError(f"{name}: slices for other nodes (value={slices}, allowed={allowed})")
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        source: torch.Tensor,
+        landing: torch.Tensor,
+        stride: int,
+        alike: str,
+        **options: Any,
+    ) -> None:
+        """Launch the kernel on all ranks together.
+
+        Args:
+            grid: number of programs.
+            arguments: arguments behind the two contexts.
+            source: elements that are sent to other nodes, contiguous.
+            landing: elements that arrive from other nodes, contiguous.
+            stride: distance of a slice's rows there, in elements.
+            alike: text that must be the same on all ranks of the node.
+            options: constants, and options of Triton's launcher.
+
+        Raises:
+            UnavailableError: inside of a capture.
+            PeerError, PeerTimeoutError: a rank failed, or did not come.
+        """
+        ranks = self._ranks
+        ranks.require_open()
+        if is_captured(ranks.near):
+            raise UnavailableError("scale-out: a capture (allowed=eager calls: the proxy learns of each from the host)")
+        self._epoch = 2 if self._epoch == WORD_MASK else self._epoch + 1
+        words = self._words.numpy()
+        ends = set(ranks.fars)
+        call = FarCall(
+            *(self._number, self._epoch, words, self._first_flag, source.view(-1), landing.view(-1), stride, ends)
+        )
+        ranks.begin(call)
+        with ranks.naming():
+            self._kernel.launch(grid, self.far, *arguments, alike=alike, **options)
+            ranks.wait_for(call)
+        ranks.require_open()
+
+
+def _anew(error: PeerError) -> PeerError:
+    """Return a copy of an error, whose traceback begins where it is raised."""
+    return type(error)(str(error), error.ranks)

@@ -1,0 +1,388 @@
+"""What ranks on virtual nodes do with fused operators among nodes; see ``fused_ops``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from fused_embeddings import autograd, largest_sum, pool
+from fused_ops import DTYPES, Draws, check_close
+from ranks import shared_memory
+
+from sidelane import Config
+from sidelane.device.context import begin, end
+from sidelane.errors import PeerError
+from sidelane.integrations.nodes.scale_out import scale_out
+from sidelane.ops import EmbeddingBagAllToAll, library
+from sidelane.ops.gemm import TileSizes
+from sidelane.ops.scale_out import (
+    EmbeddingAcrossNodes,
+    ScaleOut,
+    all_to_all_rows,
+    embedding_all_to_all,
+    embedding_all_to_all_backward,
+    gemm_all_to_all,
+)
+from sidelane.ops.scale_out.device import wait_slice_acquire
+
+
+@contextlib.contextmanager
+def on_nodes(
+    group: dist.ProcessGroup,
+    layout: Sequence[int],
+    *,
+    transport: str = "sockets",
+    capacity: int = 64,
+    timeout_s: float = 60,
+) -> Iterator[ScaleOut]:
+    """Ranks of a group that stand where ``layout`` says."""
+    world = [9] * dist.get_world_size()
+    for rank, node in zip(dist.get_process_group_ranks(group), layout, strict=True):
+        world[rank] = node
+    config = Config(timeout_s=timeout_s, virtual_nodes=tuple(world))
+    device = torch.get_default_device()
+    with scale_out(group, device=device, config=config, transport=transport, capacity=capacity) as ranks:
+        yield ranks
+
+
+def forward_back_to_back(
+    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 64, transport: str = "sockets"
+) -> int:
+    """Uneven tables and batches, empty bags, all modes and dtypes; a small ring is full and wraps around."""
+    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks:
+        n, rank, device = ranks.world_size, ranks.rank, ranks.device
+        draws = Draws(len(layout) + capacity, rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for dtype in DTYPES:
+            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
+            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
+            tables = [[draws.normal(draws.sizes.randrange(1, 30), dim).to(dtype) for _ in range(k)] for k in counts]
+            own = [table.to(device) for table in tables[rank]]
+            samples = [batch // n + (peer < batch % n) for peer in range(n)]
+            mine = slice(sum(samples[:rank]), sum(samples[: rank + 1]))
+            for _ in range(calls):
+                kind = draws.sizes.choice(("sum", "mean", "weighted"))
+                index, cut = draws.sizes.choice((torch.int32, torch.int64)), draws.sizes.choice((None, 1, 2))
+                of_all = [table for some in tables for table in some for _ in range(batch)]
+                lengths = [draws.sizes.choice((0, 1, 4, 11)) for _ in of_all]
+                bags = [
+                    [draws.sizes.randrange(len(table)) for _ in range(length)]
+                    for table, length in zip(of_all, lengths, strict=True)
+                ]
+                factors = [draws.normal(len(bag)).to(dtype) for bag in bags]
+                pooled = [
+                    pool(table, bag, factor if kind == "weighted" else None, mean=kind == "mean")
+                    for table, bag, factor in zip(of_all, bags, factors, strict=True)
+                ]
+                wide = torch.stack(pooled).view(sum(counts), batch, dim).transpose(0, 1).reshape(batch, -1)
+                first, last = sum(counts[:rank]) * batch, sum(counts[: rank + 1]) * batch
+                indices = torch.tensor([row for bag in bags[first:last] for row in bag], dtype=index)
+                offsets = torch.tensor([0, *lengths[first:last]]).cumsum(0).to(index)
+                weights = torch.cat(factors[first:last]).to(device) if kind == "weighted" else None
+                draws.late()
+                result = embedding_all_to_all(
+                    *(ranks, own, indices.to(device), offsets.to(device)),
+                    mode="mean" if kind == "mean" else "sum",
+                    per_sample_weights=weights,
+                    slice_bags=cut,
+                )
+                kept.append((result.clone(), wide[mine]))
+        ranks.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            assert result.shape == expected.shape, number
+            check_close(result, expected, number)
+    return len(kept)
+
+
+@triton.jit
+def consumer(context, far, output, seen, flag, first, count, TILE: tl.constexpr):
+    """Takes a slice once it is there: launched as often as its producer, so that generations are the same."""
+    generation = begin(context)
+    wait_slice_acquire(far, flag, generation)
+    offsets = tl.arange(0, TILE)
+    tl.store(seen + offsets, tl.load(output + first + offsets, mask=offsets < count), mask=offsets < count)
+    end(context, generation)
+
+
+def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
+    """A consumer of one slice of a rank of another node, launched once for each call."""
+    with on_nodes(group, layout) as ranks:
+        dim, batch, owner = 4, 4 * ranks.world_size, ranks.fars[0]
+        table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * ranks.rank
+        handle = EmbeddingAcrossNodes(ranks, [table, table + 100], batch, slice_bags=2)
+        kernel = ranks.near.load_kernel(consumer, flags=0)
+        offsets = torch.arange(2 * batch + 1)
+        for call in range(3):
+            output = handle((torch.arange(2 * batch) + call) % 8, offsets)
+            seen, column = torch.zeros(dim), (2 * owner + 1) * dim
+            flag = handle.flag_of_slice(owner, 1, 2)
+            kernel.launch((1,), handle.kernel.far, output, seen, flag, 2 * output.shape[1] + column, dim, TILE=4)
+            ranks.synchronize()
+            row = (batch + 4 * ranks.rank + 2 + call) % 8
+            assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
+    return 3
+
+
+def large(group: dist.ProcessGroup, layout: Sequence[int], calls: int, transport: str) -> int:
+    """Sizes of a model's, many calls; against PyTorch's own bags."""
+    with on_nodes(group, layout, capacity=4096, transport=transport) as ranks:
+        n, rank, dim, batch, count, pooling = ranks.world_size, ranks.rank, 92, 1024, 16, 70
+        generator = torch.Generator("cpu").manual_seed(5)
+        tables = torch.randn(n, count, 500, dim, generator=generator, device="cpu").to(ranks.device)
+        index = torch.randint(0, 500, (n, count, batch * pooling), generator=generator, device="cpu").to(ranks.device)
+        offsets = torch.arange(count * batch + 1, device=ranks.device) * pooling
+        own = list(tables[rank].clone().unbind())
+        mine = slice(rank * batch // n, (rank + 1) * batch // n)
+        results = []
+        for call in range(calls):
+            shifted = (index[rank] + call) % 500
+            results.append(embedding_all_to_all(ranks, own, shifted.reshape(-1), offsets, slice_bags=64).clone())
+        ranks.synchronize()
+        for call, result in enumerate(results):
+            columns = [
+                torch.nn.functional.embedding_bag(
+                    (index[owner, number].view(batch, pooling)[mine] + call) % 500, tables[owner, number], mode="sum"
+                )
+                for owner in range(n)
+                for number in range(count)
+            ]
+            torch.testing.assert_close(result, torch.cat(columns, 1), rtol=1e-4, atol=1e-3)
+    return len(results)
+
+
+def too_small(group: dist.ProcessGroup, layout: Sequence[int], transport: str) -> str:
+    """A ring without room for a call, where the transport needs the GPU: refused on all ranks."""
+    with on_nodes(group, layout, capacity=2, transport=transport) as ranks:
+        table = torch.ones(4, 2)
+        batch = 8 * ranks.world_size
+        try:
+            embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), slice_bags=1)
+        except (ValueError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def backward_back_to_back(
+    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 4, transport: str = "sockets"
+) -> int:
+    """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
+    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks, torch.device("cpu"):
+        n, rank, device = ranks.world_size, ranks.rank, ranks.device
+        draws = Draws(len(layout), rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
+        for dtype in DTYPES:
+            dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
+            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
+            sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
+            tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
+            own = [table.to(device) for table in tables]
+            samples = [batch // n + (peer < batch % n) for peer in range(n)]
+            for number in range(calls):
+                kind = draws.sizes.choice(("sum", "mean", "weighted"))
+                mode, index = "mean" if kind == "mean" else "sum", draws.sizes.choice((torch.int32, torch.int64))
+                lengths = torch.tensor([0, 1, 4, 11])[torch.arange(batch * len(tables)) * (n + number) % 7 % 4]
+                offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+                rows = [len(table) for table in tables for _ in range(batch)]
+                indices = torch.cat(
+                    [torch.arange(length) * 7 % row for length, row in zip(lengths.tolist(), rows, strict=True)]
+                )
+                factors = torch.arange(len(indices)).sin().to(dtype) if kind == "weighted" else None
+                grad = draws.normal(batch, sum(counts) * dim).to(dtype)
+                mine = grad[sum(samples[:rank]) : sum(samples[: rank + 1])].to(device)
+                column = sum(counts[:rank]) * dim
+                expected = autograd(tables, indices, offsets, mode, factors, grad[:, column:].double())
+                draws.late()
+                found, of_weights = embedding_all_to_all_backward(
+                    *(ranks, mine, own, indices.to(index).to(device), offsets.to(index).to(device)),
+                    mode=mode,
+                    per_sample_weights=None if factors is None else factors.to(device),
+                    sparse=number % 2 == 1,
+                )
+                scales = [largest_sum(part) if part.is_sparse else None for part in found]
+                results = [part.double().to_dense().to(dtype) if part.is_sparse else part for part in found]
+                results += [] if of_weights is None else [of_weights]
+                scales += [] if of_weights is None else [None]
+                kept += zip(results, expected, scales, strict=True)
+        ranks.synchronize()
+        for number, (result, wanted, scale) in enumerate(kept):
+            check_close(result, wanted, number, scale=scale)
+    return len(kept)
+
+
+def layers(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
+    """A step of training of the layer, eager and compiled whole, against autograd in float64."""
+    with on_nodes(group, layout) as ranks:
+        n, rank, dim, batch = ranks.world_size, ranks.rank, 4, 2 * ranks.world_size + 1
+        layer = EmbeddingBagAllToAll(ranks, [5] * (1 + rank % 2), dim)
+        tables = len(layer.tables)
+        offsets = torch.arange(tables * batch + 1) * 3
+        indices = torch.arange(3 * tables * batch) * 2 % 5
+        for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+            layer.zero_grad()
+            result = run(indices, offsets)
+            (result * 2).sum().backward()
+            leaves = [table.detach() for table in layer.tables]
+            grad = torch.full((batch, tables * dim), 2.0, dtype=torch.float64)
+            for table, expected in zip(
+                layer.tables, autograd(leaves, indices, offsets, "sum", None, grad), strict=True
+            ):
+                assert table.grad is not None
+                check_close(table.grad, expected, "layer")
+            assert result.shape == (batch // n + (rank < batch % n), layer.table_count * dim)
+    return layer.table_count
+
+
+def experts(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
+    """Gradients of a GEMM whose results travel, of one expert and of two, against those of the whole computation."""
+    with on_nodes(group, layout) as ranks:
+        n, rank, columns, depth = ranks.world_size, ranks.rank, 5, 6
+        draws = Draws(3, rank)
+        for many in (1, 2):
+            routing = torch.randint(
+                0, 4, (n, n, many), generator=torch.Generator("cpu").manual_seed(many), device="cpu"
+            )
+            counts = routing if many > 1 else routing[..., 0].contiguous()
+            sizes = routing.flatten(1).sum(1).tolist()
+            xs = [draws.normal(size, depth).requires_grad_() for size in sizes]
+            weights = [draws.normal(many, columns, depth).requires_grad_() for _ in range(n)]
+            parts: list[list[torch.Tensor]] = [[] for _ in range(n)]
+            for x, weight, row in zip(xs, weights, routing, strict=True):
+                cuts = x.double().split(row.flatten().tolist())
+                for number, cut in enumerate(cuts):
+                    parts[number // many].append(cut @ weight[number % many].double().T)
+            whole = [torch.cat(part) for part in parts]
+            scales = [draws.normal(*part.shape).double() for part in whole]
+            sum((part * scale).sum() for part, scale in zip(whole, scales, strict=True)).backward()
+            wanted = [xs[rank].grad, weights[rank].grad]
+            device = ranks.device
+            x, weight = (one.detach().to(device, copy=True).requires_grad_() for one in (xs[rank], weights[rank]))
+            own = weight if many > 1 else weight[0]
+            result = library.gemm_all_to_all(library.number_of(ranks), x, own, counts.to(device), 4 * n * many)
+            check_close(result[: len(whole[rank])], whole[rank].detach(), many)
+            (result[: len(whole[rank])] * scales[rank].float().to(device)).sum().backward()
+            for found, expected in zip((x.grad, weight.grad), wanted, strict=True):
+                assert found is not None and expected is not None
+                check_close(found, expected.double(), (many, "gradient"))
+    return n
+
+
+def small(ranks: ScaleOut) -> torch.Tensor:
+    """A call that is right."""
+    table = torch.arange(8.0).view(4, 2) + 10 * ranks.rank
+    batch = 2 * ranks.world_size
+    return embedding_all_to_all(ranks, [table], torch.arange(batch) % 4, torch.arange(batch + 1))
+
+
+def fails(
+    group: dist.ProcessGroup, layout: Sequence[int], culprit: int, how: str, transport: str = "sockets"
+) -> tuple[tuple[int, ...], str]:
+    """A rank dies in a call, does not come, is refused or leaves; every other one names it, and nothing is left."""
+    before = left_behind()
+    found: PeerError | None = None
+    on_gpus = torch.get_default_device().type == "cuda"  # where groups of NCCL take a while to be made
+    timeout_s = (15 if on_gpus else 5) if how == "late" else 30
+    try:
+        with on_nodes(group, layout, timeout_s=timeout_s, transport=transport) as ranks:
+            first = small(ranks).clone()
+            ranks.synchronize()
+            if ranks.rank == culprit:
+                if how == "dies":
+                    os._exit(7)
+                elif how == "leaves":
+                    raise KeyError("of its own")
+                elif how == "refused":
+                    embedding_all_to_all(ranks, [], torch.arange(4), torch.arange(5))
+                time.sleep(2 * timeout_s)
+            second = small(ranks)
+            ranks.synchronize()
+            assert second.equal(first)
+    except PeerError as error:
+        found = error
+    except (KeyError, TypeError) as error:
+        return (), f"{type(error).__name__}: {error}"
+    assert found is not None
+    found.__traceback__ = None  # its frames hold what was made
+    until = time.monotonic() + 5
+    while (after := left_behind()) != before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert after == before, (before, after)
+    return found.ranks, f"{type(found).__name__}: {found}"
+
+
+def left_behind() -> tuple[int, int]:
+    """Threads of Sidelane and open sockets of Python in this process; those of Gloo are C++'s."""
+    threads = sum(thread.name.startswith("sidelane-") for thread in threading.enumerate())
+    return threads, sum(type(one) is socket.socket and one.fileno() >= 0 for one in gc.get_objects())
+
+
+def closes(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
+    """Many of them, one after the other: nothing is left."""
+    found = []
+    for _ in range(3):
+        with on_nodes(group, layout) as ranks:
+            small(ranks)
+        del ranks
+        dist.barrier(group)
+        found.append((*left_behind(), len(shared_memory())))
+    assert found[0] == found[-1], found
+
+
+TILES = TileSizes(16, 16, 16, 1, 1, group=2)
+
+
+def gemms_back_to_back(
+    group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 2, transport: str = "sockets"
+) -> int:
+    """Skewed routing, nothing at all for some, rows that stay or are left out, experts; rows there and back."""
+    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks:
+        n, rank, device = ranks.world_size, ranks.rank, ranks.device
+        draws = Draws(len(layout), rank)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(calls):
+            dtype, experts = DTYPES[number % 3], draws.sizes.choice((1, 3)) if number % 2 else 0
+            columns, depth = draws.sizes.choice((5, 16, 20)), draws.sizes.choice((3, 16, 40))
+            routing = [
+                [[draws.sizes.choice((0, 1, 7, 18, 40)) for _ in range(experts or 1)] for _ in range(n)]
+                for _ in range(n)
+            ]
+            counts = [[sum(some) for some in row] for row in routing]
+            xs = [draws.normal(sum(row) + number % 2, depth).to(dtype) for row in counts]
+            weights = [draws.normal(experts or 1, columns, depth).to(dtype) for _ in range(n)]
+            parts = []
+            for x, row, weight in zip(xs, routing, weights, strict=True):
+                first = sum(map(sum, row[:rank]))
+                for many, matrix in zip(row[rank], weight, strict=True):
+                    parts.append(x[first : first + many].double() @ matrix.double().T)
+                    first += many
+            expected = torch.cat(parts)
+            most = max(1, len(expected)) if n == 1 else 40 * n * (experts or 1)
+            table = torch.tensor(routing if experts else counts, dtype=(torch.int32, torch.int64)[number % 2])
+            x, weight = xs[rank].to(device), weights[rank].to(device)
+            draws.late()
+            own = weight if experts else weight[0]
+            result = gemm_all_to_all(ranks, x, own, table.to(device), most_rows=most, tiles=TILES)
+            kept.append((result[: len(expected)].clone(), expected))
+            result = gemm_all_to_all(
+                ranks, x, own, table.to(device), most_rows=9, tiles=TILES
+            )  # the others are left out
+            kept.append((result[: min(9, len(expected))].clone(), expected[:9]))
+            if number < 2:
+                table = torch.tensor(counts, device=device)
+                came = all_to_all_rows(ranks, x, table, most_rows=most).clone()
+                back = all_to_all_rows(ranks, came, table.T.contiguous(), most_rows=40 * n * 3)
+                sent = sum(counts[rank])
+                kept.append((back[:sent].clone(), xs[rank][:sent].double()))
+        ranks.synchronize()
+        for number, (result, expected) in enumerate(kept):
+            assert result.shape == expected.shape, number
+            check_close(result, expected, number)
+    return len(kept)

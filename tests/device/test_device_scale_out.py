@@ -1,0 +1,113 @@
+"""Two GPUs as two nodes: fused operators whose slices go over NCCL, or over sockets, and a ring in pinned memory.
+
+NCCL uses sockets, as between machines. Four ranks share two GPUs, for the bytes only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+from device_pool import Pool
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+CASES = "scale_out_cases"
+TRANSPORTS = ("group", "sockets")
+
+
+class Nodes:
+    """Ranks, rank r on GPU r modulo 2 and on the node with that number; replaced for the next test if one failed."""
+
+    def __init__(self, count: int) -> None:
+        self.layout = tuple(rank % 2 for rank in range(count))
+        self._pool: Pool | None = None
+
+    def pool(self) -> Pool:
+        """Processes that reach each other over sockets only."""
+        if self._pool is None or self._pool.broken:
+            settings = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+            settings |= {"CUDA_VISIBLE_DEVICES": "0,1"}
+            self._pool = Pool(len(self.layout), environment=settings)
+        return self._pool
+
+    def run(self, name: str, *args: object, timeout_s: float = 120.0) -> list[object]:
+        """Run a case of CPU ranks on the GPUs."""
+        return self.pool().run("fused_cases.as_on_cpus", CASES, name, self.layout, *args, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Nodes]:
+    made = Nodes(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Nodes]:
+    made = Nodes(4)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ["forward_back_to_back", "backward_back_to_back", "gemms_back_to_back"])
+def test_back_to_back(two: Nodes, name: str, transport: str) -> None:
+    assert all(two.run(name, 10, 256, transport))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", ["forward_back_to_back", "backward_back_to_back", "gemms_back_to_back"])
+def test_four_ranks_on_two_gpus(four: Nodes, name: str, transport: str) -> None:
+    assert all(four.run(name, 2, 256, transport, timeout_s=150))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_many_large_calls(two: Nodes, transport: str) -> None:
+    assert two.run("large", 20, transport) == [20, 20]
+
+
+def test_slices_as_they_come(two: Nodes) -> None:
+    assert two.run("slices_as_they_come") == [3, 3]
+
+
+def test_layers_are_trained(two: Nodes) -> None:
+    two.run("experts")
+    two.run("layers")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_ring_without_room_for_a_call_is_refused(two: Nodes, transport: str) -> None:
+    for text in two.run("too_small", transport):
+        assert "slices for other nodes (value=8, allowed=up to 1," in str(text), text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["refused", "late"])
+def test_the_rank_at_fault_is_named(how: str, transport: str) -> None:
+    nodes = Nodes(2)
+    try:
+        (other, _), *_ = nodes.run("fails", 1, how, transport)  # type: ignore[misc]
+        assert other == (1,)
+    finally:
+        nodes.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_dies_is_named(transport: str) -> None:
+    nodes = Nodes(2)
+    try:
+        pool = nodes.pool()
+        pool.begin("fused_cases.as_on_cpus", CASES, "fails", nodes.layout, 1, "dies", transport)
+        ((ranks, text),) = pool.finish(90.0, but=(1,))
+        assert ranks == (1,), text
+    finally:
+        nodes.close()

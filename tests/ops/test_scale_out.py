@@ -1,0 +1,100 @@
+"""Fused operators among virtual nodes, by Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from as_torchrun import run_program
+from marks import long
+from ranks import Crew
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import scale_out_cases as cases
+
+
+@pytest.mark.parametrize(
+    ("layout", "capacity", "transport"),
+    [
+        ((0, 1), 1, "sockets"),
+        ((0, 0, 1, 1), 64, "sockets"),
+        long((0, 0), 64, "sockets"),
+        long((0, 1, 1, 0), 2, "sockets"),
+        long((0, 1, 0), 2, "group"),
+    ],
+    ids=str,
+)
+def test_embeddings_back_to_back(four: Crew, layout: tuple[int, ...], capacity: int, transport: str) -> None:
+    found = four.run(cases.forward_back_to_back, len(layout), layout, 2, capacity, transport, timeout_s=110)
+    assert found == [6] * len(layout)
+
+
+@pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 1)), long((0, 0, 1, 1)), long((0, 0))], ids=str)
+def test_gradients_of_embeddings(four: Crew, layout: tuple[int, ...]) -> None:
+    done = four.run(cases.backward_back_to_back, len(layout), layout, 2, timeout_s=110)
+    assert all(found >= 6 for found in done)
+
+
+@pytest.mark.long
+def test_layers_are_trained_and_compiled_whole(four: Crew) -> None:
+    assert four.run(cases.layers, 3, (0, 0, 1), timeout_s=110) == [4] * 3
+
+
+def test_gradients_of_gemms(four: Crew) -> None:
+    assert four.run(cases.experts, 3, (0, 1, 0), timeout_s=110) == [3] * 3
+
+
+def test_slices_as_they_come(four: Crew) -> None:
+    assert four.run(cases.slices_as_they_come, 2, (0, 1), timeout_s=110) == [3] * 2
+
+
+def test_nothing_is_left_behind(four: Crew) -> None:
+    four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
+
+
+@pytest.fixture
+def own() -> Iterator[Crew]:
+    """Ranks of a test that ends some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        found = Crew(4)
+    yield found
+    found.kill()
+
+
+@pytest.mark.parametrize("how", ["dies", long("late"), long("refused"), long("leaves")])
+def test_the_rank_at_fault_is_named_by_all(own: Crew, how: str) -> None:
+    """By its neighbour on the node, and by those on the other one, within the time-out."""
+    culprit, words = (
+        2,
+        {"dies": "died", "late": "", "refused": "refused it: TypeError", "leaves": "left: KeyError"}[how],
+    )
+    found = own.run(cases.fails, 4, (0, 0, 1, 1), culprit, how, dying=(culprit,) if how == "dies" else ())
+    for rank, told in enumerate(found):
+        if rank != culprit:
+            ranks, text = told
+            assert ranks == (culprit,), (rank, told)
+            assert words in text and (how != "late" or text.startswith("PeerTimeoutError")), text
+
+
+@pytest.mark.parametrize("layout", [(0, 1), long((0, 1, 0)), long((0, 0, 1, 1))], ids=str)
+def test_gemms_back_to_back(four: Crew, layout: tuple[int, ...]) -> None:
+    assert four.run(cases.gemms_back_to_back, len(layout), layout, 3, timeout_s=110) == [8] * len(layout)
+
+
+@pytest.mark.long
+def test_ways_between_nodes_are_measured(tmp_path: Path) -> None:
+    """On CPU ranks the results are checked only."""
+    program = tmp_path / "measure.py"
+    program.write_text(
+        "from pathlib import Path\nfrom sidelane_lab.studies.fused.between_nodes import main\nmain(Path('rows.json'))\n"
+    )
+    run_program(program, tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["way"] for row in rows} >= {"bags alone", "our kernel, process group, copy", "fused, slices of 2"}
+    assert all(row["max_rel_err"] < 1e-5 for row in rows if "alone" not in row["way"])

@@ -1,0 +1,295 @@
+"""The proxy without an operator: threads are the ranks, and what a kernel would put into the ring, Python does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from sidelane.errors import PeerError, PeerTimeoutError
+from sidelane.ops.scale_out.connections import FarConnections, Header
+from sidelane.ops.scale_out.proxy import DONE, OPENED, FarCall, Proxy
+from sidelane.ops.scale_out.ring import (
+    END,
+    ENTRIES,
+    ENTRY_WORDS,
+    EPOCH,
+    SEQUENCE,
+    SHAPE,
+    STOP,
+    TAIL,
+    HostRing,
+)
+from sidelane.ops.scale_out.transport import SocketTransport
+from sidelane.program.wraparound import as_int32
+
+CPU = torch.device("cpu")
+HANDLE, STRIDE, ROWS, COLUMNS, SLICES = 7, 5, 3, 4, 6
+
+
+class Rank:
+    """A rank on a node of its own."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store, capacity: int, timeout_s: float) -> None:
+        self.rank, self.fars = rank, [far for far in range(size) if far != rank]
+        self.ring = HostRing(capacity, CPU)
+        self.links = FarConnections(store, rank, self.fars, timeout_s)
+        self.errors: list[PeerError] = []
+        self.proxy = Proxy(
+            *(rank, self.fars, self.links, SocketTransport(self.links, CPU), self.ring, CPU),
+            timeout_s=timeout_s,
+            failed=self.errors.append,
+        )
+        self.first_flag, self.ticket = DONE + size, 0
+        self.words = np.zeros(self.first_flag + size * SLICES, np.int32)
+        self.source = torch.zeros(size * SLICES * ROWS * COLUMNS)
+        self.landing = torch.zeros(size * SLICES * ROWS * STRIDE)
+        self.proxy.start()
+
+    def begin(self, epoch: int) -> None:
+        parts = HANDLE, epoch, self.words, self.first_flag, self.source, self.landing, STRIDE, set(self.fars)
+        self.proxy.begin(FarCall(*parts))
+
+    def open(self, epoch: int) -> None:
+        self.words[OPENED] = as_int32(epoch)
+
+    def put(self, epoch: int, target: int, *rest: int) -> None:
+        """What ``send_release`` does: flag, source, place, rows, columns."""
+        words = self.ring.tensor.numpy()
+        self.wait(lambda: int(words[TAIL]) > self.ticket - self.ring.capacity)
+        first = ENTRIES + self.ticket % self.ring.capacity * ENTRY_WORDS
+        *places, rows, columns = rest
+        words[first + 1 : first + SHAPE] = (HANDLE, as_int32(epoch), target, *places)
+        assert words[first + EPOCH] == as_int32(epoch)
+        words[first + SHAPE] = (rows << 32) + columns
+        self.ticket += 1
+        words[first + SEQUENCE] = self.ticket
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        until = time.monotonic() + 20
+        while not condition():
+            assert self.proxy.failure is None, self.proxy.failure
+            assert time.monotonic() < until
+            time.sleep(1e-4)
+
+    def call(self, epoch: int, draws: random.Random) -> None:
+        """What a kernel does in a call: slices in any order, the end, waits; each slice is read when its flag is up."""
+        size = len(self.fars) + 1
+        self.source.copy_(torch.arange(self.source.numel()) + 1000.0 * self.rank + 1e5 * (epoch % 100))
+        self.begin(epoch)
+        time.sleep(draws.choice((0, 0, 2e-3)))
+        self.open(epoch)
+        slices = [(target, number) for target in self.fars for number in range(SLICES)]
+        draws.shuffle(slices)
+        for target, number in slices:
+            source = (target * SLICES + number) * ROWS * COLUMNS
+            flag = self.rank * SLICES + number
+            self.put(epoch, target, flag, source, flag * ROWS * STRIDE, ROWS, COLUMNS)
+        self.put(epoch, END, -1, 0, 0, 0, 0)
+        flags = [(sender, number) for sender in self.fars for number in range(SLICES)]
+        draws.shuffle(flags)
+        for sender, number in flags:
+            flag = sender * SLICES + number
+            self.wait(lambda flag=flag: self.words[self.first_flag + flag] == as_int32(epoch))  # type: ignore[misc]
+            first = (self.rank * SLICES + number) * ROWS * COLUMNS + 1000.0 * sender + 1e5 * (epoch % 100)
+            came = self.landing.view(-1, ROWS, STRIDE)[flag]
+            assert came[:, :COLUMNS].equal(first + torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)), (epoch, sender)
+            assert not came[:, COLUMNS:].any(), "what lies between rows was written"
+        for sender in range(size):
+            self.wait(lambda sender=sender: sender == self.rank or self.words[DONE + sender] == as_int32(epoch))  # type: ignore[misc]
+        self.wait(lambda: int(self.ring.tensor[TAIL]) == self.ticket)
+
+    def close(self) -> None:
+        self.proxy.close()
+
+
+@contextlib.contextmanager
+def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0) -> Iterator[list[Rank]]:
+    store, made = dist.HashStore(), {}
+
+    def make(rank: int) -> None:
+        made[rank] = Rank(rank, size, store, capacity, timeout_s)
+
+    each(size, make)
+    found = [made[rank] for rank in range(size)]
+    try:
+        yield found
+    finally:
+        for one in found:
+            one.close()
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane-")]
+        assert not left
+        assert all(made.fileno() == -1 for one in found for made in one.links.data.values())
+
+
+def each(size: int, function: Callable[[int], None]) -> None:
+    """Call it in a thread for each rank, and raise what the first one raised."""
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            function(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("capacity", [1, 4, 64])
+def test_calls_back_to_back(capacity: int) -> None:
+    """Through the wrap-around of the ring, and that of the generations, whose words are signed."""
+    with ranks(3, capacity) as found:
+        epochs = [*range(1, 9), 2**31 - 1, 2**31, 2**32 - 1, 2, 3]
+
+        def run(rank: int) -> None:
+            for epoch in epochs:
+                found[rank].call(epoch, random.Random(100 * rank + epoch))
+
+        each(3, run)
+        assert not any(one.errors for one in found)
+        assert not any(one.proxy._calls for one in found)
+
+
+def test_nothing_is_put_down_before_the_output_is_open() -> None:
+    with ranks(3) as found:
+        first, second, third = found
+        for one in found:
+            one.begin(1)
+        second.open(1), third.open(1)
+        for one in (first, third):
+            one.source.fill_(one.rank + 1)
+            target = 1 - one.rank if one.rank < 2 else 0
+            one.put(1, target, 0, 0, 0, 1, COLUMNS)
+        second.wait(lambda: second.words[second.first_flag] == 1)  # of those that are open
+        assert second.landing[:COLUMNS].eq(1).all()
+        time.sleep(0.05)
+        assert not first.landing.any() and not first.words.any()
+        first.open(1)
+        first.wait(lambda: first.words[first.first_flag] == 1)
+        assert first.landing[:COLUMNS].eq(3).all()
+
+
+def test_a_full_ring_holds_its_kernel_back() -> None:
+    with ranks(2, capacity=2) as (first, second):
+        first.source = torch.zeros(4 << 20)
+        second.landing = torch.zeros(4 << 20)
+        first.begin(1), second.begin(1)
+        words, tail = first.ring.tensor.numpy(), TAIL
+        for _ in range(2):
+            first.put(1, 1, -1, 0, 0, 1, 4 << 20)  # more than a socket takes, to a rank that is not open
+        time.sleep(0.1)
+        assert words[tail] == 0, "room was made for what has not left"
+        second.open(1)
+        first.put(1, 1, -1, 0, 0, 1, 1)
+        assert words[tail] >= 1
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with ranks(3, timeout_s=0.5) as found:
+        for one in found[:2]:
+            one.begin(1), one.open(1)
+        for one in found:
+            wait_for(lambda one=one: bool(one.errors))  # type: ignore[misc]
+            (error,) = one.errors
+            assert isinstance(error, PeerTimeoutError) and error.ranks == (2,), error
+            assert "which have not come" in str(error) and one.ring.tensor[STOP] == 1
+
+
+def test_a_rank_that_stops_is_named() -> None:
+    with ranks(2, timeout_s=0.5) as found:
+        for one in found:
+            one.begin(1), one.open(1)
+        found[0].put(1, END, -1, 0, 0, 0, 0)
+        wait_for(lambda: all(one.errors for one in found))
+        texts = ("for slices of ranks [1], which have come", "for its own slices to leave")  # whoever comes first
+        assert all(one.errors[0].ranks == (1,) and str(one.errors[0]).endswith(texts) for one in found)
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_slice_is_named() -> None:
+    with ranks(2, timeout_s=0.5) as (first, second):
+        for one in (first, second):
+            one.begin(1), one.open(1)
+        second.links.send_header(0, Header(HANDLE, 1, 0, 0, 1, COLUMNS))
+        wait_for(lambda: bool(first.errors))
+        assert isinstance(first.errors[0], PeerTimeoutError) and first.errors[0].ranks == (1,)
+
+
+def test_what_a_rank_sent_before_it_closed_counts() -> None:
+    with ranks(2) as (first, second):
+        for one in (first, second):
+            one.begin(1)
+        second.open(1)
+        first.put(1, END, -1, 0, 0, 0, 0)
+        second.put(1, END, -1, 0, 0, 0, 0)
+        wait_for(lambda: not second.proxy._calls)
+        second.close()
+        time.sleep(0.3)
+        first.open(1)
+        wait_for(lambda: not first.proxy._calls)
+        time.sleep(0.2)
+        assert not first.errors
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    """Its connections end without a word, as when a process is killed; between calls, too."""
+    with ranks(3) as found:
+        found[0].begin(1), found[0].open(1)
+        for made in (*found[1].links.data.values(), *found[1].links.control.values()):
+            made.shutdown(2)
+        for one in (found[0], found[2]):
+            wait_for(lambda one=one: bool(one.errors))  # type: ignore[misc]
+            assert one.errors[0].ranks == (1,) and "died" in str(one.errors[0])
+
+
+def test_the_first_failure_is_that_of_all() -> None:
+    with ranks(3) as found:
+        found[2].proxy.fail(PeerError("rank 1 is of no use", (1,)))
+        found[2].proxy.fail(PeerError("another one", (0,)))
+        for one in found:
+            wait_for(lambda one=one: bool(one.errors))  # type: ignore[misc]
+            assert str(one.errors[0]) == "rank 1 is of no use" and one.errors[0].ranks == (1,)
+
+
+def test_a_rank_that_closes_is_missed_by_calls_only() -> None:
+    with ranks(2) as (first, second):
+        second.close()
+        time.sleep(0.5)
+        assert not first.errors
+        first.begin(1), first.open(1)
+        wait_for(lambda: bool(first.errors))
+        assert first.errors[0].ranks == (1,) and "have closed" in str(first.errors[0])
+
+
+def test_slices_beyond_the_output_are_refused() -> None:
+    with ranks(2) as (first, second):
+        for one in (first, second):
+            one.begin(1), one.open(1)
+        first.put(1, 1, 0, 0, second.landing.numel() - 1, 1, COLUMNS)
+        wait_for(lambda: bool(second.errors))
+        assert "beyond what this rank has" in str(second.errors[0])
+
+
+@pytest.mark.parametrize("capacity", [0, 3, 1 << 21])
+def test_capacities_that_are_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match=r"ring: capacity \(value="):
+        HostRing(capacity, CPU)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(1e-3)
