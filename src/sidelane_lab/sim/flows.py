@@ -41,6 +41,7 @@ class FlowNetwork(Generic[Tag]):
         self._capacities = capacities
         self._users: list[dict[Flow[Tag], float]] = [{} for _ in capacities]
         self._wanted = [0.0] * len(capacities)  # what the flows of a resource would take if nothing else held them
+        self._crowded = [False] * len(capacities)  # resources that those flows could fill
         self._stale: dict[Flow[Tag], None] = {}
         self._ends: list[tuple[float, int, int, Flow[Tag]]] = []
         self._count = 0
@@ -51,10 +52,10 @@ class FlowNetwork(Generic[Tag]):
         flow = Flow(nbytes, weights, tag, ceiling, now)
         self._stale[flow] = None
         for resource, weight in weights.items():
-            crowded = self._crowded(resource)
             self._users[resource][flow] = weight
             self._wanted[resource] += ceiling * weight
-            if crowded or self._crowded(resource):
+            if self._crowded[resource] or self._is_crowded(resource):
+                self._crowded[resource] = self._is_crowded(resource)
                 self._stale.update(dict.fromkeys(self._users[resource]))
 
     def next_end(self, now: float) -> float:
@@ -76,12 +77,12 @@ class FlowNetwork(Generic[Tag]):
             ended.append(flow)
         for flow in ended:
             for resource, weight in flow.weights.items():
-                crowded = self._crowded(resource)
                 del self._users[resource][flow]
                 self._wanted[resource] -= flow.ceiling * weight
                 if not self._users[resource]:
                     self._wanted[resource] = 0.0  # no rounding left behind
-                if crowded:
+                if self._crowded[resource]:
+                    self._crowded[resource] = self._is_crowded(resource)
                     self._stale.update(dict.fromkeys(self._users[resource]))
         for flow in ended:
             self._stale.pop(flow, None)
@@ -93,7 +94,7 @@ class FlowNetwork(Generic[Tag]):
             heapq.heappop(self._ends)
         return bool(self._ends) and self._ends[0][0] <= now + EPSILON
 
-    def _crowded(self, resource: int) -> bool:
+    def _is_crowded(self, resource: int) -> bool:
         return self._wanted[resource] > self._capacities[resource] * (1 + EPSILON)
 
     def _settle(self, now: float) -> None:
@@ -104,6 +105,8 @@ class FlowNetwork(Generic[Tag]):
         self._stale.clear()
         rates = self._fair_rates(group)
         for flow, rate in rates.items():
+            if rate == flow.rate:
+                continue  # it ends when it was to end
             flow.remaining = max(0.0, flow.remaining - flow.rate * (now - flow.since))
             flow.since, flow.rate = now, rate
             flow.version += 1
@@ -117,7 +120,7 @@ class FlowNetwork(Generic[Tag]):
         seen: set[int] = set()
         while waiting:
             for resource in waiting.pop().weights:
-                if resource not in seen and self._crowded(resource):
+                if self._crowded[resource] and resource not in seen:
                     seen.add(resource)
                     new = [flow for flow in self._users[resource] if flow not in group]
                     group.update(dict.fromkeys(new))
@@ -129,8 +132,9 @@ class FlowNetwork(Generic[Tag]):
         rates: dict[Flow[Tag], float] = {}
         left: dict[int, float] = {}
         weight_on: dict[int, float] = {}
+        is_crowded = self._crowded
         for flow in group:
-            crowded = [resource for resource in flow.weights if self._crowded(resource)]
+            crowded = [resource for resource in flow.weights if is_crowded[resource]]
             if not crowded:
                 rates[flow] = flow.ceiling
                 continue
