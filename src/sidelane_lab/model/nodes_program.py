@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from sidelane.integrations.nodes.explain import nodes_of
@@ -40,7 +39,7 @@ from sidelane.integrations.nodes.topology import Nodes
 from sidelane.program import collective as define
 from sidelane.program.batch import Batch
 from sidelane.program.builders import Transport, build, build_batch, list_variants, variants
-from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, ReduceOp, Reduction, Span
+from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
 from sidelane.program.ir import (
     EPOCH,
     Command,
@@ -57,72 +56,32 @@ from sidelane.program.ir import (
 )
 from sidelane.program.transform import lower
 from sidelane_lab.machines.ranges import remembered
-from sidelane_lab.machines.spec import HostThreads, Machine, Topology
+from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.model.collectives import dependencies
-from sidelane_lab.model.rings import (
-    Ring,
-    Tree,
-    chain,
-    exchange,
-    ring_all_reduce,
-    ring_gather,
-    ring_reduce,
-    tree_down,
-    tree_parent,
-    tree_up,
+from sidelane_lab.model.rings import Ring, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
+from sidelane_lab.model.world import (
+    ITEM,
+    STREAM,
+    SUM,
+    NodesProgram,
+    World,
+    block_of,
+    chunks_of,
+    library_kernel,
+    nic_speed,
+    passed_share,
+    whole_collective,
 )
-from sidelane_lab.sim import Fold, KernelPart, SimulatedRun, fold_of, simulate
-
-ITEM = 4
-SUM = Reduction(ReduceOp.SUM, "int32")
-"""Reduction of all programs here, of elements of four bytes: integers have one sum, in whatever order they are added."""
+from sidelane_lab.sim import Fold, KernelPart, fold_of, simulate
 
 FEW_COPIES = 4
 """Largest number of copies of a step that copy engines make, one by one; a kernel makes more (``communicator.py``)."""
 
-STREAM, COPIES, COPY_KERNEL = (Engine(EngineKind.LOCAL, index) for index in (16, 17, 18))
-FAR = Engine(EngineKind.COMPUTE, 1)
-
-CHUNK_BYTES = 512 << 10
-"""Bytes that a chain or a tree passes on at a time, as NCCL's buffers have them."""
-
 MOST_CHUNKS = 1 << 16
-"""Chunks of a chain or a tree, times the ranks and channels that pass them on: those of larger programs are larger."""
+"""Chunks of the far steps of a broadcast, times ranks: those of larger programs are larger."""
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NodesProgram:
-    """A program, and what ``simulate`` must know of it.
-
-    Attributes:
-        program: program of all ranks, or of those that stand for all others.
-        machine: machine for which its variants were chosen.
-        edges: flags that take no time.
-        kernels: collectives of the library that begin behind flags.
-        calls: begins of the parts that the host hands over one after the other.
-        fold: ranks that stand for all others; None if all are there.
-        steps: steps of rank 0, with the numbers of the stamps at their begins and ends.
-    """
-
-    program: Program
-    machine: Machine
-    edges: frozenset[Flag]
-    kernels: Mapping[Flag, KernelPart]
-    calls: Mapping[tuple[int, Engine], Sequence[int]]
-    fold: Fold | None
-    steps: tuple[tuple[Step, int, int], ...] = ()
-
-    def simulate(self, *, record: bool = False) -> SimulatedRun:
-        """Run it in virtual time."""
-        return simulate(
-            self.program,
-            self.machine,
-            edges=self.edges,
-            kernels=self.kernels,
-            calls=self.calls,
-            fold=self.fold,
-            record=record,
-        )
+COPIES, COPY_KERNEL = (Engine(EngineKind.LOCAL, index) for index in (17, 18))
+FAR = Engine(EngineKind.COMPUTE, 1)
 
 
 def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, *, full: bool = False) -> NodesProgram:
@@ -138,12 +97,13 @@ def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, *, full: boo
     count = -(-nbytes // (ITEM * (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else machine.world_size)))
     whole = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
     nodes = nodes_of([machine.gpus] * machine.nodes)
-    fold = None if full else _fold(machine, make_plan(kind, nodes, 0, (count,), pieces))
-    world = _World(machine, _collective(kind, count * ITEM, machine.world_size, whole=whole), fold)
+    first = make_plan(kind, nodes, 0, (count,), pieces)  # of a root, if there is one: no other has more scratch
+    fold = None if full else _fold(machine, first)
+    world = World(machine, whole_collective(kind, count * ITEM, machine.world_size, whole=whole), fold)
     steps: tuple[tuple[Step, int, int], ...] = ()
     for rank in world.ranks:
         plan = make_plan(kind, nodes, rank, (count,), pieces)
-        found = _Planned(world, nodes, rank, plan, pieces).build()
+        found = _Planned(world, nodes, rank, plan, pieces, first.scratch).build()
         steps = steps or found
     return world.program("hierarchical", steps)
 
@@ -159,80 +119,12 @@ def _fold(machine: Machine, plan: NodePlan) -> Fold | None:
     return fold_of(machine, tuple((by, 0) for by in shifts), places=1 if alike else machine.gpus)
 
 
-def _collective(kind: Kind, nbytes: int, ranks: int, *, whole: bool = False) -> Collective:
-    """Return the collective; ``nbytes``: of each rank's part, or of the whole tensor."""
-    if kind is Kind.ALL_GATHER:
-        return define.all_gather([nbytes] * ranks)
-    if kind is Kind.REDUCE_SCATTER:
-        return define.reduce_scatter([nbytes] * ranks, SUM)
-    if kind is Kind.ALL_REDUCE:
-        shards = define.split_evenly(nbytes, ranks, ITEM) if whole else [nbytes] * ranks
-        return define.all_reduce(shards, SUM, in_place=True)
-    if kind is Kind.ALL_TO_ALL:
-        return define.all_to_all([(nbytes,) * ranks] * ranks)
-    return define.broadcast(nbytes, ranks, 0, in_place=True)
-
-
-class _World:
-    """Queues and flags of the ranks that are built."""
-
-    def __init__(self, machine: Machine, collective: Collective, fold: Fold | None) -> None:
-        self.machine, self.collective, self.fold = machine, collective, fold
-        self.ranks: Sequence[int] = range(machine.world_size) if fold is None else fold.ranks
-        self.edges: set[Flag] = set()
-        self.kernels: dict[Flag, KernelPart] = {}
-        self.calls: dict[tuple[int, Engine], list[int]] = {}
-        self.staging = 0
-        self._queues: dict[tuple[int, Engine], list[Command]] = {}
-        self._flags: dict[int, dict[object, int]] = {}
-
-    def queue(self, rank: int, engine: Engine) -> list[Command]:
-        return self._queues.setdefault((rank, engine), [])
-
-    def flag(self, rank: int, purpose: object) -> Flag:
-        """Return the flag of a rank for a purpose; ranks that stand for each other have the same."""
-        known = self._flags.setdefault(rank if self.fold is None else self.fold.rank(rank), {})
-        return Flag(rank, known.setdefault(purpose, len(known)))
-
-    def hold(self, rank: int, purpose: object) -> Flag:
-        """Return a flag of a rank that takes no time: a dependency between its own queues."""
-        flag = self.flag(rank, purpose)
-        self.edges.add(flag)
-        return flag
-
-    def hand_over(self, rank: int, engine: Engine) -> None:
-        """Note that the host hands over what follows in a queue."""
-        self.calls.setdefault((rank, engine), []).append(len(self.queue(rank, engine)))
-
-    def room(self, nbytes: int) -> int:
-        """Return the begin of so many more bytes of staging."""
-        begin = self.staging
-        self.staging += -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        return begin
-
-    def start(self, rank: int, engine: Engine, number: object, kernel: KernelPart) -> list[Command]:
-        """Begin a kernel of the library behind the stream; return its queue."""
-        begin = self.flag(rank, ("begin", number))
-        self.kernels[begin] = kernel
-        self.queue(rank, STREAM).append(Signal(begin, EPOCH))
-        commands = self.queue(rank, engine)
-        commands.append(Wait(begin, EPOCH))
-        self.calls.setdefault((rank, engine), [])
-        return commands
-
-    def program(self, name: str, steps: tuple[tuple[Step, int, int], ...] = ()) -> NodesProgram:
-        for rank in self.ranks:
-            self.calls[rank, STREAM] = []
-        queues = tuple(Queue(rank, engine, tuple(commands)) for (rank, engine), commands in self._queues.items())
-        count = max(map(len, self._flags.values()), default=0)
-        program = Program(self.collective, name, queues, (self.staging,) * self.machine.world_size, count)
-        return NodesProgram(program, self.machine, frozenset(self.edges), self.kernels, self.calls, self.fold, steps)
-
-
 class _Planned:
     """The queues of one rank, from its plan."""
 
-    def __init__(self, world: _World, nodes: Nodes, rank: int, plan: NodePlan, pieces: int) -> None:
+    def __init__(
+        self, world: World, nodes: Nodes, rank: int, plan: NodePlan, pieces: int, scratch: Mapping[str, int]
+    ) -> None:
         self.world, self.nodes, self.rank, self.plan = world, nodes, rank, plan
         self.node, self.place = nodes.seat(rank)
         self.stream = world.queue(rank, STREAM)
@@ -242,7 +134,7 @@ class _Planned:
         both = Buffer.OUTPUT if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else None
         self.buffers = {INPUT: (both or Buffer.INPUT, 0), OUTPUT: (Buffer.OUTPUT, 0)}
         world.staging = 0  # alike on all ranks
-        for name, count in plan.scratch.items():
+        for name, count in scratch.items():
             self.buffers[name] = Buffer.STAGING, world.room(count * ITEM)
         fars = [step for step in plan.steps if isinstance(step, Far)]
         slots = max((_slot_bytes(step, len(nodes.members)) for step in fars), default=0)
@@ -255,7 +147,7 @@ class _Planned:
         """Add the queues to the world; return the steps with their stamps."""
         found: list[tuple[Step, int, int]] = []
         for number, step in enumerate(self.plan.steps):
-            if isinstance(step, Copies) and not any(to != given for to, given in step.pairs):
+            if isinstance(step, Copies) and not step.pairs:
                 continue
             begin, end = 2 * number, 2 * number + 1
             found.append((step, begin, end))
@@ -270,7 +162,7 @@ class _Planned:
             else:
                 self._near(number, step)
             self._stamp(self.stream, end)
-        self.world.staging = self.near_staging + self.near_most
+        self.world.most_staging = max(self.world.most_staging, self.near_staging + self.near_most)
         return tuple(found)
 
     def _stamp(self, commands: list[Command], slot: int) -> None:
@@ -310,6 +202,8 @@ class _Planned:
     def _copies(self, number: int, step: Copies) -> None:
         moved = [(self.where(self.rank, to), self.where(self.rank, given)) for to, given in _joined(step.pairs)]
         copies = [Copy(to, given) for to, given in moved if to != given]
+        if not copies:
+            return
         if len(step.pairs) <= FEW_COPIES:
             self._run(number, {COPIES: copies}, handed=lambda _: True)
         else:
@@ -324,7 +218,7 @@ class _Planned:
             )
             spans = [self.where(0, span) for _, span in step.parts]
         else:
-            what, spans = _near_collective(step, gpus), []
+            what, spans = _nearwhole_collective(step, gpus), []
         program, own_flags = near_program(self.world.machine, what)
         self.near_most = max(self.near_most, max(program.staging_bytes, default=0))
         batch = program.collective
@@ -339,6 +233,8 @@ class _Planned:
                 whole, offset = spans[part], span.offset - starts[part]
             else:
                 side = step.input if span.buffer == Buffer.INPUT else step.output
+                if step.kind is Kind.SCATTER and span.rank not in (self.place, step.root):
+                    side = step.input.part(span.rank * step.output.count, step.output.count)  # where it belongs
                 whole, offset = self.where(rank, side), span.offset
             return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
 
@@ -393,22 +289,22 @@ class _Planned:
         given, came = self.where(rank, step.input), self.where(rank, step.output)
         if step.kind is Kind.BROADCAST:
             turned = Ring([*order[step.root :], *order[: step.root]], (self.node - step.root) % many, flag)
-            chunks = _chunks(given.nbytes, many * self.world.machine.gpus * self.pieces)
+            chunks = chunks_of(given.nbytes, MOST_CHUNKS // (len(self.world.ranks) * self.pieces))
             yield from chain(turned, chunks, lambda of: self.where(of, step.output))
         elif step.kind is Kind.ALL_GATHER:
-            own = _block(came, many)
+            own = block_of(came, many)
             yield from ring.begin()
             if own(rank, self.node) != given:
                 yield Copy(own(rank, self.node), given)
             yield from ring_gather(ring, given, own)
         elif step.kind is Kind.REDUCE_SCATTER:
             yield from ring.begin()
-            yield from ring_reduce(ring, _block(given, many), slot, came, SUM)
+            yield from ring_reduce(ring, block_of(given, many), slot, came, SUM)
         elif step.kind is Kind.ALL_REDUCE:
             yield from ring.begin()
-            yield from ring_all_reduce(ring, _block(given, many), slot, SUM)
+            yield from ring_all_reduce(ring, block_of(given, many), slot, SUM)
         else:
-            sent, arrived = _block(given, many), _block(came, many)
+            sent, arrived = block_of(given, many), block_of(came, many)
             rounds = [(by, order[(self.node + by) % many], order[self.node - by]) for by in range(1, many)]
             yield Copy(arrived(rank, self.node), sent(rank, self.node))
             seat = self.nodes.seat
@@ -433,28 +329,16 @@ def _joined(pairs: Sequence[tuple[ElementSpan, ElementSpan]]) -> Iterator[tuple[
         yield last
 
 
-def _block(whole: Span, many: int) -> Callable[[int, int], Span]:
-    """Return the function that gives a rank's block of a number, of so many that a span is cut into."""
-    sizes = define.split_evenly(whole.nbytes, many, ITEM)
-    starts = define.offsets(sizes)
-    return lambda rank, number: Span(rank, whole.buffer, whole.offset + starts[number], sizes[number])
-
-
 def _slot_bytes(step: Far, many: int) -> int:
     if step.kind is Kind.REDUCE_SCATTER:
         return step.output.count * ITEM
     return -(-step.input.count // many) * ITEM if step.kind is Kind.ALL_REDUCE else 0
 
 
-def _chunks(nbytes: int, hops: int) -> list[tuple[int, int]]:
-    """Cut bytes into chunks (offset, bytes) that a chain or a tree passes on."""
-    count = max(1, min(-(-nbytes // CHUNK_BYTES), MOST_CHUNKS // hops, nbytes // ITEM))
-    sizes = define.split_evenly(nbytes, count, ITEM)
-    return list(zip(define.offsets(sizes), sizes, strict=True))
-
-
-def _near_collective(step: Near, gpus: int) -> Collective:
+def _nearwhole_collective(step: Near, gpus: int) -> Collective:
     part = step.input.count // gpus * ITEM
+    if step.kind is Kind.SCATTER:
+        return define.scatter([part] * gpus, step.root)
     if step.kind is Kind.ALL_TO_ALL:
         return define.all_to_all([[part] * gpus] * gpus)
     return define.reduce_scatter([part] * gpus, SUM)
@@ -512,27 +396,4 @@ def _begins_behind(queue: Queue, flags: frozenset[Flag]) -> bool:
 def _kernel(machine: Machine, step: Far) -> KernelPart:
     """Return the library's kernel of a far step: what a rank of the rail sends decides its protocol."""
     nbytes, many = max(step.input.count, step.output.count) * ITEM, machine.nodes
-    return library_kernel(machine, step.kind, _passed(step.kind, many) * nbytes / _nic_speed(machine))
-
-
-def library_kernel(machine: Machine, kind: Kind, bytes_us: float) -> KernelPart:
-    """Return the library's kernel of a collective, by the time of its bytes: the faster of its two protocols.
-
-    Nothing is known of its broadcasts: an all-gather's figures stand for them.
-    """
-    library = machine.library
-    timed = Kind.ALL_GATHER if kind is Kind.BROADCAST else kind
-    start_us, gbps = (float(getattr(library, f"{timed}_{unit}")) for unit in ("us", "gbps"))
-    share = min(1.0, gbps / machine.links.usable_gbps)
-    if bytes_us / library.low_latency_share <= library.bulk_us + bytes_us:
-        return KernelPart(start_us, 1 / library.low_latency_share, share)
-    return KernelPart(start_us + library.bulk_us, 1.0, share)
-
-
-def _passed(kind: Kind, members: int) -> float:
-    """Return what a rank of a ring passes on, as a share of the larger buffer."""
-    return {Kind.ALL_REDUCE: 2 * (members - 1) / members, Kind.BROADCAST: 1.0}.get(kind, (members - 1) / members)
-
-
-def _nic_speed(machine: Machine) -> float:
-    return machine.links.network_gbps * machine.links.nics_per_gpu * 1e3
+    return library_kernel(machine, step.kind, passed_share(step.kind, many) * nbytes / nic_speed(machine))
