@@ -176,7 +176,7 @@ def _bytes_us(machine: Machine, kind: Kind, nbytes: int) -> float:
     gpus, ranks = machine.gpus, machine.world_size
     figures = Kind.ALL_GATHER if kind is Kind.BROADCAST else kind
     gbps = float(getattr(machine.library, f"{figures}_gbps"))
-    links = gpus - 1 if machine.links.topology is Topology.MESH else 1
+    links = max(1, gpus - 1) if machine.links.topology is Topology.MESH else 1
     if kind is Kind.ALL_TO_ALL:
         inside, outside = nbytes / ranks * (gpus - 1) / links, nbytes / ranks * (ranks - gpus)
     else:
