@@ -18,7 +18,7 @@ from sidelane.program.collective import Buffer, Kind, Span
 from sidelane.program.ir import EPOCH, Command, Copy, Engine, EngineKind, Flag, Signal, Wait
 from sidelane_lab.machines.spec import Machine, Topology
 from sidelane_lab.model.rings import (
-    Ring,
+    RingPosition,
     Tree,
     chain,
     exchange,
@@ -100,7 +100,7 @@ def flat(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
             def slot(of: int, step: int, number: int = number) -> Span:
                 return Span(of, Buffer.STAGING, (number * (ranks - 1) + step) * part, part)
 
-            ring = Ring(order, at, flag)
+            ring = RingPosition(order, at, flag)
             if kind is Kind.ALL_GATHER:
                 commands = ring_gather(ring, block(rank, at), block)
             elif kind is Kind.REDUCE_SCATTER:
@@ -110,7 +110,7 @@ def flat(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
                 commands = ring_all_reduce(ring, block, slot, SUM)
             else:
                 first = order.index(0)
-                turned = Ring([*order[first:], *order[:first]], (at - first) % ranks, flag)
+                turned = RingPosition([*order[first:], *order[:first]], (at - first) % ranks, flag)
 
                 def whole(of: int, number: int = number) -> Span:
                     return Span(of, Buffer.OUTPUT, number * part, part)

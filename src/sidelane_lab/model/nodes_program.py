@@ -58,7 +58,7 @@ from sidelane.program.transform import lower
 from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.model.collectives import dependencies
-from sidelane_lab.model.rings import Ring, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
+from sidelane_lab.model.rings import RingPosition, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
 from sidelane_lab.model.world import (
     ITEM,
     STREAM,
@@ -128,7 +128,7 @@ class _Planned:
         self.world, self.nodes, self.rank, self.plan = world, nodes, rank, plan
         self.node, self.place = nodes.seat(rank)
         self.stream = world.queue(rank, STREAM)
-        self.far = 0
+        self.far = self.near = 0  # numbers of the next steps, alike on all ranks that meet there
         self.pieces = pieces
         kind = world.collective.kind
         both = Buffer.OUTPUT if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else None
@@ -219,6 +219,8 @@ class _Planned:
             spans = [self.where(0, span) for _, span in step.parts]
         else:
             what, spans = _nearwhole_collective(step, gpus), []
+        near = self.near
+        self.near += 1
         program, own_flags = near_program(self.world.machine, what)
         self.near_most = max(self.near_most, max(program.staging_bytes, default=0))
         batch = program.collective
@@ -245,7 +247,7 @@ class _Planned:
             if flag not in local:  # by the distance to the other rank, which is the same for all that do the same
                 index += (index - flag.rank) % gpus - index % gpus
             of = self.world.hold if flag in own_flags else self.world.flag
-            return of(rank, ("near", number, index, flag in local))
+            return of(rank, ("near", near, index, flag in local))
 
         def embedded(commands: Sequence[Command]) -> Iterator[Command]:
             for command in commands:
@@ -285,10 +287,10 @@ class _Planned:
         def slot(of: int, at: int) -> Span:
             return Span(of, Buffer.STAGING, self.slots + at * self.slot_bytes, self.slot_bytes)
 
-        ring = Ring(order, self.node, flag)
+        ring = RingPosition(order, self.node, flag)
         given, came = self.where(rank, step.input), self.where(rank, step.output)
         if step.kind is Kind.BROADCAST:
-            turned = Ring([*order[step.root :], *order[: step.root]], (self.node - step.root) % many, flag)
+            turned = RingPosition([*order[step.root :], *order[: step.root]], (self.node - step.root) % many, flag)
             chunks = chunks_of(given.nbytes, MOST_CHUNKS // (len(self.world.ranks) * self.pieces))
             yield from chain(turned, chunks, lambda of: self.where(of, step.output))
         elif step.kind is Kind.ALL_GATHER:

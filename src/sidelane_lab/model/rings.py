@@ -21,7 +21,7 @@ Block = Callable[[int, int], Span]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ring:
+class RingPosition:
     """A group, and the position of one of its ranks."""
 
     order: Sequence[int]
@@ -53,7 +53,7 @@ class Ring:
         return Wait(self.flag(self.rank, step), EPOCH)
 
 
-def ring_gather(ring: Ring, own: Span, block: Block, first: int = 0) -> Iterator[Command]:
+def ring_gather(ring: RingPosition, own: Span, block: Block, first: int = 0) -> Iterator[Command]:
     """Yield the passing on of blocks: each rank ends with those of all positions.
 
     Args:
@@ -72,7 +72,7 @@ def ring_gather(ring: Ring, own: Span, block: Block, first: int = 0) -> Iterator
     yield ring.wait(first + many - 2)
 
 
-def ring_reduce(ring: Ring, own: Block, slot: Block, result: Span, reduction: Reduction) -> Iterator[Command]:
+def ring_reduce(ring: RingPosition, own: Block, slot: Block, result: Span, reduction: Reduction) -> Iterator[Command]:
     """Yield the passing on of sums: each rank ends with that of the block of its position.
 
     Args:
@@ -99,7 +99,7 @@ def ring_reduce(ring: Ring, own: Block, slot: Block, result: Span, reduction: Re
         yield Reduce(result, (last, own(ring.rank, ring.at)), reduction)
 
 
-def ring_all_reduce(ring: Ring, block: Block, slot: Block, reduction: Reduction) -> Iterator[Command]:
+def ring_all_reduce(ring: RingPosition, block: Block, slot: Block, reduction: Reduction) -> Iterator[Command]:
     """Yield both: sums of the blocks of all positions, in place."""
     own = block(ring.rank, ring.at)
     yield from ring_reduce(ring, block, slot, own, reduction)
@@ -132,7 +132,7 @@ def exchange(
         yield Wait(flag(rank, name), EPOCH)
 
 
-def chain(ring: Ring, chunks: Sequence[tuple[int, int]], whole: Callable[[int], Span]) -> Iterator[Command]:
+def chain(ring: RingPosition, chunks: Sequence[tuple[int, int]], whole: Callable[[int], Span]) -> Iterator[Command]:
     """Yield the passing on of chunks (offset, bytes) of a whole, from the first of the order to the last."""
     is_last = ring.at == len(ring.order) - 1
     if ring.at:
