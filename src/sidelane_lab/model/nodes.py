@@ -83,7 +83,8 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = 
     rings = flat(machine, kind, nbytes)
     branches = tree(machine, kind, nbytes).simulate().time_us if kind in TREES else None
     floor = least_us(machine, kind, nbytes)
-    return NodesTimes(choice, rings and rings.simulate().time_us, branches, hierarchical, floor, steps)
+    flat_us = None if rings is None else rings.simulate().time_us
+    return NodesTimes(choice, flat_us, branches, hierarchical, floor, steps)
 
 
 def least_us(machine: Machine, kind: Kind, nbytes: int) -> float:

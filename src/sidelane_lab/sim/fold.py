@@ -36,20 +36,18 @@ class Fold:
 
     def resource(self, key: Resource) -> Resource:
         """Return the resource that stands for another one of the simulator's or the network's."""
-        kind, *numbers = key
-        numbers = [int(n) if isinstance(n, int) else n for n in numbers]  # type: ignore[misc]
+        kind, *rest = key
+        first, *others = [number for number in rest if isinstance(number, int)]
         if kind == "link":
-            source, target = numbers
-            gpus, here = self.machine.gpus, self.rank(source)  # type: ignore[arg-type]
-            return kind, here, here // gpus * gpus + (here + target - source) % gpus  # type: ignore[operator]
+            gpus, here = self.machine.gpus, self.rank(first)
+            return kind, here, here // gpus * gpus + (here + others[0] - first) % gpus
         if not str(kind).startswith("network"):
-            return kind, self.rank(numbers[0]), *numbers[1:]  # type: ignore[arg-type]
-        first, *others = numbers
-        if kind in ("network up", "network down"):
-            return kind, first % self._leaves(), others[0] % self._ports()  # type: ignore[operator]
+            return kind, self.rank(first), *others
         if kind == "network torus":
-            return kind, first % self.nodes, *others  # type: ignore[operator]
-        return kind, first % self.nodes, others[0] % self._ports()  # type: ignore[operator]
+            return kind, first % self.nodes, *rest[1:]
+        if kind in ("network up", "network down"):
+            return kind, first % self._leaves(), others[0] % self._ports()
+        return kind, first % self.nodes, others[0] % self._ports()
 
     def _leaves(self) -> int:
         return max(1, self.nodes // int(self.machine.links.leaf_nodes))
