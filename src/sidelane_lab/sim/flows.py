@@ -132,30 +132,29 @@ class FlowNetwork(Generic[Tag]):
         rates: dict[Flow[Tag], float] = {}
         left: dict[int, float] = {}
         weight_on: dict[int, float] = {}
-        is_crowded = self._crowded
+        is_crowded, growing = self._crowded, []
         for flow in group:
-            crowded = [resource for resource in flow.weights if is_crowded[resource]]
-            if not crowded:
-                rates[flow] = flow.ceiling
-                continue
-            for resource in crowded:
-                left.setdefault(resource, self._capacities[resource])
-                weight_on[resource] = weight_on.get(resource, 0.0) + flow.weights[resource]
-        growing = [flow for flow in group if flow not in rates]
+            rates[flow] = flow.ceiling
+            for resource, weight in flow.weights.items():
+                if is_crowded[resource]:
+                    left.setdefault(resource, self._capacities[resource])
+                    weight_on[resource] = weight_on.get(resource, 0.0) + weight
+                    if rates.pop(flow, None) is not None:
+                        growing.append(flow)
         while growing:
-            level = min(left[r] / weight_on[r] for r in left if weight_on[r] > EPSILON)
+            level = min([left[r] / weight for r, weight in weight_on.items() if weight > EPSILON])
+            most = level * (1 + EPSILON)
             # A flow whose own ceiling is below the level stops there, and leaves the rest to the others.
-            limited = [flow for flow in growing if flow.ceiling <= level * (1 + EPSILON)]
-            if limited:
-                stopped = {flow: flow.ceiling for flow in limited}
-            else:
-                full = {r for r in left if weight_on[r] > EPSILON and left[r] / weight_on[r] <= level * (1 + EPSILON)}
-                stopped = {flow: level for flow in growing if not full.isdisjoint(flow.weights)}
-            for flow, rate in stopped.items():
-                rates[flow] = rate
-                for resource in flow.weights:
+            stopped = [flow for flow in growing if flow.ceiling <= most]
+            is_limited = bool(stopped)
+            if not is_limited:
+                full = {r for r, weight in weight_on.items() if weight > EPSILON and left[r] / weight <= most}
+                stopped = [flow for flow in growing if not full.isdisjoint(flow.weights)]
+            for flow in stopped:
+                rate = rates[flow] = flow.ceiling if is_limited else level
+                for resource, weight in flow.weights.items():
                     if resource in left:
-                        left[resource] = max(0.0, left[resource] - rate * flow.weights[resource])
-                        weight_on[resource] -= flow.weights[resource]
-            growing = [flow for flow in growing if flow not in stopped]
+                        left[resource] = max(0.0, left[resource] - rate * weight)
+                        weight_on[resource] -= weight
+            growing = [flow for flow in growing if flow not in rates]
         return rates
