@@ -214,6 +214,10 @@ class _Run:
             result = [*itertools.chain(*inputs)]
         elif step.kind is Kind.BROADCAST:
             result = inputs[step.root]  # type: ignore[union-attr]
+        elif step.kind is Kind.SCATTER:
+            given = inputs[step.root]
+            assert len(given) == many * step.output.count
+            result = given[place * step.output.count :][: step.output.count]
         elif step.kind is Kind.ALL_TO_ALL:
             assert all(sum(other[-2]) == other[-3] and len(other[-2]) == many for other in shared)
             starts = [sum(other[-2][:place]) for other in shared]

@@ -11,7 +11,7 @@ import click
 from sidelane.cli.options import given
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import say, say_written, tables_console
+from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane.integrations.nodes.choose import FLAT
 from sidelane.integrations.nodes.explain import explain_nodes, nodes_of
 from sidelane.program.collective import Kind
@@ -24,9 +24,10 @@ SIZES = tuple(1 << power for power in range(12, 31, 2))
 """Bytes of the collectives in the tables of ``sidelane collective``."""
 
 NOTE = (
-    "flat: the vendor library's rings among all ranks, or its exchange; floor: one latency, and what a node must send "
-    "or receive by all of its NICs. Not modelled: near steps by kernels, which start sooner than copy engines; "
-    "steps that slow each other down; ranks that come late; trees"
+    "simulated; flat: the vendor library's rings among all ranks, or its exchange; tree: its double binary tree, of a "
+    "broadcast a binary one; floor: one latency, and what a node must send or receive by all of its NICs. "
+    "Not modelled: near steps by kernels, which start sooner than copy engines; what the library's steps within a node "
+    "take beside their bytes; ranks that come late"
 )
 
 
@@ -41,7 +42,7 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
         if option.name not in allowed and given(option.name or ""):
             text = "allowed=--dtype, --json: what crosses nodes is modelled for calls of all ranks, alone and eager"
             raise ValueError(f"{option.opts[0]} does not go with the nodes of {machine.name} ({text})")
-    times = nodes_times(machine, kind, nbytes, dtype)
+    times = nodes_times(machine, kind, nbytes)
     nodes = nodes_of([machine.gpus] * machine.nodes)
     explained = explain_nodes(kind, nodes, nbytes, dtype)
     # Below the bound of the choice the group takes no steps, and none are shown.
@@ -53,8 +54,8 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(nodes.of)} ranks, {dtype}")
     say(console, f"on {machine.title}, {machine.links.network}, by the rules of process groups and fsdp.enable")
     say(console, f"takes {times.choice.name}: {times.choice.reason}", style="bold")
-    other = "" if times.hierarchical_us is None else f"hierarchical {times.hierarchical_us:.4g} us, "
-    say(console, f"predicted: {other}flat {times.flat_us:.4g} us, floor {times.floor_us:.4g} us")
+    words = (f"{name.removesuffix('_us')} {us:.4g} us" for name, us in predicted(times).items() if us is not None)
+    say(console, f"predicted: {', '.join(words)}")
     if timed:
         lines = tuple(
             Line(
@@ -76,8 +77,9 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
 def predicted(times: NodesTimes) -> dict[str, float | None]:
     """Return the times of a file's row."""
     return {
-        "flat_us": times.flat_us,
         "hierarchical_us": times.hierarchical_us,
+        "flat_us": times.flat_us,
+        "tree_us": times.tree_us,
         "floor_us": times.floor_us,
     }
 
@@ -87,7 +89,8 @@ def predict_collectives(machine: Machine, report: Path | None, json: Path | None
     console = tables_console(json)
     numbers = []
     for kind in KINDS:
-        rows = [(nbytes, nodes_times(machine, kind, nbytes)) for nbytes in SIZES]
+        with progress_console().status(f"simulating {kind} among {machine.world_size} ranks"):
+            rows = [(nbytes, nodes_times(machine, kind, nbytes)) for nbytes in SIZES]
         console.print(sizes_table(machine, kind, rows).to_rich())
         for nbytes, times in rows:
             choice = {"takes": times.choice.name, "pieces": times.choice.pieces}
@@ -99,11 +102,11 @@ def sizes_table(machine: Machine, kind: Kind, rows: Sequence[tuple[int, NodesTim
     """Make a table of time by size; the faster way is starred."""
     lines = []
     for nbytes, times in rows:
-        ways = (times.flat_us, times.hierarchical_us)
+        ways = (times.flat_us, times.tree_us, times.hierarchical_us)
         fastest = min(us for us in ways if us is not None)
         cells = ["-" if us is None else f"{us:.1f}" + ("*" if us == fastest else " ") for us in ways]
         pieces = "" if times.choice.name == FLAT else f" in {times.choice.pieces}"
         lines.append(Line((format_bytes(nbytes), *cells, f"{times.floor_us:.1f}", times.choice.name + pieces)))
-    columns = ("bytes", "flat", "hierarchical", "floor", "<a process group takes")
+    columns = ("bytes", "flat", "tree", "hierarchical", "floor", "<a process group takes")
     title = f"{kind} on {machine.title}: time in us, predicted (* faster)"
     return Table(title, columns, tuple(lines), (NOTE,))

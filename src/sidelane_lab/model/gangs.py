@@ -73,8 +73,9 @@ def rails_gang(machine: Machine, kind: Kind, nbytes: int) -> Gang:
 
 
 def flat_us(machine: Machine, kind: Kind, nbytes: int) -> float:
-    """Return the time of the library's ring, or of its exchange, among all ranks of several nodes."""
-    return _nodes_times(machine, kind, nbytes).flat_us
+    """Return the time of the library's ring, its tree or its exchange among all ranks of several nodes."""
+    times = _nodes_times(machine, kind, nbytes)
+    return min(us for us in (times.flat_us, times.tree_us) if us is not None)
 
 
 def gangs_us(machine: Machine, gangs: tuple[Gang, ...]) -> float:

@@ -41,6 +41,7 @@ class FlowNetwork(Generic[Tag]):
         self._capacities = capacities
         self._users: list[dict[Flow[Tag], float]] = [{} for _ in capacities]
         self._wanted = [0.0] * len(capacities)  # what the flows of a resource would take if nothing else held them
+        self._crowded = [False] * len(capacities)  # resources that those flows could fill
         self._stale: dict[Flow[Tag], None] = {}
         self._ends: list[tuple[float, int, int, Flow[Tag]]] = []
         self._count = 0
@@ -51,10 +52,10 @@ class FlowNetwork(Generic[Tag]):
         flow = Flow(nbytes, weights, tag, ceiling, now)
         self._stale[flow] = None
         for resource, weight in weights.items():
-            crowded = self._crowded(resource)
             self._users[resource][flow] = weight
             self._wanted[resource] += ceiling * weight
-            if crowded or self._crowded(resource):
+            if self._crowded[resource] or self._is_crowded(resource):
+                self._crowded[resource] = self._is_crowded(resource)
                 self._stale.update(dict.fromkeys(self._users[resource]))
 
     def next_end(self, now: float) -> float:
@@ -76,12 +77,12 @@ class FlowNetwork(Generic[Tag]):
             ended.append(flow)
         for flow in ended:
             for resource, weight in flow.weights.items():
-                crowded = self._crowded(resource)
                 del self._users[resource][flow]
                 self._wanted[resource] -= flow.ceiling * weight
                 if not self._users[resource]:
                     self._wanted[resource] = 0.0  # no rounding left behind
-                if crowded:
+                if self._crowded[resource]:
+                    self._crowded[resource] = self._is_crowded(resource)
                     self._stale.update(dict.fromkeys(self._users[resource]))
         for flow in ended:
             self._stale.pop(flow, None)
@@ -93,7 +94,7 @@ class FlowNetwork(Generic[Tag]):
             heapq.heappop(self._ends)
         return bool(self._ends) and self._ends[0][0] <= now + EPSILON
 
-    def _crowded(self, resource: int) -> bool:
+    def _is_crowded(self, resource: int) -> bool:
         return self._wanted[resource] > self._capacities[resource] * (1 + EPSILON)
 
     def _settle(self, now: float) -> None:
@@ -104,6 +105,8 @@ class FlowNetwork(Generic[Tag]):
         self._stale.clear()
         rates = self._fair_rates(group)
         for flow, rate in rates.items():
+            if rate == flow.rate:
+                continue  # it ends when it was to end
             flow.remaining = max(0.0, flow.remaining - flow.rate * (now - flow.since))
             flow.since, flow.rate = now, rate
             flow.version += 1
@@ -117,7 +120,7 @@ class FlowNetwork(Generic[Tag]):
         seen: set[int] = set()
         while waiting:
             for resource in waiting.pop().weights:
-                if resource not in seen and self._crowded(resource):
+                if self._crowded[resource] and resource not in seen:
                     seen.add(resource)
                     new = [flow for flow in self._users[resource] if flow not in group]
                     group.update(dict.fromkeys(new))
@@ -129,29 +132,29 @@ class FlowNetwork(Generic[Tag]):
         rates: dict[Flow[Tag], float] = {}
         left: dict[int, float] = {}
         weight_on: dict[int, float] = {}
+        is_crowded, growing = self._crowded, []
         for flow in group:
-            crowded = [resource for resource in flow.weights if self._crowded(resource)]
-            if not crowded:
-                rates[flow] = flow.ceiling
-                continue
-            for resource in crowded:
-                left.setdefault(resource, self._capacities[resource])
-                weight_on[resource] = weight_on.get(resource, 0.0) + flow.weights[resource]
-        growing = [flow for flow in group if flow not in rates]
+            rates[flow] = flow.ceiling
+            for resource, weight in flow.weights.items():
+                if is_crowded[resource]:
+                    left.setdefault(resource, self._capacities[resource])
+                    weight_on[resource] = weight_on.get(resource, 0.0) + weight
+                    if rates.pop(flow, None) is not None:
+                        growing.append(flow)
         while growing:
-            level = min(left[r] / weight_on[r] for r in left if weight_on[r] > EPSILON)
+            level = min([left[r] / weight for r, weight in weight_on.items() if weight > EPSILON])
+            most = level * (1 + EPSILON)
             # A flow whose own ceiling is below the level stops there, and leaves the rest to the others.
-            limited = [flow for flow in growing if flow.ceiling <= level * (1 + EPSILON)]
-            if limited:
-                stopped = {flow: flow.ceiling for flow in limited}
-            else:
-                full = {r for r in left if weight_on[r] > EPSILON and left[r] / weight_on[r] <= level * (1 + EPSILON)}
-                stopped = {flow: level for flow in growing if not full.isdisjoint(flow.weights)}
-            for flow, rate in stopped.items():
-                rates[flow] = rate
-                for resource in flow.weights:
+            stopped = [flow for flow in growing if flow.ceiling <= most]
+            is_limited = bool(stopped)
+            if not is_limited:
+                full = {r for r, weight in weight_on.items() if weight > EPSILON and left[r] / weight <= most}
+                stopped = [flow for flow in growing if not full.isdisjoint(flow.weights)]
+            for flow in stopped:
+                rate = rates[flow] = flow.ceiling if is_limited else level
+                for resource, weight in flow.weights.items():
                     if resource in left:
-                        left[resource] = max(0.0, left[resource] - rate * flow.weights[resource])
-                        weight_on[resource] -= flow.weights[resource]
-            growing = [flow for flow in growing if flow not in stopped]
+                        left[resource] = max(0.0, left[resource] - rate * weight)
+                        weight_on[resource] -= weight
+            growing = [flow for flow in growing if flow not in rates]
         return rates

@@ -9,6 +9,7 @@ from sidelane.program.collective import Span
 from sidelane.program.ir import MOVES, Broadcast, Copy, Engine, EngineKind, Move, Program, Reduce, Swap, spans
 from sidelane_lab.machines.network import NetworkRoute, route
 from sidelane_lab.machines.spec import Machine, Topology
+from sidelane_lab.sim.fold import Fold
 
 BYTES_PER_US = 1e3
 """Bytes a microsecond in 1 GB/s."""
@@ -35,9 +36,11 @@ class Resources:
     Args:
         machine: gives the capacities.
         program: its queues decide how engines are shared.
+        fold: ranks that stand for all others; None: all are there.
     """
 
-    def __init__(self, machine: Machine, program: Program) -> None:
+    def __init__(self, machine: Machine, program: Program, fold: Fold | None = None) -> None:
+        self._fold = fold
         self.capacities: list[float] = []
         self.names: list[str] = []
         self._machine = machine
@@ -50,9 +53,10 @@ class Resources:
             if queue.engine.kind is EngineKind.DMA and served:
                 self._orders.setdefault(queue.rank, set()).add(served)
 
-    def demand(self, command: Move | Reduce, rank: int, engine: Engine) -> Demand:
-        """Return the demand of a command of a queue."""
+    def demand(self, command: Move | Reduce, rank: int, engine: Engine, link_share: float = 1.0) -> Demand:
+        """Return the demand of a command of a queue; ``link_share``: share of a link's bandwidth that it reaches."""
         weights: dict[int, float] = {}
+        self._per_link = 1.0 / link_share
         match command:
             case Copy(dst, src):
                 self._carry(weights, src, dst)
@@ -88,10 +92,10 @@ class Resources:
             for key, gbps in self._route(a, b).passes:
                 self._add(weights, self._of(key, gbps), 1.0)
         elif links.topology is Topology.MESH:
-            self._add(weights, self._of(("link", a, b), links.usable_gbps), 1.0)
+            self._add(weights, self._of(("link", a, b), links.usable_gbps), self._per_link)
         else:
-            self._add(weights, self._of(("port out", a), links.usable_gbps), 1.0)
-            self._add(weights, self._of(("port in", b), links.usable_gbps), 1.0)
+            self._add(weights, self._of(("port out", a), links.usable_gbps), self._per_link)
+            self._add(weights, self._of(("port in", b), links.usable_gbps), self._per_link)
 
     def _latency_us(self, command: Move) -> float:
         """Return the latency of the longest way that bytes of a command take between nodes; 0 inside of one."""
@@ -124,6 +128,8 @@ class Resources:
 
     def _of(self, key: tuple[object, ...], gbps: float) -> int:
         index = self._index.get(key)
+        if index is None and self._fold is not None and (stands := self._fold.resource(key)) != key:
+            index = self._index[key] = self._of(stands, gbps)
         if index is None:
             index = self._index[key] = len(self.capacities)
             self.capacities.append(gbps * BYTES_PER_US)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from sidelane.errors import SidelaneError
 from sidelane.execute.timeline import Interval
 from sidelane.program.ir import (
     MOVES,
+    Copy,
+    Engine,
     EngineKind,
     Flag,
     Program,
@@ -29,6 +31,7 @@ from sidelane.program.ir import (
 )
 from sidelane_lab.machines.spec import HostThreads, Machine
 from sidelane_lab.sim.flows import FlowNetwork
+from sidelane_lab.sim.fold import Fold
 from sidelane_lab.sim.resources import Demand, Resources
 
 
@@ -57,12 +60,33 @@ class SimulatedRun:
     raised: Mapping[Flag, float] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelPart:
+    """The commands of a queue that one kernel executes: up to the next one, or to the end.
+
+    Its flags, what it adds up and the begins of its copies take no time of their own. What it sends to another node
+    leaves a latency behind it: the flag behind it is seen that much later, while the queue goes on.
+
+    Attributes:
+        start_us: time until its first command.
+        slowdown: bytes that pass for each of its commands' bytes (more than 1 for a protocol with flags among them).
+        link_share: share of a link's bandwidth that it reaches within a node.
+    """
+
+    start_us: float
+    slowdown: float = 1.0
+    link_share: float = 1.0
+
+
 def simulate(
     program: Program,
     machine: Machine,
     *,
     edges: Set[Flag] = frozenset(),
     fires: Mapping[Flag, float] = MappingProxyType({}),
+    kernels: Mapping[Flag, KernelPart] = MappingProxyType({}),
+    calls: Mapping[tuple[int, Engine], Sequence[int]] = MappingProxyType({}),
+    fold: Fold | None = None,
     record: bool = False,
 ) -> SimulatedRun:
     """Run a program once.
@@ -73,6 +97,10 @@ def simulate(
         edges: flags that a graph has as dependencies, not as commands: they take no time, and a queue that begins
             behind one branches off there, without a doorbell of its own.
         fires: when callers signal these flags, where they do so while the program is under way; others at once.
+        kernels: kernels that begin behind a wait for these flags.
+        calls: indices of the commands in a queue at which the host hands over the next part of it, call after call;
+            queues that are not named are handed over as a whole, in the first call.
+        fold: ranks that stand for all others, whose queues need not be there; None: all ranks.
         record: keep the timeline.
 
     Raises:
@@ -86,38 +114,42 @@ def simulate(
         raise TypeError(f"simulate: machine (value={machine!r}, allowed=a Machine, as machine.load.named returns)")
     if program.world_size > machine.world_size:
         raise ValueError(f"simulate: ranks (value={program.world_size}, allowed=1..{machine.world_size})")
-    return _Simulation(program, machine, edges, fires, record).run()
+    return _Simulation(program, machine, edges, fires, kernels, calls, fold, record).run()
 
 
 class _Lane:
     """One queue on its way."""
 
-    __slots__ = ("behind_move", "held_since", "index", "queue")
+    __slots__ = ("behind_move", "held_since", "index", "kernel", "queue", "ready", "sent")
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
         self.index = 0
+        self.kernel: KernelPart | None = None
+        self.ready: dict[int, float] = {}  # when the host has handed over what begins there
+        self.sent = (-1, 0.0)  # rank, and latency of what a kernel has sent there last
         self.behind_move = False
         self.held_since = 0.0
 
 
 class _Simulation:
     def __init__(
-        self, program: Program, machine: Machine, edges: Set[Flag], fires: Mapping[Flag, float], record: bool
+        self,
+        program: Program,
+        machine: Machine,
+        edges: Set[Flag],
+        fires: Mapping[Flag, float],
+        kernels: Mapping[Flag, KernelPart],
+        calls: Mapping[tuple[int, Engine], Sequence[int]],
+        fold: Fold | None,
+        record: bool,
     ) -> None:
         self.program = program
-        self.edges, self.fires = edges, fires
+        self.edges, self.fires, self.kernels, self.calls, self.fold = edges, fires, kernels, calls, fold
         self.machine = machine
         self.dma = machine.dma
-        self.resources = Resources(machine, program)
-        self.moves = {
-            (queue.rank, queue.engine): {
-                index: self.resources.demand(command, queue.rank, queue.engine)
-                for index, command in enumerate(queue.commands)
-                if isinstance(command, (*MOVES, Reduce))
-            }
-            for queue in program.queues
-        }
+        self.resources = Resources(machine, program, fold)
+        self.moves = {(queue.rank, queue.engine): self._demands(queue) for queue in program.queues}
         self.network: FlowNetwork[tuple[_Lane, Demand, float, float]] = FlowNetwork(self.resources.capacities)
         self.record = record
         self.timeline: list[Interval] = []
@@ -131,6 +163,17 @@ class _Simulation:
         self.ended = 0
         self.finish_us = 0.0
         self.host_us = 0.0
+
+    def _demands(self, queue: Queue) -> dict[int, Demand]:
+        found: dict[int, Demand] = {}
+        kernel: KernelPart | None = None
+        for index, command in enumerate(queue.commands):
+            if isinstance(command, (*MOVES, Reduce)):
+                share = 1.0 if kernel is None else kernel.link_share
+                found[index] = self.resources.demand(command, queue.rank, queue.engine, share)
+            elif self.kernels and isinstance(command, Wait):
+                kernel = self.kernels.get(command.flag, kernel)
+        return found
 
     def run(self) -> SimulatedRun:
         lanes = [_Lane(queue) for queue in self.program.queues]
@@ -147,34 +190,41 @@ class _Simulation:
         return SimulatedRun(self.finish_us, self.host_us, count, tuple(self.timeline), self.stamps, self.raised)
 
     def _hand_over(self, lanes: list[_Lane]) -> None:
-        """Let the host threads prepare the queues, in the program's order."""
+        """Let the host threads prepare the queues, call after call, in the program's order."""
         free: dict[int, float] = {}
-        for lane in lanes:
+        parts: list[tuple[int, int, _Lane, int, int]] = []
+        for number, lane in enumerate(lanes):
             queue = lane.queue
-            thread = self.machine.node_of(queue.rank) if self.dma.host is HostThreads.NODE else queue.rank
             if queue.engine.kind is EngineKind.CALLER:
-                self._leave_to_caller(lane, thread, free)
-            elif self._branches(queue):
-                self._at(0.0, self._advance, lane)
-            elif self.program.prelaunched:
-                # Prepared before the call: the engine already looks at its trigger.
-                self._at(0.0, self._advance, lane)
-            else:
-                start = free.get(thread, 0.0)
-                # Stamps are free: what is predicted is the program without them. One more for the sync command.
-                count = sum(not isinstance(command, Stamp) for command in queue.commands) + 1
-                control = self.dma.control_us * count
-                free[thread] = start + control + self.dma.doorbell_us
-                ready = free[thread] + self.dma.fetch_us
-                self._note("host", f"thread {thread}", f"prepare {queue.rank} {queue.engine}", start, start + control)
-                self._note("host", f"thread {thread}", "doorbell", start + control, free[thread])
-                self._note(f"rank {queue.rank}", str(queue.engine), "fetch", free[thread], ready)
-                self._at(ready, self._advance, lane)
+                self._leave_to_caller(lane, self._thread(queue), free)
+                continue
+            begins = self.calls.get((queue.rank, queue.engine), (0,))
+            for call, begin in enumerate(begins):
+                end = begins[call + 1] if call + 1 < len(begins) else len(queue.commands)
+                parts.append((call, number, lane, begin, end))
+            self._at(0.0, self._advance, lane)
+        for _, _, lane, begin, end in sorted(parts, key=lambda part: part[:2]):
+            queue = lane.queue
+            if self._branches(queue, begin) or self.program.prelaunched:
+                continue  # prepared before the call, it already looks at its trigger
+            thread = self._thread(queue)
+            start = free.get(thread, 0.0)
+            # Stamps are free: what is predicted is the program without them. One more for the sync command.
+            count = sum(not isinstance(command, Stamp) for command in queue.commands[begin:end]) + 1
+            control = self.dma.control_us * count
+            free[thread] = start + control + self.dma.doorbell_us
+            ready = lane.ready[begin] = free[thread] + self.dma.fetch_us
+            self._note("host", f"thread {thread}", f"prepare {queue.rank} {queue.engine}", start, start + control)
+            self._note("host", f"thread {thread}", "doorbell", start + control, free[thread])
+            self._note(f"rank {queue.rank}", str(queue.engine), "fetch", free[thread], ready)
         self.host_us = max(free.values(), default=0.0)
 
-    def _branches(self, queue: Queue) -> bool:
-        first = queue.commands[0] if queue.commands else None
-        return isinstance(first, Wait) and first.flag in self.edges
+    def _thread(self, queue: Queue) -> int:
+        return self.machine.node_of(queue.rank) if self.dma.host is HostThreads.NODE else queue.rank
+
+    def _branches(self, queue: Queue, begin: int) -> bool:
+        first = queue.commands[begin] if begin < len(queue.commands) else None
+        return isinstance(first, Wait) and (first.flag in self.edges or first.flag in self.kernels)
 
     def _leave_to_caller(self, lane: _Lane, thread: int, free: dict[int, float]) -> None:
         arrivals = [command.flag for command in lane.queue.commands if isinstance(command, Wait)]
@@ -200,7 +250,8 @@ class _Simulation:
     def _loop(self) -> None:
         events, network = self.events, self.network
         while True:
-            end = network.next_end(self.now)
+            # What happens at one time changes rates once, behind the last of it.
+            end = network.next_end(self.now) if not events or events[0][0] > self.now else self.now
             if events and events[0][0] <= end:
                 self.now, _, action, arguments = heapq.heappop(events)
                 action(*arguments)
@@ -215,22 +266,36 @@ class _Simulation:
         """Execute commands of a queue until one of them takes time."""
         commands, dma = lane.queue.commands, self.dma
         while lane.index < len(commands):
+            if lane.ready and (ready := lane.ready.pop(lane.index, 0.0)) > self.now:
+                self._at(ready, self._advance, lane)
+                return
             command = commands[lane.index]
             if isinstance(command, Wait):
                 lane.held_since = self.now
                 if self._satisfied(command):  # looking costs the same when the flag is set already
-                    self._at(self.now + self._wait_us(command), self._passed, lane)
+                    self._at(self.now + self._wait_us(lane, command), self._passed, lane)
                 else:
-                    self.waiting.setdefault(command.flag, []).append((lane, command))
+                    self.waiting.setdefault(self._stands(command.flag), []).append((lane, command))
                 return
             elif isinstance(command, Signal):
                 lane.index += 1
+                if lane.kernel is not None:
+                    rank, latency_us = lane.sent
+                    later = self.now + (latency_us if command.flag.rank == rank else 0.0)
+                    self._at(later, self._raise, command)
+                    continue
                 signal_us = 0.0 if command.flag in self.edges else float(dma.signal_us)
                 self._note_on(lane, f"signal {command.flag.rank}", self.now, self.now + signal_us)
                 self._at(self.now + signal_us, self._signalled, lane, command)
                 return
             elif isinstance(command, (*MOVES, Reduce)):
                 move = self.moves[lane.queue.rank, lane.queue.engine][lane.index]
+                if lane.kernel is not None:
+                    if isinstance(command, Reduce):  # on the way
+                        lane.index += 1
+                        continue
+                    self._begin(lane, move, self.now)
+                    return
                 if isinstance(command, Reduce):
                     issue = dma.reduce_us
                 else:
@@ -241,21 +306,25 @@ class _Simulation:
                 self.stamps[lane.queue.rank, command.slot] = self.now
                 lane.index += 1
         self.ended += 1
-        known = self.now + self.dma.sync_us
+        known = self.now + (self.dma.sync_us if lane.kernel is None else 0.0)
         self._note_on(lane, "sync", self.now, known)
         self.finish_us = max(self.finish_us, known)
 
     def _begin(self, lane: _Lane, move: Demand, start: float) -> None:
-        self.network.start(move.nbytes, move.weights, (lane, move, start, self.now), self.now)
+        nbytes = move.nbytes if lane.kernel is None else move.nbytes * lane.kernel.slowdown
+        self.network.start(nbytes, move.weights, (lane, move, start, self.now), self.now)
 
     def _moved(self, lane: _Lane, move: Demand, start: float, began: float) -> None:
+        command = lane.queue.commands[lane.index]
         if self.record:
-            label = describe(lane.queue.commands[lane.index])
+            label = describe(command)
             self._note_on(lane, label, start, self.now)
             for resource in move.weights:
                 name = self.resources.names[resource]
                 if name.startswith(("link", "port", "network")):
                     self._note("links", name, label, began, self.now)
+        if isinstance(command, Copy):
+            lane.sent = command.dst.rank, move.latency_us
         lane.behind_move = True
         lane.index += 1
         self._advance(lane)
@@ -266,14 +335,14 @@ class _Simulation:
         self._advance(lane)
 
     def _raise(self, command: Signal) -> None:
-        flag, value = command.flag, command.value.at(1)
+        flag, value = self._stands(command.flag), command.value.at(1)
         if flag in self.raised:
             self.raised[flag] = self.now
         self.flags[flag] = value + (self.flags.get(flag, 0) if command.op is SignalOp.ADD else 0)
         still: list[tuple[_Lane, Wait]] = []
         for lane, wait in self.waiting.pop(flag, ()):
             if self._satisfied(wait):
-                self._at(self.now + self._wait_us(wait), self._passed, lane)
+                self._at(self.now + self._wait_us(lane, wait), self._passed, lane)
             else:
                 still.append((lane, wait))
         if still:
@@ -281,15 +350,26 @@ class _Simulation:
 
     def _passed(self, lane: _Lane) -> None:
         self._note_on(lane, "wait", lane.held_since, self.now)
+        command = lane.queue.commands[lane.index]
+        if self.kernels and isinstance(command, Wait) and command.flag in self.kernels:
+            lane.kernel, lane.sent = self.kernels[command.flag], (-1, 0.0)
         lane.index += 1
         lane.behind_move = False
         self._advance(lane)
 
-    def _wait_us(self, command: Wait) -> float:
-        return 0.0 if command.flag in self.edges else float(self.dma.wait_us)
+    def _wait_us(self, lane: _Lane, command: Wait) -> float:
+        if command.flag in self.kernels:
+            return self.kernels[command.flag].start_us
+        return 0.0 if lane.kernel is not None or command.flag in self.edges else float(self.dma.wait_us)
 
     def _satisfied(self, command: Wait) -> bool:
-        return command.comparison.holds(self.flags.get(command.flag, 0), command.value.at(1))
+        return command.comparison.holds(self.flags.get(self._stands(command.flag), 0), command.value.at(1))
+
+    def _stands(self, flag: Flag) -> Flag:
+        """Return the flag that stands for another."""
+        if self.fold is None or (rank := self.fold.rank(flag.rank)) == flag.rank:
+            return flag
+        return Flag(rank, flag.index)
 
     def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
         self.sequence += 1

@@ -450,6 +450,9 @@ class _Call:
         if step.kind is Kind.ALL_TO_ALL:
             near.all_to_all(output, input, beside=self._whose.beside)
             return
+        if step.kind is Kind.SCATTER:
+            near.scatter(output, input if near.rank == step.root else None, root=step.root, beside=self._whose.beside)
+            return
         near.reduce_scatter(output, input, op=self.near_op, beside=self._whose.beside)
         if self.weight != 1:
             output.mul_(self.weight)

@@ -295,9 +295,34 @@ def _slices(size: int, each: int) -> list[tuple[int, int]]:
     return [(at, min(at + each, size)) for at in range(0, size, each)]
 
 
-def told(seat: RankPlace, root: int, cuts: Cuts) -> StepGroup:
-    """Plan a broadcast: the root's node gets it first; rail ``l`` carries slice ``l``."""
+def told(seat: RankPlace, scratch: ScratchParts, root: int, cuts: Cuts) -> StepGroup:
+    """Plan a broadcast among nodes of one size: the root scatters slices, rail ``l`` carries slice ``l``, and each node
+    exchanges what has come. So no port has to send more than two times the bytes, the root's included.
+
+    What equal slices leave over goes to all of the root's node, and with the last slice.
+    """
     ((_, whole),) = run(OUTPUT, 0, cuts)  # of one tensor
+    node, place = seat.nodes.seat(root)
+    many = len(seat.own)
+    each = whole.count // many
+    if not each or many == 1:
+        return told_whole(seat, root, cuts)
+    even, rest = whole.part(0, each * many), whole.part(each * many, whole.count - each * many)
+    slices = [whole.part(at * each, each if at < many - 1 else each + rest.count) for at in range(many)]
+    before: tuple[Step, ...] = ()
+    if seat.node == node:
+        # The root's own slice lies where it belongs, and a copy of it in scratch that nobody reads.
+        slot = scratch.take(MIDDLE, each) if seat.place == place else whole.part(seat.place * each, each)
+        before = (Near(Kind.SCATTER, slot, even, place),)
+        if rest.count:
+            before += (NodeBroadcast(((place, rest),)),)
+    far = Far(Kind.BROADCAST, slices[seat.place], slices[seat.place], node)
+    return StepGroup(before, (far,), (), (NodeBroadcast(tuple(enumerate(slices))),))
+
+
+def told_whole(seat: RankPlace, root: int, cuts: Cuts) -> StepGroup:
+    """Plan a broadcast: the root's node gets all of it first; rail ``l`` carries slice ``l``."""
+    ((_, whole),) = run(OUTPUT, 0, cuts)
     node, place = seat.nodes.seat(root)
     slices = [whole.part(at, end - at) for at, end in _slices(whole.count, -(-whole.count // seat.nodes.rails))]
     far: tuple[Far, ...] = ()
@@ -354,7 +379,7 @@ def make_plan(kind: Kind, nodes: Nodes, rank: int, counts: Sequence[int], pieces
             case Kind.ALL_TO_ALL:
                 found.append((exchanged if nodes.even else exchanged_unevenly)(seat, scratch, cuts))
             case Kind.BROADCAST:
-                found.append(told(seat, root, cuts))
+                found.append(told(seat, scratch, root, cuts) if nodes.even else told_whole(seat, root, cuts))
     first: tuple[Step, ...] = ()
     if kind is Kind.ALL_GATHER:
         own = ((ElementSpan(OUTPUT, rank * n, n, t), ElementSpan(INPUT, 0, n, t)) for t, n in enumerate(counts) if n)

@@ -20,7 +20,7 @@ Near steps read ``packed``, far ones read ``middle`` and write ``arrived``."""
 SCRATCH = tuple(f"{name}{turn}" for name in (PACKED, MIDDLE, ARRIVED) for turn in (0, 1))
 BUFFERS = (INPUT, OUTPUT, *SCRATCH)
 
-NEAR_KINDS = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+NEAR_KINDS = (Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SCATTER)
 FAR_KINDS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BROADCAST)
 IN_PLACE = (Kind.ALL_REDUCE, Kind.BROADCAST)
 """Kinds that have one tensor, which is both read and written."""
@@ -106,17 +106,25 @@ class NodeBroadcast:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Near:
-    """A reduce-scatter or an all-to-all in one node."""
+    """A reduce-scatter, an all-to-all or a scatter in one node.
+
+    Attributes:
+        kind: kind of the collective.
+        root: rank of the node whose input a scatter reads, and no other's; 0 for other kinds.
+    """
 
     kind: Kind
     output: ElementSpan
     input: ElementSpan
+    root: int = 0
 
     def __post_init__(self) -> None:
         _collective(self, NEAR_KINDS)
+        _check_root(self, Kind.SCATTER)
 
     def __str__(self) -> str:
-        return f"near {self.kind} from {self.input} to {self.output}"
+        root = f" by {self.root}" if self.kind is Kind.SCATTER else ""
+        return f"near {self.kind} from {self.input} to {self.output}{root}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,9 +148,7 @@ class Far:
         _collective(self, FAR_KINDS)
         if self.kind in IN_PLACE and self.input != self.output:
             raise PlanError(f"Far: input of {self.kind} (value={self.input}, allowed={self.output}, its output)")
-        _set(self, "root", whole(f"Far: root of {self.kind}", self.root))
-        if self.root and self.kind is not Kind.BROADCAST:
-            raise PlanError(f"Far: root of {self.kind} (value={self.root}, allowed=0)")
+        _check_root(self, Kind.BROADCAST)
         for name, span in (("sent", self.input), ("received", self.output)):
             title = f"Far: {name}"
             parts = tuple(whole(title, count) for count in _listed(title, getattr(self, name)))
@@ -254,6 +260,14 @@ def _collective(step: Near | Far, kinds: tuple[Kind, ...]) -> None:
         raise PlanError(f"{name}: output and input (value={step.output!r}, {step.input!r}, allowed=spans)")
     if not (step.output.count and step.input.count):
         raise PlanError(f"{name}: elements (value={step.input} to {step.output}, allowed=1 and more)")
+
+
+def _check_root(step: Near | Far, rooted: Kind) -> None:
+    """Check the root of a step; ``rooted``: the kind that has one."""
+    name = f"{type(step).__name__}: root of {step.kind}"
+    _set(step, "root", whole(name, step.root))
+    if step.root and step.kind is not rooted:
+        raise PlanError(f"{name} (value={step.root}, allowed=0)")
 
 
 def _few(spans: list[ElementSpan]) -> str:

@@ -298,14 +298,18 @@ class _Rank:
         given, taken = step.input.count, step.output.count
         wanted = {Kind.ALL_GATHER: given * many == taken, Kind.REDUCE_SCATTER: given == taken * many}
         wanted[Kind.ALL_TO_ALL] = given == taken and not given % many
+        wanted[Kind.SCATTER] = given == taken * many
         if not wanted.get(step.kind, given == taken):
             self.refuse(f"{given} elements, and {taken} from {many} ranks")
 
     def begin_near(self, step: Near, many: int) -> list[Value]:
         """Check a near step, and return its input."""
         self._check_sizes(step, many)
-        self.check((step.input,), (step.output,))
-        return self.read(step.input)
+        if step.root >= many:
+            self.refuse(f"root {step.root} (allowed=a rank of the node, 0 to {many - 1})")
+        reads = step.kind is not Kind.SCATTER or step.root == self.place
+        self.check((step.input,) if reads else (), (step.output,))
+        return self.read(step.input) if reads else []
 
     def begin_spread(self, step: NodeBroadcast, many: int) -> None:
         """Check a near step of broadcasts."""
@@ -336,7 +340,7 @@ def _meet(ranks: Sequence[_Rank]) -> int:
     else:
         nears = [step for step in steps if isinstance(step, Near)]
         inputs = [rank.begin_near(step, len(ranks)) for rank, step in zip(ranks, nears, strict=True)]
-        outputs = _result(nears[0].kind, inputs, 0, is_near=True)
+        outputs = _result(nears[0].kind, inputs, nears[0].root, is_near=True)
         for rank, step, values in zip(ranks, nears, outputs, strict=True):
             rank.write(step.output, values)
     for rank in ranks:
@@ -364,7 +368,7 @@ def _carry(ranks: Sequence[_Rank]) -> None:
 def _asks(step: Step | None) -> tuple[object, ...]:
     """Return the properties of a step that the ranks of a collective must have alike."""
     if isinstance(step, Near):
-        return Near, step.kind, step.input.count
+        return Near, step.kind, step.root, step.input.count
     if isinstance(step, Far):
         return Far, step.kind, step.root, len(step.sent), 0 if step.sent else step.input.count
     return NodeBroadcast, step
@@ -373,11 +377,13 @@ def _asks(step: Step | None) -> tuple[object, ...]:
 def _result(kind: Kind, inputs: Sequence[list[Value]], root: int, *, is_near: bool) -> list[list[Value]]:
     """Return the result of a collective on each rank."""
     many = len(inputs)
-    each = len(inputs[0]) // many
+    each = len(inputs[root]) // many
     if kind is Kind.ALL_GATHER:
         return [[value for values in inputs for value in values]] * many
     if kind is Kind.BROADCAST:
         return [inputs[root]] * many
+    if kind is Kind.SCATTER:
+        return [inputs[root][at * each : (at + 1) * each] for at in range(many)]
     if kind is Kind.ALL_TO_ALL:
         return [[v for values in inputs for v in values[at * each : (at + 1) * each]] for at in range(many)]
     total = [_added(values, is_near) for values in zip(*inputs, strict=True)]

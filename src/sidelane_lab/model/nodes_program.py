@@ -1,0 +1,401 @@
+"""Programs of collectives among several nodes: of all ranks, from the plans that process groups run, and of libraries.
+
+A rank's *stream* is a queue that moves nothing: it begins each step of the plan on the queues that the step has, and
+waits for their ends, as the stream of a caller does. Near steps are the programs that a communicator of the node would
+run on copy engines, the fastest variant of each. Far steps are kernels of the vendor's library: rings, direct exchanges
+and chains (``rings.py``), on a queue of their own, one after the other, beside the near steps::
+
+    stream    begin 0, end 0 | begin far 0 | begin 1, end 1 | end of far 0 | begin 2 ...
+    dma:0     near step 0                    near step 1                     near step 2
+    compute:1                  ring of the rail ...
+
+``verify`` proves such a program if it has all ranks. Ranks that stand for all others (``sim/fold.py``) can be built
+alone, which ``simulate`` takes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from sidelane.integrations.nodes.explain import nodes_of
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.steps import (
+    IN_PLACE,
+    INPUT,
+    OUTPUT,
+    Copies,
+    ElementSpan,
+    Far,
+    Join,
+    Near,
+    NodeBroadcast,
+    NodePlan,
+    Step,
+)
+from sidelane.integrations.nodes.topology import Nodes
+from sidelane.program import collective as define
+from sidelane.program.batch import Batch
+from sidelane.program.builders import Transport, build, build_batch, list_variants, variants
+from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, Span
+from sidelane.program.ir import (
+    EPOCH,
+    Command,
+    Copy,
+    Engine,
+    EngineKind,
+    Flag,
+    Program,
+    Queue,
+    Reduce,
+    Signal,
+    Stamp,
+    Wait,
+)
+from sidelane.program.transform import lower
+from sidelane_lab.machines.ranges import remembered
+from sidelane_lab.machines.spec import HostThreads, Machine
+from sidelane_lab.model.collectives import dependencies
+from sidelane_lab.model.rings import RingPosition, chain, exchange, ring_all_reduce, ring_gather, ring_reduce
+from sidelane_lab.model.world import (
+    ITEM,
+    STREAM,
+    SUM,
+    NodesProgram,
+    World,
+    block_of,
+    chunks_of,
+    library_kernel,
+    nic_speed,
+    passed_share,
+    whole_collective,
+)
+from sidelane_lab.sim import Fold, KernelPart, fold_of, simulate
+
+FEW_COPIES = 4
+"""Largest number of copies of a step that copy engines make, one by one; a kernel makes more (``communicator.py``)."""
+
+MOST_CHUNKS = 1 << 16
+"""Chunks of the far steps of a broadcast, times ranks: those of larger programs are larger."""
+
+COPIES, COPY_KERNEL = (Engine(EngineKind.LOCAL, index) for index in (17, 18))
+FAR = Engine(EngineKind.COMPUTE, 1)
+
+
+def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, *, full: bool = False) -> NodesProgram:
+    """Build the program of what a process group runs: the plans of all its ranks.
+
+    Args:
+        machine: several nodes, of several GPUs each.
+        kind: all_gather, reduce_scatter, all_reduce, all_to_all, or broadcast (from rank 0).
+        nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements.
+        pieces: largest number of pieces.
+        full: of all ranks, even if some could stand for the others.
+    """
+    count = -(-nbytes // (ITEM * (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else machine.world_size)))
+    whole = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
+    nodes = nodes_of([machine.gpus] * machine.nodes)
+    first = make_plan(kind, nodes, 0, (count,), pieces)  # of a root, if there is one: no other has more scratch
+    fold = None if full else _fold(machine, first)
+    world = World(machine, whole_collective(kind, count * ITEM, machine.world_size, whole=whole), fold)
+    steps: tuple[tuple[Step, int, int], ...] = ()
+    for rank in world.ranks:
+        plan = make_plan(kind, nodes, rank, (count,), pieces)
+        found = _Planned(world, nodes, rank, plan, pieces, first.scratch).build()
+        steps = steps or found
+    return world.program("hierarchical", steps)
+
+
+def _fold(machine: Machine, plan: NodePlan) -> Fold | None:
+    """Return the ranks that stand for all others; None if there are none: for a root, and for blocks of two sizes."""
+    fars = [step for step in plan.steps if isinstance(step, Far)]
+    if any(step.kind is Kind.BROADCAST or step.input.count % machine.nodes for step in fars if step.kind in IN_PLACE):
+        return None
+    # Programs of several broadcasts answer the roots in one order on all ranks: no place is like another one there.
+    alike = machine.dma.host is HostThreads.RANK and not any(isinstance(step, NodeBroadcast) for step in plan.steps)
+    shifts = range(1, machine.nodes) if any(step.kind is Kind.ALL_TO_ALL for step in fars) else (1,)
+    return fold_of(machine, tuple((by, 0) for by in shifts), places=1 if alike else machine.gpus)
+
+
+class _Planned:
+    """The queues of one rank, from its plan."""
+
+    def __init__(
+        self, world: World, nodes: Nodes, rank: int, plan: NodePlan, pieces: int, scratch: Mapping[str, int]
+    ) -> None:
+        self.world, self.nodes, self.rank, self.plan = world, nodes, rank, plan
+        self.node, self.place = nodes.seat(rank)
+        self.stream = world.queue(rank, STREAM)
+        self.far = self.near = 0  # numbers of the next steps, alike on all ranks that meet there
+        self.pieces = pieces
+        kind = world.collective.kind
+        both = Buffer.OUTPUT if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else None
+        self.buffers = {INPUT: (both or Buffer.INPUT, 0), OUTPUT: (Buffer.OUTPUT, 0)}
+        world.staging = 0  # alike on all ranks
+        for name, count in scratch.items():
+            self.buffers[name] = Buffer.STAGING, world.room(count * ITEM)
+        fars = [step for step in plan.steps if isinstance(step, Far)]
+        slots = max((_slot_bytes(step, len(nodes.members)) for step in fars), default=0)
+        self.slot_bytes = -(-slots // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        self.slots = world.room(self.slot_bytes * (len(nodes.members) - 1))
+        self.near_staging = world.staging
+        self.near_most = 0
+
+    def build(self) -> tuple[tuple[Step, int, int], ...]:
+        """Add the queues to the world; return the steps with their stamps."""
+        found: list[tuple[Step, int, int]] = []
+        for number, step in enumerate(self.plan.steps):
+            if isinstance(step, Copies) and not step.pairs:
+                continue
+            begin, end = 2 * number, 2 * number + 1
+            found.append((step, begin, end))
+            if isinstance(step, Far):
+                self._far(step, begin, end)
+                continue
+            self._stamp(self.stream, begin)
+            if isinstance(step, Join):
+                self.stream.append(Wait(self.world.hold(self.rank, ("far end", step.number)), EPOCH))
+            elif isinstance(step, Copies):
+                self._copies(number, step)
+            else:
+                self._near(number, step)
+            self._stamp(self.stream, end)
+        self.world.most_staging = max(self.world.most_staging, self.near_staging + self.near_most)
+        return tuple(found)
+
+    def _stamp(self, commands: list[Command], slot: int) -> None:
+        if self.rank == 0:
+            commands.append(Stamp(slot))
+
+    def where(self, rank: int, span: ElementSpan) -> Span:
+        """Return the bytes of a span of a plan."""
+        buffer, begin = self.buffers[span.buffer]
+        return Span(rank, buffer, begin + span.offset * ITEM, span.count * ITEM)
+
+    def _run(
+        self,
+        number: int,
+        parts: Mapping[Engine, Iterable[Command]],
+        *,
+        handed: Callable[[Engine], bool],
+        kernel: KernelPart | None = None,
+    ) -> None:
+        """Add a step: behind the stream, and the stream behind it."""
+        for engine, given in parts.items():
+            begin, end = (self.world.hold(self.rank, (name, number, engine)) for name in ("begin", "end"))
+            if kernel is not None:
+                self.world.kernels[begin] = kernel
+            self.stream.append(Signal(begin, EPOCH))
+            commands = self.world.queue(self.rank, engine)
+            commands.append(Wait(begin, EPOCH))
+            if handed(engine):
+                self.world.hand_over(self.rank, engine)
+            else:
+                self.world.calls.setdefault((self.rank, engine), [])
+            commands += given
+            commands.append(Signal(end, EPOCH))
+        for engine in parts:
+            self.stream.append(Wait(self.world.hold(self.rank, ("end", number, engine)), EPOCH))
+
+    def _copies(self, number: int, step: Copies) -> None:
+        moved = [(self.where(self.rank, to), self.where(self.rank, given)) for to, given in _joined(step.pairs)]
+        copies = [Copy(to, given) for to, given in moved if to != given]
+        if not copies:
+            return
+        if len(step.pairs) <= FEW_COPIES:
+            self._run(number, {COPIES: copies}, handed=lambda _: True)
+        else:
+            kernel = KernelPart(float(self.world.machine.dma.copy_us))
+            self._run(number, {COPY_KERNEL: copies}, handed=lambda _: True, kernel=kernel)
+
+    def _near(self, number: int, step: Near | NodeBroadcast) -> None:
+        first, gpus = self.rank - self.place, self.world.machine.gpus
+        if isinstance(step, NodeBroadcast):
+            what: Collective | tuple[tuple[int, int], ...] = tuple(
+                (root, span.count * ITEM) for root, span in step.parts
+            )
+            spans = [self.where(0, span) for _, span in step.parts]
+        else:
+            what, spans = _nearwhole_collective(step, gpus), []
+        near = self.near
+        self.near += 1
+        program, own_flags = near_program(self.world.machine, what)
+        self.near_most = max(self.near_most, max(program.staging_bytes, default=0))
+        batch = program.collective
+        starts = batch.starts(0, Buffer.OUTPUT) if isinstance(batch, Batch) else ()
+
+        def moved(span: Span) -> Span:
+            rank = first + span.rank
+            if span.buffer == Buffer.STAGING:
+                return Span(rank, Buffer.STAGING, self.near_staging + span.offset, span.nbytes)
+            if isinstance(step, NodeBroadcast):
+                part = bisect.bisect_right(starts, span.offset) - 1
+                whole, offset = spans[part], span.offset - starts[part]
+            else:
+                side = step.input if span.buffer == Buffer.INPUT else step.output
+                if step.kind is Kind.SCATTER and span.rank not in (self.place, step.root):
+                    side = step.input.part(span.rank * step.output.count, step.output.count)  # where it belongs
+                whole, offset = self.where(rank, side), span.offset
+            return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
+
+        local = _local_flags(program)
+
+        def flag(flag: Flag) -> Flag:
+            rank, index = first + flag.rank, flag.index
+            if flag not in local:  # by the distance to the other rank, which is the same for all that do the same
+                index += (index - flag.rank) % gpus - index % gpus
+            of = self.world.hold if flag in own_flags else self.world.flag
+            return of(rank, ("near", near, index, flag in local))
+
+        def embedded(commands: Sequence[Command]) -> Iterator[Command]:
+            for command in commands:
+                match command:
+                    case Copy(dst, src):
+                        yield Copy(moved(dst), moved(src))
+                    case Signal(at, value, op):
+                        yield Signal(flag(at), value, op)
+                    case Wait(at, value, comparison):
+                        yield Wait(flag(at), value, comparison)
+                    case Reduce(dst, srcs, reduction):
+                        yield Reduce(moved(dst), tuple(map(moved, srcs)), reduction)
+                    case _:
+                        raise TypeError(f"a near step of copies, sums and flags (value={command!r})")
+
+        queues = [queue for queue in _queues_of(program)[self.place] if queue.commands]
+        branches = {queue.engine for queue in queues if _begins_behind(queue, own_flags)}
+        parts = {queue.engine: embedded(queue.commands) for queue in queues}
+        self._run(number, parts, handed=lambda engine: engine not in branches)
+
+    def _far(self, step: Far, begin: int, end: int) -> None:
+        world, number = self.world, self.far
+        self.far += 1
+        commands = world.start(self.rank, FAR, ("far", number), _kernel(world.machine, step))
+        self._stamp(commands, begin)
+        commands += self._library(step, number)
+        self._stamp(commands, end)
+        commands.append(Signal(world.hold(self.rank, ("far end", number)), EPOCH))
+
+    def _library(self, step: Far, number: int) -> Iterator[Command]:
+        """Yield the commands of a far step: those of a library's kernel."""
+        rank, order, many = self.rank, self.nodes.rail(self.place), len(self.nodes.members)
+
+        def flag(of: int, purpose: object) -> Flag:
+            return self.world.flag(of, ("far", number, purpose))
+
+        def slot(of: int, at: int) -> Span:
+            return Span(of, Buffer.STAGING, self.slots + at * self.slot_bytes, self.slot_bytes)
+
+        ring = RingPosition(order, self.node, flag)
+        given, came = self.where(rank, step.input), self.where(rank, step.output)
+        if step.kind is Kind.BROADCAST:
+            turned = RingPosition([*order[step.root :], *order[: step.root]], (self.node - step.root) % many, flag)
+            chunks = chunks_of(given.nbytes, MOST_CHUNKS // (len(self.world.ranks) * self.pieces))
+            yield from chain(turned, chunks, lambda of: self.where(of, step.output))
+        elif step.kind is Kind.ALL_GATHER:
+            own = block_of(came, many)
+            yield from ring.begin()
+            if own(rank, self.node) != given:
+                yield Copy(own(rank, self.node), given)
+            yield from ring_gather(ring, given, own)
+        elif step.kind is Kind.REDUCE_SCATTER:
+            yield from ring.begin()
+            yield from ring_reduce(ring, block_of(given, many), slot, came, SUM)
+        elif step.kind is Kind.ALL_REDUCE:
+            yield from ring.begin()
+            yield from ring_all_reduce(ring, block_of(given, many), slot, SUM)
+        else:
+            sent, arrived = block_of(given, many), block_of(came, many)
+            rounds = [(by, order[(self.node + by) % many], order[self.node - by]) for by in range(1, many)]
+            yield Copy(arrived(rank, self.node), sent(rank, self.node))
+            seat = self.nodes.seat
+            yield from exchange(
+                rank, rounds, flag, lambda to: sent(rank, seat(to)[0]), lambda to, of: arrived(to, seat(of)[0])
+            )
+
+
+def _joined(pairs: Sequence[tuple[ElementSpan, ElementSpan]]) -> Iterator[tuple[ElementSpan, ElementSpan]]:
+    """Yield copies, those that go on where the one before ends as one."""
+    last: tuple[ElementSpan, ElementSpan] | None = None
+    for pair in pairs:
+        if last is not None and all(
+            (a.buffer, a.tensor, a.end) == (b.buffer, b.tensor, b.offset) for a, b in zip(last, pair, strict=True)
+        ):
+            last = tuple(ElementSpan(a.buffer, a.offset, a.count + pair[0].count, a.tensor) for a in last)  # type: ignore[assignment]
+            continue
+        if last is not None:
+            yield last
+        last = pair
+    if last is not None:
+        yield last
+
+
+def _slot_bytes(step: Far, many: int) -> int:
+    if step.kind is Kind.REDUCE_SCATTER:
+        return step.output.count * ITEM
+    return -(-step.input.count // many) * ITEM if step.kind is Kind.ALL_REDUCE else 0
+
+
+def _nearwhole_collective(step: Near, gpus: int) -> Collective:
+    part = step.input.count // gpus * ITEM
+    if step.kind is Kind.SCATTER:
+        return define.scatter([part] * gpus, step.root)
+    if step.kind is Kind.ALL_TO_ALL:
+        return define.all_to_all([[part] * gpus] * gpus)
+    return define.reduce_scatter([part] * gpus, SUM)
+
+
+@remembered("gpu", "links", "dma", maxsize=64)
+def near_program(machine: Machine, what: Collective | tuple[tuple[int, int], ...]) -> tuple[Program, frozenset[Flag]]:
+    """Return the fastest program of a node for a collective, or for broadcasts of (root, bytes), and its dependencies.
+
+    Each is simulated alone.
+    """
+    node = dataclasses.replace(machine, nodes=1)
+    found: list[tuple[float, Program, frozenset[Flag]]] = []
+    for program in _near_programs(node, what):
+        own = dependencies(program)
+        found.append((simulate(program, node, edges=own).time_us, program, own))
+    _, program, own = min(found, key=lambda each: each[0])
+    return program, own
+
+
+def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]) -> Iterator[Program]:
+    if isinstance(what, Collective):
+        yield from (lower(build(what, variant), {Copy}) for variant in variants(what.kind))
+        return
+    parts = tuple(define.broadcast(nbytes, node.gpus, root, in_place=True) for root, nbytes in what)
+    batch, transports = Batch("batch", node.gpus, parts), [Transport.PUSH] * len(parts)
+    for variant in list_variants(Kind.BROADCAST):
+        yield lower(build_batch(batch, variant, transports), {Copy})
+
+
+@functools.lru_cache(maxsize=64)
+def _queues_of(program: Program) -> tuple[tuple[Queue, ...], ...]:
+    found: list[list[Queue]] = [[] for _ in range(program.world_size)]
+    for queue in program.queues:
+        found[queue.rank].append(queue)
+    return tuple(map(tuple, found))
+
+
+@functools.lru_cache(maxsize=64)
+def _local_flags(program: Program) -> frozenset[Flag]:
+    """Return the flags between queues of one rank."""
+    return frozenset(
+        command.flag
+        for queue in program.queues
+        for command in queue.commands
+        if isinstance(command, Signal) and command.flag.rank == queue.rank
+    )
+
+
+def _begins_behind(queue: Queue, flags: frozenset[Flag]) -> bool:
+    first = queue.commands[0]
+    return isinstance(first, Wait) and first.flag in flags
+
+
+def _kernel(machine: Machine, step: Far) -> KernelPart:
+    """Return the library's kernel of a far step: what a rank of the rail sends decides its protocol."""
+    nbytes, many = max(step.input.count, step.output.count) * ITEM, machine.nodes
+    return library_kernel(machine, step.kind, passed_share(step.kind, many) * nbytes / nic_speed(machine))

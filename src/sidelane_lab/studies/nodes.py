@@ -1,0 +1,162 @@
+"""Predicted collectives on 1 to 128 nodes of eight H100s, and what the prediction itself takes.
+
+``python -m sidelane_lab.studies.nodes FILE`` records, by collective, bytes and ranks: the plans that a process group
+runs, flat rings, a tree where there is one, and the floor; the seconds to build, verify and simulate each program, and
+the peak memory of the process by then. ``verify`` takes programs of all ranks: those of more than
+:data:`VERIFIED_RANKS` are verified with as many nodes as have that number of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sidelane.cli import provenance
+from sidelane.cli.output import write_json
+from sidelane.integrations.nodes.choose import choose
+from sidelane.integrations.nodes.explain import nodes_of
+from sidelane.program.collective import Kind
+from sidelane.program.verify import verify
+from sidelane_lab.machines.load import named
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.nodes import KINDS, least_us
+from sidelane_lab.model.nodes_baselines import TREES, flat, tree
+from sidelane_lab.model.nodes_program import planned
+from sidelane_lab.model.world import NodesProgram
+
+MACHINE = "h100x8x2"
+RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
+SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
+VERIFIED_RANKS = 64
+
+Build = Callable[[Machine, bool], NodesProgram | None]
+"""Builder of a program on a machine; True: of all ranks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodesRow:
+    """One program.
+
+    Attributes:
+        way: ``hierarchical``, ``flat`` or ``tree``.
+        pieces: of the plan, by the rule of process groups; 0 for the others.
+        us: predicted time; None where the program is not simulated.
+        commands: of the ranks that are simulated.
+        simulated_ranks: ranks that stand for all.
+        verified_ranks: ranks of the program that was verified.
+        build_s, verify_s, simulate_s: seconds of a processor of the machine at hand.
+        peak_mb: largest memory of the process by then.
+    """
+
+    collective: str
+    bytes: int
+    ranks: int
+    way: str
+    pieces: int
+    us: float | None
+    floor_us: float
+    commands: int = 0
+    simulated_ranks: int = 0
+    verified_ranks: int = 0
+    build_s: float = 0.0
+    verify_s: float = 0.0
+    simulate_s: float = 0.0
+    peak_mb: float = 0.0
+
+
+def rows(ranks: Sequence[int] = RANKS, sizes: Sequence[int] = SIZES) -> Iterator[NodesRow]:
+    """Yield the row of each program."""
+    machine = named(MACHINE)
+    for count in ranks:
+        cluster = dataclasses.replace(machine, nodes=count // machine.gpus)
+        for kind in KINDS:
+            for nbytes in sizes:
+                for way, pieces in ways(cluster, kind, nbytes):
+                    gc.collect()
+                    gc.disable()  # as in a proof: no object here refers to itself
+                    try:
+                        yield measure(cluster, kind, nbytes, way, pieces)
+                    finally:
+                        gc.enable()
+
+
+def ways(machine: Machine, kind: Kind, nbytes: int) -> Iterator[tuple[str, int]]:
+    """Yield the ways of a collective, with the pieces of each."""
+    if machine.nodes > 1:
+        yield "hierarchical", choose(kind, nbytes, nodes_of([machine.gpus] * machine.nodes)).pieces
+    yield "flat", 0
+    if kind in TREES:
+        yield "tree", 0
+
+
+def measure(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int) -> NodesRow:
+    """Build, verify and simulate a program."""
+    floor = least_us(machine, kind, nbytes)
+    began = time.process_time()
+    program = _build(machine, kind, nbytes, way, pieces, full=False)
+    built = time.process_time()
+    row = NodesRow(str(kind), nbytes, machine.world_size, way, pieces, None, floor)
+    if program is None:
+        return row
+    run = program.simulate()
+    simulated = time.process_time()
+    nodes = min(machine.nodes, max(1, VERIFIED_RANKS // machine.gpus))
+    return dataclasses.replace(
+        row,
+        us=run.time_us,
+        commands=run.commands,
+        simulated_ranks=len({queue.rank for queue in program.program.queues}),
+        verified_ranks=nodes * machine.gpus,
+        build_s=built - began,
+        verify_s=_verify_s(nodes, kind, nbytes, way, pieces),
+        simulate_s=simulated - built,
+        peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    )
+
+
+def _build(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, *, full: bool) -> NodesProgram | None:
+    if way == "hierarchical":
+        return planned(machine, kind, nbytes, pieces, full=full)
+    return (flat if way == "flat" else tree)(machine, kind, nbytes, full=full)
+
+
+@functools.cache
+def _verify_s(nodes: int, kind: Kind, nbytes: int, way: str, pieces: int) -> float:
+    """Verify a program of all ranks; return the seconds. That of a larger group is the same, and is not repeated."""
+    program = _build(dataclasses.replace(named(MACHINE), nodes=nodes), kind, nbytes, way, pieces, full=True)
+    began = time.process_time()
+    if program is not None:
+        verify(program.program)
+    return time.process_time() - began
+
+
+def record(path: Path, found: Sequence[NodesRow]) -> None:
+    """Write rows with where they come from. Seconds and memory are of the machine at hand; all else is the same."""
+    content: dict[str, Any] = {
+        "study": "simulator_nodes",
+        "program": f"collectives on nodes of {MACHINE}: what a process group runs, flat rings, trees",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "command": f"python -m sidelane_lab.studies.nodes {path.name}",
+        "processor": provenance.processor_name(),
+        "software": provenance.software_versions(),
+        "rows": [
+            {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in dataclasses.asdict(row).items()}
+            for row in found
+        ],
+    }
+    write_json(path, content)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m sidelane_lab.studies.nodes FILE")
+    record(Path(sys.argv[1]), list(rows()))

@@ -1,0 +1,218 @@
+"""Programs of all ranks of several nodes: proved, and simulated by the ranks that stand for all others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from marks import long
+from refusals import refused
+
+from sidelane.integrations.nodes.explain import nodes_of
+from sidelane.integrations.nodes.plan import make_plan
+from sidelane.integrations.nodes.steps import Copies, Far
+from sidelane.program.collective import Kind
+from sidelane.program.ir import Copy, Program, Wait
+from sidelane.program.verify import verify
+from sidelane_lab.machines.load import named, parse
+from sidelane_lab.model.nodes import KINDS, least_us
+from sidelane_lab.model.nodes_baselines import TREES, flat, tree
+from sidelane_lab.model.nodes_program import planned
+from sidelane_lab.model.world import NodesProgram
+from sidelane_lab.sim import Fold, fold_of
+from sidelane_lab.studies import nodes as study
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def machine_of(text: str = "", nodes: int = 8, base: str = "h100x8x2"):
+    return parse(f'base = "{base}"\nname = "x"\nnodes = {nodes}\n[links]\n{text}', "x.toml")
+
+
+NETWORKS = {
+    "rails": "",
+    "oversubscribed rails": "leaf_nodes = 4\noversubscription = 4",
+    "oversubscribed tree": 'network = "fat_tree"\nleaf_nodes = 2\noversubscription = 4',
+    "shared NICs": "nics_per_gpu = 0.5",
+}
+EIGHT = {
+    **{name: machine_of(text) for name, text in NETWORKS.items()},
+    "mesh": dataclasses.replace(named("mi300x8x2"), nodes=8),
+    "torus": machine_of('network = "torus"\ntorus_row = 8\nnics_per_gpu = 4', 64, "mi210x1x2"),
+}
+WAYS = [
+    *(("hierarchical", kind) for kind in KINDS),
+    *(("flat", kind) for kind in KINDS),
+    *(("tree", kind) for kind in TREES),
+]
+
+
+def built(machine, way: str, kind: Kind, nbytes: int, *, pieces: int = 2, full: bool = False) -> NodesProgram:
+    if way == "hierarchical":
+        return planned(machine, kind, nbytes, pieces, full=full)
+    found = (flat if way == "flat" else tree)(machine, kind, nbytes, full=full)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("way", "kind"), WAYS, ids=str)
+def test_programs_are_proved(way, kind):
+    """On nodes of four and of three, with blocks of one size and not, in pieces that use scratch again."""
+    for gpus, nodes in ((4, 2), (3, 3)):
+        machine = dataclasses.replace(named("h100x8x2"), gpus=gpus, nodes=nodes)
+        for nbytes, pieces in ((1 << 16, 1), (100_000, 4), (4, 1)) if way == "hierarchical" else ((100_000, 0),):
+            program = built(machine, way, kind, nbytes, pieces=pieces, full=True).program
+            assert program.world_size == gpus * nodes and verify(program).commands > 0
+            assert {queue.rank for queue in program.queues} == set(range(program.world_size))
+
+
+@pytest.mark.parametrize(("way", "kind"), [(way, kind) for way, kind in WAYS if way != "flat"], ids=str)
+def test_mistakes_are_found(way, kind):
+    machine = dataclasses.replace(named("h100x8x2"), gpus=2, nodes=3)
+    program = built(machine, way, kind, 1 << 16, full=True).program
+    for kept in (Wait, Copy):
+        number, index = max(
+            (number, index)
+            for number, queue in enumerate(program.queues)
+            for index, command in enumerate(queue.commands)
+            if isinstance(command, kept) and queue.engine.index < 16
+        )
+        queue = program.queues[number]
+        commands = (*queue.commands[:index], *queue.commands[index + 1 :])
+        queues = list(program.queues)
+        queues[number] = dataclasses.replace(queue, commands=commands)
+        refused(dataclasses.replace(program, queues=tuple(queues)), words=())
+
+
+def cases():
+    for name, machine in EIGHT.items():
+        for way, kind in WAYS:
+            if kind is not Kind.BROADCAST and (way != "hierarchical" or machine.gpus > 1):
+                slow = way == "flat" and kind is not Kind.ALL_TO_ALL
+                yield long(name, way, kind) if slow or name != "rails" else (name, way, kind)
+
+
+@pytest.mark.parametrize(("name", "way", "kind"), list(cases()), ids=str)
+def test_ranks_that_stand_for_all_others_take_exactly_their_time(name, way, kind):
+    """Among 64 ranks, to the last bit."""
+    machine = EIGHT[name]
+    some, everyone = (built(machine, way, kind, 1 << 20, full=full) for full in (False, True))
+    assert some.fold is not None and everyone.fold is None
+    ranks = {queue.rank for queue in some.program.queues}
+    assert ranks == set(some.fold.ranks) and len(everyone.program.queues) >= len(some.program.queues)
+    assert some.simulate().time_us == everyone.simulate().time_us
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Kind.BROADCAST], ids=str)
+def test_many_pieces_of_many_bytes_take_exactly_their_time(kind):
+    some, everyone = (planned(EIGHT["rails"], kind, 64 << 20, 3, full=full) for full in (False, True))
+    assert some.simulate().time_us == everyone.simulate().time_us
+
+
+def test_nobody_stands_for_others_where_they_do_not_do_the_same():
+    rails = EIGHT["rails"]
+    for way in ("hierarchical", "flat", "tree"):
+        assert built(rails, way, Kind.BROADCAST, 1 << 18).fold is None, "which has a root"
+    assert planned(machine_of(nodes=3), Kind.ALL_REDUCE, 1 << 20, 1).fold is None, "blocks of two sizes"
+    assert flat(machine_of(nodes=3), Kind.ALL_GATHER, 1 << 20).fold is None, "the last node is left by another place"
+
+
+def test_the_smallest_fold_of_a_network():
+    ring, exchange = ((1, 0),), tuple((by, 0) for by in range(1, 8))
+    found = {name: fold_of(machine, ring, places=1) for name, machine in EIGHT.items()}
+    assert {name: (fold.nodes, fold.places) for name, fold in found.items()} == {
+        "rails": (1, 1),
+        "oversubscribed rails": (4, 1),  # a leaf switch
+        "oversubscribed tree": (2, 8),  # and all places of its nodes share what leads up from it
+        "shared NICs": (1, 8),
+        "mesh": (1, 1),
+        "torus": (8, 1),  # a row
+    }
+    assert fold_of(EIGHT["oversubscribed rails"], exchange).nodes == 4
+    torus = machine_of('network = "torus"\ntorus_row = 4')
+    assert fold_of(torus, exchange).nodes == 8, "two ways of one length are taken in turn"
+    fold = Fold(EIGHT["mesh"], 1, 1)
+    assert fold.ranks == (0,) and fold.rank(13) == 0
+    assert fold.resource(("link", 13, 10)) == ("link", 0, 5) and fold.resource(("network in", 1, 5)) == (
+        "network in",
+        0,
+        0,
+    )
+
+
+@pytest.mark.parametrize(("way", "kind"), WAYS, ids=str)
+def test_no_program_is_faster_than_the_floor(way, kind):
+    narrow = machine_of('network = "fat_tree"\nleaf_nodes = 1\noversubscription = 8\nnics_per_gpu = 0.5', nodes=2)
+    for machine, nbytes in ((narrow, 1), (narrow, 3 << 20), (dataclasses.replace(named("mi300x8x2"), nodes=3), 1)):
+        assert built(machine, way, kind, nbytes).simulate().time_us >= least_us(machine, kind, nbytes)
+
+
+def test_the_far_steps_of_a_program_are_those_of_the_plan():
+    """The bytes that leave a node, and no others, pass the network."""
+    machine = machine_of(nodes=4)
+    for kind in KINDS:
+        program = planned(machine, kind, 1 << 20, 2, full=True).program
+        nodes, plan_bytes = nodes_of([8] * 4), 0
+        count = (1 << 20) // 4 // (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else 32)
+        for rank in range(32):
+            for step in make_plan(kind, nodes, rank, (count,), 2).steps:
+                assert not isinstance(step, Copies) or all(to.count for to, _ in step.pairs)
+                if isinstance(step, Far):
+                    larger = max(step.input.count, step.output.count) * 4
+                    passed = {Kind.ALL_REDUCE: 6 / 4, Kind.BROADCAST: 3 / 4}.get(kind, 3 / 4)
+                    plan_bytes += larger * passed
+        assert crossing(program, 8) == plan_bytes
+
+
+def crossing(program: Program, gpus: int) -> int:
+    """Bytes of copies between nodes."""
+    copies = (command for queue in program.queues for command in queue.commands if isinstance(command, Copy))
+    return sum(copy.src.nbytes for copy in copies if copy.src.rank // gpus != copy.dst.rank // gpus)
+
+
+def test_a_root_sends_each_rail_its_slice():
+    """All of a broadcast passed the root's port seven times."""
+    machine = machine_of(nodes=2)
+    program = planned(machine, Kind.BROADCAST, 8 << 20, 1, full=True).program
+    copies = (command for queue in program.queues for command in queue.commands if isinstance(command, Copy))
+    sent = sum(copy.src.nbytes for copy in copies if copy.src.rank == 0 and 0 < copy.dst.rank < 8)
+    assert sent == 2 * 7 * (1 << 20)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [16, 128])
+@pytest.mark.parametrize(("way", "kind"), WAYS, ids=str)
+def test_large_groups_end(way, kind, nodes):
+    machine = machine_of(nodes=nodes)
+    for nbytes in (64 << 10, 16 << 20):
+        if way == "flat" and kind is Kind.BROADCAST and nbytes > 64 << 10:
+            continue
+        assert built(machine, way, kind, nbytes).simulate().time_us >= least_us(machine, kind, nbytes)
+
+
+def test_the_recorded_predictions_are_those_of_this_simulator():
+    recorded = json.loads((ROOT / "results" / "simulator" / "nodes.json").read_text())
+    rows = recorded["rows"]
+    assert recorded["command"] == "python -m sidelane_lab.studies.nodes nodes.json"
+    assert {row["ranks"] for row in rows} == set(study.RANKS) and {row["bytes"] for row in rows} == set(study.SIZES)
+    assert {row["collective"] for row in rows} == set(map(str, KINDS))
+    for row in rows:
+        assert row["us"] is None or row["us"] >= row["floor_us"], row
+        assert row["us"] is not None or (row["way"], row["collective"]) == ("flat", "broadcast"), row
+    chosen = [row for row in rows if row["ranks"] == 16 and row["bytes"] == 64 << 10]
+    again = {(row.collective, row.bytes, row.way): row for row in study.rows((16,), (64 << 10,))}
+    for row in chosen:
+        found = again.get((row["collective"], row["bytes"], row["way"]))
+        if found is not None:
+            assert (row["pieces"], row["commands"]) == (found.pieces, found.commands)
+            assert row["us"] == pytest.approx(found.us, rel=1e-4)
+
+
+def test_a_study_is_recorded_with_its_command(tmp_path):
+    study.record(tmp_path / "nodes.json", list(study.rows((8,), (64 << 10,))))
+    written = json.loads((tmp_path / "nodes.json").read_text())
+    assert {row["way"] for row in written["rows"]} == {"flat", "tree"} and written["commit"]
+    assert all(row["verified_ranks"] == 8 for row in written["rows"])
