@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from marks import long
 
 import sidelane
 from sidelane import cli
@@ -470,7 +471,8 @@ def test_a_file_of_results_must_be_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "tool", ["compare_trees --out", "device_tests --summary", "measure_node --out", "torch_suite --page"]
+    "tool",
+    ["compare_trees --out", long("device_tests --summary"), long("measure_node --out"), long("torch_suite --page")],
 )
 def test_tools_refuse_what_cannot_be_written_before_anything_runs(tmp_path: Path, tool: str) -> None:
     (tmp_path / "file").touch()

@@ -21,7 +21,8 @@ def test_loss_and_gradients_are_those_of_the_group(pool: RankPool, n: int) -> No
             assert elsewhere == {}, name
 
 
-@pytest.mark.parametrize("n", [2, long(3)])
+@pytest.mark.long
+@pytest.mark.parametrize("n", [2, 3])
 def test_a_hundred_steps_are_those_of_the_group(pool: RankPool, n: int) -> None:
     for calls, first, last in pool.run(fsdp_cases.curves, n, 100):
         assert calls >= 5 * 100 and last < 0.7 * first, "it learns"

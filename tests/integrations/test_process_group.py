@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import group_cases as cases
 import pytest
+from marks import long
 from ranks import RankPool
 
 ALONE = [
@@ -17,7 +18,7 @@ ALONE = [
     cases.batches,
     cases.functional_collectives,
     cases.compiled,
-    cases.compiled_as_gloos,
+    long(cases.compiled_as_gloos),
     cases.distributed_tensors,
     cases.trains_ddp,
     cases.joins_ddp,

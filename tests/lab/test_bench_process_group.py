@@ -28,6 +28,7 @@ WAYS = [("gloo", "ordinary"), *(("sidelane", tensors) for tensors in ("ordinary"
 CPU = torch.device("cpu")
 
 
+@pytest.mark.long
 def test_from_end_to_end(tmp_path: Path) -> None:
     path = tmp_path / "process-group.json"
     results = running.run(GroupOptions(**QUICK, sizes=(1000,), json=path, report=tmp_path / "report"))

@@ -91,7 +91,12 @@ def test_a_thread_leaves_torch_before_the_end(of: str, seconds: float, said: str
 
 
 @pytest.mark.parametrize(
-    "how", ["", "dist.all_reduce(tensor, group=group)", "if rank: sys.exit()"], ids=["first", "known", "alone"]
+    "how",
+    [
+        pytest.param("", id="first"),
+        pytest.param("dist.all_reduce(tensor, group=group)", marks=pytest.mark.long, id="known"),
+        pytest.param("if rank: sys.exit()", id="alone"),
+    ],
 )
 def test_an_open_group_ends_with_the_program(tmp_path: Path, how: str) -> None:
     code = PAIR.replace("HOW", how)

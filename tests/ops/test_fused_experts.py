@@ -65,6 +65,7 @@ def test_what_is_unfused_never_waits_for_counts(four: Crew) -> None:
             assert f"several experts (value=counts on the device, torch.float32, {columns} columns" in line
 
 
+@pytest.mark.long
 def test_layers_of_experts_by_products_of_each(four: Crew) -> None:
     assert all(four.run(fused_experts.layers, 2, "aot_eager", timeout_s=110))
 

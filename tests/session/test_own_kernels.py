@@ -55,7 +55,7 @@ def test_what_is_refused(three: Crew) -> None:
         assert "each program calls end" in told[8], told
 
 
-@pytest.mark.parametrize("flag", [1, 2])
+@pytest.mark.parametrize("flag", [long(1), 2])
 def test_a_signal_that_nobody_sends(three: Crew, flag: int) -> None:
     """Also of a flag that there is not."""
     for kind, text, ranks in three.run(own_kernels.waits_in_vain, 3, flag, None):

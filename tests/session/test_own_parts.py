@@ -6,10 +6,11 @@ import own_part_cases
 import pytest
 import torch
 from expected import MOVING_DTYPES
+from marks import long
 from ranks import RankPool
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [1, long(2), 3, long(8)])
 def test_own_parts_stay(pool: RankPool, n: int) -> None:
     dtypes = tuple(MOVING_DTYPES) if n == 2 else (torch.bfloat16,)
     sizes = (1, 1023) if n == 3 else (37,)

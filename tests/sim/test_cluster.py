@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from marks import long
 
 from sidelane import cli
 from sidelane.c3.workload import parse_workload
@@ -171,7 +172,7 @@ def test_traces_are_replayed_among_nodes():
     assert engines.exposed_us == pytest.approx(times.hierarchical_us, rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["library", "straight both"])
+@pytest.mark.parametrize("strategy", [long("library"), "straight both"])
 def test_steps_on_more_nodes_expose_more_and_hybrid_ones_gather_as_one_node_does(strategy):
     found = {
         (nodes, hybrid): step_times(dataclasses.replace(TWO, nodes=nodes), SMALL, strategy, hybrid=hybrid)

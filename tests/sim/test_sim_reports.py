@@ -194,6 +194,7 @@ def test_the_recorded_scale_is_that_of_this_simulator():
     )
 
 
+@pytest.mark.long
 def test_claims_write_a_report(tmp_path, capsys):
     assert claims.main(claims.ClaimsOptions(ranges=False, report=tmp_path)) == 0
     capsys.readouterr()
