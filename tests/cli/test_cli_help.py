@@ -73,7 +73,15 @@ def test_every_option_is_explained(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_are_commands_that_exist(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "results" / "h100x1").mkdir(parents=True)
-    for read in ("collectives.json", "c3.json", "results/h100x1/fused.json", "rank.0.et", "step.json"):
+    for read in (
+        "collectives.json",
+        "c3.json",
+        "results/h100x1/fused.json",
+        "rank.0.et",
+        "step.json",
+        "before.json",
+        "after.json",
+    ):
         (tmp_path / read).touch()
     monkeypatch.chdir(tmp_path)
     found = command(name)

@@ -17,6 +17,7 @@ PREDICTED = {"study", "machine", "predicted", "numbers", "rows"}
 ON_CPUS = "--device cpu --ranks 2"
 
 # What to type, and keys of the object, or of the first of a list of them.
+RESULTS = Path(__file__).resolve().parents[2] / "results/h100x2/fused.json"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
     "machines": {"name", "sources"},
@@ -45,6 +46,7 @@ COMMANDS: dict[str, set[str]] = {
     "collective --machine mi300x8": PREDICTED,
     "phases --machine mi300x8 --max-bytes 1K": PREDICTED,
     "replay STEP.json --machine mi300x8": PREDICTED,
+    f"regress {RESULTS} {RESULTS}": {"study", "noise", "lost", "rows"},
 }
 KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "pid": 0, "tid": 7, "args": {"stream": 7}}
 SLOW = ("chain", "claims", "clients", "demo", "fused --device", "gemms", "host", "pg", "plan", "tune")

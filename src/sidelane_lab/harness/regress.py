@@ -1,0 +1,210 @@
+"""Comparison of two result files of one study: which points have become slower, beyond what the machine does by itself.
+
+A point is what two rows have in common: everything in them that is not measured. Two files of one machine differ by
+chance, and host times by more than that from one hour to the next. Rows of other libraries say by how much, where both
+files ran the same versions of them: nothing of Sidelane's can change them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sidelane.cli.output import write_json
+from sidelane.cli.table import Line, Table
+from sidelane.cli.terminal import say, tables_console
+from sidelane_lab.harness.study import FlatRow, Results, read
+
+LIBRARIES = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "unfused_nccl")
+"""Implementations that Sidelane cannot change."""
+
+OF_LIBRARIES = ("torch", "nccl")
+"""Names in ``Results.software`` that must be equal for rows of :data:`LIBRARIES` to say what chance does."""
+
+LEAST_LIBRARY_ROWS = 10
+"""Number of points of libraries from which their spread counts."""
+
+MEASURED = ("note", "chosen", "sweep", "correct")
+"""Fields that are measured, or say how, though they are no figures."""
+
+TIMES = ("time_us", "step_ms", "total_us", "host_us")
+"""Fields that a study may have its time in; the first that a row has is compared."""
+
+Key = tuple[tuple[str, object], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """A point of both files.
+
+    Attributes:
+        key: names and values of what is not measured.
+        old, new: medians, in the unit of the study.
+        apart: the tenth percentile of the slower file is above the ninetieth of the faster one.
+        of_library: Sidelane cannot change it.
+    """
+
+    key: Key
+    old: float
+    new: float
+    apart: bool
+    of_library: bool
+
+    @property
+    def ratio(self) -> float:
+        """Time in the new file over that in the old one."""
+        return self.new / self.old
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileComparison:
+    """Points of two files.
+
+    Attributes:
+        points: points of both, with times in both.
+        lost: keys of points that have a time in the old file only.
+        new: number of points that have a time in the new file only.
+        noise: change that counts as none, as a share: the larger of what was asked for and what nineteen of twenty
+            points of libraries stay within.
+        library_points: number of points that the noise is from; 0 if it was asked for.
+    """
+
+    points: tuple[Point, ...]
+    lost: tuple[Key, ...]
+    new: int
+    noise: float
+    library_points: int
+
+    def changed(self, *, slower: bool) -> list[Point]:
+        """Return points of Sidelane's that are slower, or faster, beyond noise; the largest change first."""
+        factor = 1 + self.noise
+        found = [
+            point
+            for point in self.points
+            if not point.of_library and point.apart and (point.ratio > factor if slower else point.ratio < 1 / factor)
+        ]
+        return sorted(found, key=lambda point: point.ratio, reverse=slower)
+
+
+def compare(old: Results, new: Results, least: float = 0.02) -> FileComparison:
+    """Compare two files.
+
+    Args:
+        old: file from before.
+        new: file of the same study and the same machine.
+        least: smallest change that counts, as a share.
+
+    Raises:
+        ValueError: the files are of different studies, devices or numbers of ranks; no row has a
+            time; or two rows of one file are the same point.
+    """
+    for name in ("study", "device", "ranks"):
+        if getattr(old, name) != getattr(new, name):
+            raise ValueError(f"regress: {name} (value={getattr(new, name)!r}, allowed={getattr(old, name)!r}, as OLD)")
+    before, after = _timed(old), _timed(new)
+    points = tuple(_point(key, before[key], after[key]) for key in before if key in after)
+    same_libraries = all(old.software.get(name) == new.software.get(name) for name in OF_LIBRARIES)
+    changes = sorted(abs(math.log(point.ratio)) for point in points if point.of_library)
+    counted = len(changes) if same_libraries and len(changes) >= LEAST_LIBRARY_ROWS else 0
+    noise = math.exp(changes[math.ceil(0.95 * counted) - 1]) - 1 if counted else 0.0
+    lost = tuple(key for key in before if key not in after)
+    return FileComparison(points, lost, len(after) - len(points), max(noise, least), counted if noise > least else 0)
+
+
+def _timed(results: Results) -> dict[Key, FlatRow]:
+    rows = [row for row in results.rows if _time_of(row)]
+    if not rows:
+        raise ValueError(f"regress: rows of {results.study} (value=no {', '.join(TIMES)}, allowed=one of them)")
+    keys = Counter(map(_key, rows))
+    (key, count), *_ = keys.most_common(1)
+    if count > 1:
+        raise ValueError(f"regress: {results.study}: {count} rows are one point (value={_text(key)}, allowed=one)")
+    return {_key(row): row for row in rows}
+
+
+def _time_of(row: FlatRow) -> str:
+    """Return the name of the field with the row's time; empty if it has none."""
+    return next((name for name in TIMES if getattr(row, name, None)), "")
+
+
+def _key(row: FlatRow) -> Key:
+    measured = (*MEASURED, "units") if hasattr(row, "sweep") else MEASURED  # of a sweep, the best number of units
+    names = (field.name for field in dataclasses.fields(row) if field.name not in measured)
+    found = ((name, getattr(row, name)) for name in names)
+    return tuple((name, value) for name, value in found if isinstance(value, (str, bool, int)) and value != "")
+
+
+def _point(key: Key, old: FlatRow, new: FlatRow) -> Point:
+    (was, was_low, was_high), (now, now_low, now_high) = _figures_of(old), _figures_of(new)
+    return Point(key, was, now, now_low > was_high or now_high < was_low, dict(key).get("implementation") in LIBRARIES)
+
+
+def _figures_of(row: FlatRow) -> list[float]:
+    """Return the median and the tenth and ninetieth percentile; rows without a spread have their median for it."""
+    time = _time_of(row)
+    unit = time.rpartition("_")[2]
+    return [float(getattr(row, name, None) or getattr(row, time)) for name in (time, f"p10_{unit}", f"p90_{unit}")]
+
+
+def _text(key: Key, common: Sequence[tuple[str, object]] = ()) -> str:
+    return ", ".join(
+        name if value is True else f"{name} {value}"
+        for name, value in key
+        if value is not False and (name, value) not in common
+    )
+
+
+def main(old: Path, new: Path, least: float, json: Path | None) -> int:
+    """Print what has changed; return 1 if a point of Sidelane's is slower beyond noise, or has no time any more."""
+    before, after = read(old), read(new)
+    found = compare(before, after, least)
+    slower, faster = found.changed(slower=True), found.changed(slower=False)
+    console = tables_console(json)
+    for title, points in (("slower", slower), ("faster", faster)):
+        if points:
+            console.print(_table(f"Points of {before.study} on {before.where} that are {title}", points).to_rich())
+    if found.lost:
+        say(console, f"{len(found.lost)} points have a time in {old} only, the first: {_text(found.lost[0])}")
+    source = f"nineteen of twenty of {found.library_points} points of other libraries stay within"
+    say(console, f"noise: {100 * found.noise:.1f}%, {source if found.library_points else 'as asked for'} it")
+    verdict = f"{len(slower)} slower, {len(faster)} faster of {len(found.points)} points; {found.new} new"
+    say(console, f"{verdict}; median ratio {_median(found, of_library=False)}, of other libraries "
+        f"{_median(found, of_library=True)}", style="bold")  # fmt: skip
+    if json is not None:
+        rows = [{**dict(point.key), **_figures(point)} for point in (*slower, *faster)]
+        write_json(
+            json,
+            {
+                "study": before.study,
+                "old": before.commit,
+                "new": after.commit,
+                "noise": found.noise,
+                "points": len(found.points),
+                "lost": [dict(key) for key in found.lost],
+                "rows": rows,
+            },
+        )
+    return 1 if slower or found.lost else 0
+
+
+def _median(found: FileComparison, *, of_library: bool) -> str:
+    ratios = [point.ratio for point in found.points if point.of_library is of_library]
+    return f"{statistics.median(ratios):.3f}" if ratios else "-"
+
+
+def _figures(point: Point) -> Mapping[str, float]:
+    return {"old": point.old, "new": point.new, "ratio": float(f"{point.ratio:.4f}")}
+
+
+def _table(title: str, points: Sequence[Point]) -> Table:
+    common = [pair for pair in points[0].key if all(pair in point.key for point in points)]
+    lines = tuple(
+        Line((_text(point.key, common) or "-", f"{point.old:.4g}", f"{point.new:.4g}", f"{point.ratio:.3f}"))
+        for point in points
+    )
+    notes = (f"all of them: {_text(tuple(common))}",) if common else ()
+    return Table(title, ("<point", "old", "new", "new/old"), lines, notes, keys=1)

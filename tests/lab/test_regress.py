@@ -1,0 +1,83 @@
+"""The gate on speed: what is slower beyond noise, and what cannot be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from sidelane import cli
+from sidelane_lab.harness.regress import compare
+from sidelane_lab.harness.study import Results, read, write
+
+FILE = Path(__file__).resolve().parents[2] / "results/h100x2/collectives.json"
+
+
+@pytest.fixture(scope="module")
+def before() -> Results:
+    return read(FILE)
+
+
+def changed(results: Results, factor_of) -> Results:
+    rows = []
+    for row in results.rows:
+        factor = factor_of(row)
+        times = {name: getattr(row, name) and getattr(row, name) * factor for name in ("time_us", "p10_us", "p90_us")}
+        rows.append(dataclasses.replace(row, **times))
+    return dataclasses.replace(results, rows=tuple(rows))
+
+
+def test_nothing_has_changed_in_a_file_itself(before: Results) -> None:
+    found = compare(before, before)
+    assert len(found.points) == sum(row.time_us is not None for row in before.rows) > 3000
+    assert found.changed(slower=True) == found.changed(slower=False) == [] and found.lost == () and found.new == 0
+
+
+def test_one_slower_point_is_found_among_thousands(before: Results) -> None:
+    chosen = next(row for row in before.rows if row.implementation == "auto" and row.time_us)
+    found = compare(before, changed(before, lambda row: 1.3 if row is chosen else 1.0))
+    (point,) = found.changed(slower=True)
+    assert dict(point.key)["bytes"] == chosen.bytes and point.ratio == pytest.approx(1.3)
+    assert found.changed(slower=False) == []
+
+
+def test_noise_is_what_other_libraries_do(before: Results) -> None:
+    chance = random.Random(1)
+    later = changed(before, lambda row: chance.uniform(0.9, 1.1))
+    found = compare(before, later)
+    assert 0.08 < found.noise < 0.12 and found.library_points > 900
+    ours = [point for point in found.points if not point.of_library]
+    assert len(found.changed(slower=True)) < 0.05 * len(ours)
+    other = dataclasses.replace(later, software={**later.software, "nccl": "9.9"})
+    assert compare(before, other).noise == 0.02, "another NCCL says nothing about chance"
+
+
+def test_spreads_that_meet_are_no_change(before: Results) -> None:
+    rows = [dataclasses.replace(row, p10_us=row.time_us and row.time_us / 2) for row in before.rows]
+    later = changed(dataclasses.replace(before, rows=tuple(rows)), lambda row: 1.5)
+    assert compare(before, later).changed(slower=True) == []
+
+
+def test_files_that_cannot_be_compared_are_refused(before: Results) -> None:
+    for change, text in (({"device": "another"}, "regress: device"), ({"ranks": 3}, "regress: ranks")):
+        with pytest.raises(ValueError, match=text):
+            compare(before, dataclasses.replace(before, **change))
+    twice = dataclasses.replace(before, rows=(*before.rows, before.rows[0]))
+    with pytest.raises(ValueError, match="2 rows are one point"):
+        compare(before, twice)
+
+
+def test_the_command_ends_with_1_where_something_is_slower_or_lost(before: Results, tmp_path: Path) -> None:
+    later, out = tmp_path / "later.json", tmp_path / "out.json"
+    last = max(n for n, row in enumerate(before.rows) if row.time_us)
+    for factor, kept, code in ((1.0, None, 0), (1.2, None, 1), (1.0, last, 1)):
+        after = changed(before, lambda row, factor=factor: factor if row.implementation == "auto" else 1.0)
+        write(later, dataclasses.replace(after, rows=after.rows[:kept]))
+        result = CliRunner().invoke(cli.main, ["regress", str(FILE), str(later), "--json", str(out)])
+        assert result.exit_code == code, result.output
+        told = json.loads(out.read_text())
+        assert len(told["lost"]) == (kept is not None) and bool(told["rows"]) == (factor > 1)
