@@ -67,7 +67,9 @@ class World:
         fold = None if fold is None else dataclasses.replace(fold, moved=moved)
         self.machine, self.collective, self.fold = machine, collective, fold
         self.ranks: Sequence[int] = range(machine.world_size) if fold is None else fold.ranks
-        self.sizes = {buffer: collective.buffer_bytes(0, buffer) for buffer in (Buffer.INPUT, Buffer.OUTPUT)}
+        self.sizes: dict[str, int] = {
+            buffer: collective.buffer_bytes(0, buffer) for buffer in (Buffer.INPUT, Buffer.OUTPUT)
+        }
         self.edges: set[Flag] = set()
         self.kernels: dict[Flag, KernelPart] = {}
         self.calls: dict[tuple[int, Engine], list[int]] = {}

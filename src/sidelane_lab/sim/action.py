@@ -233,7 +233,8 @@ def _find(
     program: Program, fold: Fold, steps: Sequence[tuple[int, int]], build: Callable[[tuple[int, int]], Program]
 ) -> Action:
     sizes = {buffer: max(program.buffer_bytes(r, buffer) for r in fold.ranks) for buffer in BUFFERS}
-    bases, end = {}, 0
+    bases: dict[str, int] = {}
+    end = 0
     for buffer, nbytes in sizes.items():
         bases[buffer] = end
         end += nbytes

@@ -247,7 +247,8 @@ class _Accesses:
 
     def __init__(self, layout: Layout, action: Action, chains: int, ticks: _Ticks) -> None:
         self._action, self._chains, self._ticks = action, chains, ticks
-        self.pairs, self._raced = 0, {}
+        self.pairs = 0
+        self._raced: dict[str, None] = {}
         self._reads: list[list[tuple[_Cells, int, int]]] = [[] for _ in layout.sites]
         self._writes: list[list[tuple[_Cells, int, int]]] = [[] for _ in layout.sites]
         self._users: dict[int, list[tuple[_Cells, int, int]]] = {}
@@ -408,7 +409,8 @@ class _Origins:
 
     def _moved_cells(self, element: int, values: Numbers) -> Numbers:
         ranks, cells = np.divmod(values, self.action.cells)
-        return self.action.ranks[element][ranks] * self.action.cells + self.action.moved(element)[cells]
+        moved: Numbers = self.action.ranks[element][ranks] * self.action.cells + self.action.moved(element)[cells]
+        return moved
 
     def _spec(self, rank: int) -> tuple[Numbers, Numbers | None, Numbers]:
         """Return the cells of a rank's output, the ranks of their origins (None: a sum of all), and their cells."""
