@@ -51,7 +51,9 @@ TREES = (Kind.ALL_REDUCE, Kind.BROADCAST)
 """Collectives that have a tree."""
 
 
-def flat(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> NodesProgram | None:
+def flat(
+    machine: Machine, kind: Kind, nbytes: int, *, full: bool = False, moved: tuple[int, int] = (0, 0)
+) -> NodesProgram | None:
     """Build the program of rings among all ranks; of a direct exchange for an all-to-all.
 
     Args:
@@ -60,12 +62,13 @@ def flat(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
         nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements of each
             rank and ring.
         full: of all ranks, even if some could stand for the others.
+        moved: nodes and places by which the ranks that stand for the others move on (``sim/action.py``).
 
     Returns:
         The program; None for a broadcast that would need more chunks to fill its chain than are simulated.
     """
     if kind is Kind.ALL_TO_ALL:
-        return _flat_exchange(machine, nbytes, full)
+        return _flat_exchange(machine, nbytes, full, moved)
     gpus, ranks = machine.gpus, machine.world_size
     if kind is Kind.BROADCAST:
         part = -(-nbytes // (gpus * ITEM)) * ITEM
@@ -79,13 +82,14 @@ def flat(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
         collective = whole_collective(kind, part * gpus, ranks)
         if kind is Kind.ALL_GATHER:
             collective = define.all_gather([part * gpus] * ranks, in_place=True)
-        world = World(machine, collective, fold)
+        world = World(machine, collective, fold, moved)
     kernel = library_kernel(machine, kind, _bytes_us(machine, kind, nbytes))
     world.room(gpus * (ranks - 1) * part if kind in (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE) else 0)
     orders = [_order(machine, ring) for ring in range(gpus)]
     ats = [{rank: at for at, rank in enumerate(order)} for order in orders]
     for rank in world.ranks:
-        for number in range(gpus):
+        for channel in range(gpus):
+            number = (rank + channel) % gpus
             order, at = orders[number], ats[number][rank]
 
             def flag(of: int, purpose: object, number: int = number) -> Flag:
@@ -118,7 +122,7 @@ def flat(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
                 commands = chain(turned, chunks, whole)
             if kind is not Kind.BROADCAST:
                 commands = _both(ring.begin(), commands)
-            _channel(world, rank, (number - rank) % gpus, kernel, commands)
+            _channel(world, rank, channel, kernel, commands)
         _end(world, rank, gpus)
     return world.program("flat rings")
 
@@ -186,12 +190,12 @@ def _bytes_us(machine: Machine, kind: Kind, nbytes: int) -> float:
     return max(inside / (gbps * 1e3), network_us)
 
 
-def _flat_exchange(machine: Machine, nbytes: int, full: bool) -> NodesProgram:
+def _flat_exchange(machine: Machine, nbytes: int, full: bool, move: tuple[int, int]) -> NodesProgram:
     gpus, ranks, nodes = machine.gpus, machine.world_size, machine.nodes
     part = -(-nbytes // (ranks * ITEM)) * ITEM
     shifts = [(by, across) for by in range(1, nodes) for across in range(min(gpus, 2))]
     fold = None if full else fold_of(machine, shifts, places=1)
-    world = World(machine, whole_collective(Kind.ALL_TO_ALL, part, ranks), fold)
+    world = World(machine, whole_collective(Kind.ALL_TO_ALL, part, ranks), fold, move)
     kernel = library_kernel(machine, Kind.ALL_TO_ALL, _bytes_us(machine, Kind.ALL_TO_ALL, nbytes))
     outside = [(by, across) for by in range(1, nodes) for across in range(gpus)]
     inside = [(0, across) for across in range(1, gpus)]
@@ -216,7 +220,9 @@ def _flat_exchange(machine: Machine, nbytes: int, full: bool) -> NodesProgram:
     return world.program("flat exchange")
 
 
-def tree(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> NodesProgram:
+def tree(
+    machine: Machine, kind: Kind, nbytes: int, *, full: bool = False, moved: tuple[int, int] = (0, 0)
+) -> NodesProgram:
     """Build the program of a tree: the double binary tree of an all-reduce, a binary tree of a broadcast from rank 0.
 
     Args:
@@ -224,6 +230,7 @@ def tree(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
         kind: one of :data:`TREES`.
         nbytes: bytes of the buffer; rounded up to whole elements of each tree and ring.
         full: of all ranks, even if some could stand for the others.
+        moved: nodes and places by which the ranks that stand for the others move on (``sim/action.py``).
 
     Raises:
         ValueError: another kind.
@@ -238,7 +245,7 @@ def tree(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
     if reduces and not full:
         shifts = {(by, 0) for twin in range(2) for by in _shifts(nodes, twin)}
         fold = fold_of(machine, sorted(shifts), nodes=nodes, places=1)
-    world = World(machine, whole_collective(kind, part * gpus * trees, ranks, whole=True), fold)
+    world = World(machine, whole_collective(kind, part * gpus * trees, ranks, whole=True), fold, moved)
     chunks = chunks_of(part, MOST_CHUNKS // (len(world.ranks) * gpus * trees))
     world.room(3 * trees * gpus * part if reduces else 0)
     kernel = library_kernel(machine, kind, _bytes_us(machine, kind, nbytes))
@@ -246,7 +253,8 @@ def tree(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
     for rank in world.ranks:
         channels = 0
         for twin in range(trees):
-            for number in range(gpus):
+            for place in range(gpus):
+                number = (rank + place) % gpus
                 begin = (twin * gpus + number) * part
 
                 def flag(of: int, purpose: object, twin: int = twin, number: int = number) -> Flag:
@@ -264,7 +272,7 @@ def tree(machine: Machine, kind: Kind, nbytes: int, *, full: bool = False) -> No
                 if reduces:
                     ways.insert(0, tree_up(here, rank, flag, [span(rank) for span in spans], slot, SUM))
                 for way, commands in enumerate(ways):
-                    channel = ((number - rank) % gpus * trees + twin) * len(ways) + way
+                    channel = (place * trees + twin) * len(ways) + way
                     _channel(world, rank, channel, kernel, commands)
                     channels += 1
         _end(world, rank, channels)

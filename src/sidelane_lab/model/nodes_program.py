@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from sidelane.integrations.nodes.explain import nodes_of
@@ -84,7 +83,16 @@ COPIES, COPY_KERNEL = (Engine(EngineKind.LOCAL, index) for index in (17, 18))
 FAR = Engine(EngineKind.COMPUTE, 1)
 
 
-def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, *, full: bool = False) -> NodesProgram:
+def planned(
+    machine: Machine,
+    kind: Kind,
+    nbytes: int,
+    pieces: int,
+    *,
+    full: bool = False,
+    moved: tuple[int, int] = (0, 0),
+    alike: bool = True,
+) -> NodesProgram:
     """Build the program of what a process group runs: the plans of all its ranks.
 
     Args:
@@ -93,13 +101,15 @@ def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, *, full: boo
         nbytes: gathered bytes of an all_gather, the local buffer of the others; rounded up to whole elements.
         pieces: largest number of pieces.
         full: of all ranks, even if some could stand for the others.
+        moved: nodes and places by which the ranks that stand for the others move on (``sim/action.py``).
+        alike: places of a node may stand for each other.
     """
     count = -(-nbytes // (ITEM * (1 if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else machine.world_size)))
     whole = kind in (Kind.ALL_REDUCE, Kind.BROADCAST)
     nodes = nodes_of([machine.gpus] * machine.nodes)
     first = make_plan(kind, nodes, 0, (count,), pieces)  # of a root, if there is one: no other has more scratch
-    fold = None if full else _fold(machine, first)
-    world = World(machine, whole_collective(kind, count * ITEM, machine.world_size, whole=whole), fold)
+    fold = None if full else _fold(machine, first, alike)
+    world = World(machine, whole_collective(kind, count * ITEM, machine.world_size, whole=whole), fold, moved)
     steps: tuple[tuple[Step, int, int], ...] = ()
     for rank in world.ranks:
         plan = make_plan(kind, nodes, rank, (count,), pieces)
@@ -108,13 +118,14 @@ def planned(machine: Machine, kind: Kind, nbytes: int, pieces: int, *, full: boo
     return world.program("hierarchical", steps)
 
 
-def _fold(machine: Machine, plan: NodePlan) -> Fold | None:
+def _fold(machine: Machine, plan: NodePlan, alike: bool) -> Fold | None:
     """Return the ranks that stand for all others; None if there are none: for a root, and for blocks of two sizes."""
     fars = [step for step in plan.steps if isinstance(step, Far)]
     if any(step.kind is Kind.BROADCAST or step.input.count % machine.nodes for step in fars if step.kind in IN_PLACE):
         return None
     # Programs of several broadcasts answer the roots in one order on all ranks: no place is like another one there.
-    alike = machine.dma.host is HostThreads.RANK and not any(isinstance(step, NodeBroadcast) for step in plan.steps)
+    alike = alike and machine.dma.host is HostThreads.RANK
+    alike = alike and not any(isinstance(step, NodeBroadcast) for step in plan.steps)
     shifts = range(1, machine.nodes) if any(step.kind is Kind.ALL_TO_ALL for step in fars) else (1,)
     return fold_of(machine, tuple((by, 0) for by in shifts), places=1 if alike else machine.gpus)
 
@@ -133,6 +144,7 @@ class _Planned:
         kind = world.collective.kind
         both = Buffer.OUTPUT if kind in (Kind.ALL_REDUCE, Kind.BROADCAST) else None
         self.buffers = {INPUT: (both or Buffer.INPUT, 0), OUTPUT: (Buffer.OUTPUT, 0)}
+        self.sizes = world.sizes
         world.staging = 0  # alike on all ranks
         for name, count in scratch.items():
             self.buffers[name] = Buffer.STAGING, world.room(count * ITEM)
@@ -201,7 +213,7 @@ class _Planned:
 
     def _copies(self, number: int, step: Copies) -> None:
         moved = [(self.where(self.rank, to), self.where(self.rank, given)) for to, given in _joined(step.pairs)]
-        copies = [Copy(to, given) for to, given in moved if to != given]
+        copies = sorted((Copy(to, given) for to, given in moved if to != given), key=self._distance)
         if not copies:
             return
         if len(step.pairs) <= FEW_COPIES:
@@ -221,7 +233,8 @@ class _Planned:
             what, spans = _nearwhole_collective(step, gpus), []
         near = self.near
         self.near += 1
-        program, own_flags = near_program(self.world.machine, what)
+        near_program = fastest_near(self.world.machine, what)
+        program, own_flags, local = near_program.program, near_program.dependencies, near_program.local
         self.near_most = max(self.near_most, max(program.staging_bytes, default=0))
         batch = program.collective
         starts = batch.starts(0, Buffer.OUTPUT) if isinstance(batch, Batch) else ()
@@ -239,8 +252,6 @@ class _Planned:
                     side = step.input.part(span.rank * step.output.count, step.output.count)  # where it belongs
                 whole, offset = self.where(rank, side), span.offset
             return Span(rank, whole.buffer, whole.offset + offset, span.nbytes)
-
-        local = _local_flags(program)
 
         def flag(flag: Flag) -> Flag:
             rank, index = first + flag.rank, flag.index
@@ -263,10 +274,21 @@ class _Planned:
                     case _:
                         raise TypeError(f"a near step of copies, sums and flags (value={command!r})")
 
-        queues = [queue for queue in _queues_of(program)[self.place] if queue.commands]
+        queues = [queue for queue in near_program.queues[self.place] if queue.commands]
         branches = {queue.engine for queue in queues if _begins_behind(queue, own_flags)}
         parts = {queue.engine: embedded(queue.commands) for queue in queues}
         self._run(number, parts, handed=lambda engine: engine not in branches)
+
+    def _distance(self, copy: Copy) -> tuple[int, int]:
+        """Return how far on the rank is whose block a copy reads or writes: an order that is alike for all ranks."""
+        kind, counts = self.world.collective.kind, self.world.collective.counts
+        for span in (copy.dst, copy.src):
+            if span.buffer == Buffer.INPUT or span.buffer == Buffer.OUTPUT:
+                if kind is Kind.ALL_REDUCE or self.sizes[span.buffer] != len(counts) * counts[0][0]:
+                    continue
+                node, place = divmod(span.offset // counts[0][0], self.world.machine.gpus)
+                return (node - self.node) % self.world.machine.nodes, (place - self.place) % self.world.machine.gpus
+        return 0, 0
 
     def _far(self, step: Far, begin: int, end: int) -> None:
         world, number = self.world, self.far
@@ -346,9 +368,26 @@ def _nearwhole_collective(step: Near, gpus: int) -> Collective:
     return define.reduce_scatter([part] * gpus, SUM)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NearProgram:
+    """A program of a node, and what is looked up of it for every step.
+
+    Attributes:
+        program: the program.
+        dependencies: flags that a graph has as dependencies.
+        local: flags between queues of one rank.
+        queues: queues of each place.
+    """
+
+    program: Program
+    dependencies: frozenset[Flag]
+    local: frozenset[Flag]
+    queues: tuple[tuple[Queue, ...], ...]
+
+
 @remembered("gpu", "links", "dma", maxsize=64)
-def near_program(machine: Machine, what: Collective | tuple[tuple[int, int], ...]) -> tuple[Program, frozenset[Flag]]:
-    """Return the fastest program of a node for a collective, or for broadcasts of (root, bytes), and its dependencies.
+def fastest_near(machine: Machine, what: Collective | tuple[tuple[int, int], ...]) -> NearProgram:
+    """Return the fastest program of a node for a collective, or for broadcasts of (root, bytes).
 
     Each is simulated alone.
     """
@@ -358,7 +397,16 @@ def near_program(machine: Machine, what: Collective | tuple[tuple[int, int], ...
         own = dependencies(program)
         found.append((simulate(program, node, edges=own).time_us, program, own))
     _, program, own = min(found, key=lambda each: each[0])
-    return program, own
+    queues: list[list[Queue]] = [[] for _ in range(program.world_size)]
+    for queue in program.queues:
+        queues[queue.rank].append(queue)
+    local = frozenset(
+        command.flag
+        for queue in program.queues
+        for command in queue.commands
+        if isinstance(command, Signal) and command.flag.rank == queue.rank
+    )
+    return NearProgram(program, own, local, tuple(map(tuple, queues)))
 
 
 def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]) -> Iterator[Program]:
@@ -369,25 +417,6 @@ def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]
     batch, transports = Batch("batch", node.gpus, parts), [Transport.PUSH] * len(parts)
     for variant in list_variants(Kind.BROADCAST):
         yield lower(build_batch(batch, variant, transports), {Copy})
-
-
-@functools.lru_cache(maxsize=64)
-def _queues_of(program: Program) -> tuple[tuple[Queue, ...], ...]:
-    found: list[list[Queue]] = [[] for _ in range(program.world_size)]
-    for queue in program.queues:
-        found[queue.rank].append(queue)
-    return tuple(map(tuple, found))
-
-
-@functools.lru_cache(maxsize=64)
-def _local_flags(program: Program) -> frozenset[Flag]:
-    """Return the flags between queues of one rank."""
-    return frozenset(
-        command.flag
-        for queue in program.queues
-        for command in queue.commands
-        if isinstance(command, Signal) and command.flag.rank == queue.rank
-    )
 
 
 def _begins_behind(queue: Queue, flags: frozenset[Flag]) -> bool:

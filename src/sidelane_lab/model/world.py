@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sidelane.integrations.nodes.steps import Step
 from sidelane.program import collective as define
-from sidelane.program.collective import SLOT_ALIGNMENT, Collective, Kind, ReduceOp, Reduction, Span
+from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Collective, Kind, ReduceOp, Reduction, Span
 from sidelane.program.ir import EPOCH, Command, Engine, EngineKind, Flag, Program, Queue, Signal, Wait
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.sim import Fold, KernelPart, SimulatedRun, simulate
@@ -61,9 +61,15 @@ class NodesProgram:
 class World:
     """Queues and flags of the ranks that are built."""
 
-    def __init__(self, machine: Machine, collective: Collective, fold: Fold | None) -> None:
+    def __init__(
+        self, machine: Machine, collective: Collective, fold: Fold | None, moved: tuple[int, int] = (0, 0)
+    ) -> None:
+        fold = None if fold is None else dataclasses.replace(fold, moved=moved)
         self.machine, self.collective, self.fold = machine, collective, fold
         self.ranks: Sequence[int] = range(machine.world_size) if fold is None else fold.ranks
+        self.sizes: dict[str, int] = {
+            buffer: collective.buffer_bytes(0, buffer) for buffer in (Buffer.INPUT, Buffer.OUTPUT)
+        }
         self.edges: set[Flag] = set()
         self.kernels: dict[Flag, KernelPart] = {}
         self.calls: dict[tuple[int, Engine], list[int]] = {}

@@ -17,17 +17,26 @@ from sidelane_lab.machines.spec import Machine, NetworkTopology
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fold:
-    """Ranks of the first ``nodes`` nodes, at the first ``places`` places, that stand for those of ``machine``."""
+    """Ranks of the first ``nodes`` nodes, at the first ``places`` places, that stand for those of ``machine``.
+
+    Attributes:
+        moved: nodes and places by which the ranks that are built have moved on from those; they stand for all as well.
+    """
 
     machine: Machine
     nodes: int
     places: int
+    moved: tuple[int, int] = (0, 0)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that stand for all others."""
-        gpus = self.machine.gpus
-        return tuple(node * gpus + place for node in range(self.nodes) for place in range(self.places))
+        gpus, many, (by, across) = self.machine.gpus, self.machine.nodes, self.moved
+        return tuple(
+            (node + by) % many * gpus + (place + across) % gpus
+            for node in range(self.nodes)
+            for place in range(self.places)
+        )
 
     def rank(self, rank: int) -> int:
         """Return the rank that stands for another."""

@@ -2,8 +2,9 @@
 
 ``python -m sidelane_lab.studies.nodes FILE`` records, by collective, bytes and ranks: the plans that a process group
 runs, flat rings, a tree where there is one, and the floor; the seconds to build, verify and simulate each program, and
-the peak memory of the process by then. ``verify`` takes programs of all ranks: those of more than
-:data:`VERIFIED_RANKS` are verified with as many nodes as have that number of ranks.
+the peak memory of the process by then. ``verify`` takes programs of all ranks, of up to :data:`VERIFIED_RANKS` here.
+Larger ones are proved at their own size by the ranks that stand for all others (``sim/quotient.py``); where none do, or
+the moves of ranks do not map their bytes by cells, with as many nodes as have :data:`VERIFIED_RANKS`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sidelane.cli.output import write_json
 from sidelane.integrations.nodes.choose import choose
 from sidelane.integrations.nodes.explain import nodes_of
 from sidelane.program.collective import Kind
+from sidelane.program.ir import Program
 from sidelane.program.verify import verify
 from sidelane_lab.machines.load import named
 from sidelane_lab.machines.spec import Machine
@@ -31,6 +33,8 @@ from sidelane_lab.model.nodes import KINDS, least_us
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
 from sidelane_lab.model.world import NodesProgram
+from sidelane_lab.sim.action import Action, AsymmetryError, act
+from sidelane_lab.sim.quotient import prove
 
 MACHINE = "h100x8x2"
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -52,6 +56,7 @@ class NodesRow:
         commands: of the ranks that are simulated.
         simulated_ranks: ranks that stand for all.
         verified_ranks: ranks of the program that was verified.
+        proof: ``all ranks``; ``symmetry`` where those that stand for all others were verified.
         build_s, verify_s, simulate_s: seconds of a processor of the machine at hand.
         peak_mb: largest memory of the process by then.
     """
@@ -66,6 +71,7 @@ class NodesRow:
     commands: int = 0
     simulated_ranks: int = 0
     verified_ranks: int = 0
+    proof: str = ""
     build_s: float = 0.0
     verify_s: float = 0.0
     simulate_s: float = 0.0
@@ -101,7 +107,7 @@ def measure(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int) ->
     """Build, verify and simulate a program."""
     floor = least_us(machine, kind, nbytes)
     began = time.process_time()
-    program = _build(machine, kind, nbytes, way, pieces, full=False)
+    program = _build(machine, kind, nbytes, way, pieces)
     built = time.process_time()
     row = NodesRow(str(kind), nbytes, machine.world_size, way, pieces, None, floor)
     if program is None:
@@ -109,23 +115,73 @@ def measure(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int) ->
     run = program.simulate()
     simulated = time.process_time()
     nodes = min(machine.nodes, max(1, VERIFIED_RANKS // machine.gpus))
+    proved_s = _prove_s(machine, kind, nbytes, way, pieces, program) if nodes < machine.nodes else None
+    by_all = proved_s is None
     return dataclasses.replace(
         row,
         us=run.time_us,
         commands=run.commands,
         simulated_ranks=len({queue.rank for queue in program.program.queues}),
-        verified_ranks=nodes * machine.gpus,
+        verified_ranks=nodes * machine.gpus if by_all else machine.world_size,
+        proof="all ranks" if by_all else "symmetry",
         build_s=built - began,
-        verify_s=_verify_s(nodes, kind, nbytes, way, pieces),
+        verify_s=_verify_s(nodes, kind, nbytes, way, pieces) if proved_s is None else proved_s,
         simulate_s=simulated - built,
         peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     )
 
 
-def _build(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, *, full: bool) -> NodesProgram | None:
+def _build(
+    machine: Machine,
+    kind: Kind,
+    nbytes: int,
+    way: str,
+    pieces: int,
+    *,
+    full: bool = False,
+    moved: tuple[int, int] = (0, 0),
+    alike: bool = True,
+) -> NodesProgram | None:
     if way == "hierarchical":
-        return planned(machine, kind, nbytes, pieces, full=full)
-    return (flat if way == "flat" else tree)(machine, kind, nbytes, full=full)
+        return planned(machine, kind, nbytes, pieces, full=full, moved=moved, alike=alike)
+    return (flat if way == "flat" else tree)(machine, kind, nbytes, full=full, moved=moved)
+
+
+def symmetric(
+    machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, *, alike: bool = True
+) -> tuple[Program, Action]:
+    """Return the queues of the ranks that stand for all others, and the moves that make the others of them.
+
+    Raises:
+        AsymmetryError: there are none.
+    """
+
+    def build(moved: tuple[int, int]) -> NodesProgram:
+        program = _build(machine, kind, nbytes, way, pieces, moved=moved, alike=alike)
+        if program is None or program.fold is None:
+            raise AsymmetryError("no rank stands for another")
+        return program
+
+    first = build((0, 0))
+    assert first.fold is not None
+    return first.program, act(lambda moved: build(moved).program if any(moved) else first.program, first.fold)
+
+
+def _prove_s(machine: Machine, kind: Kind, nbytes: int, way: str, pieces: int, program: NodesProgram) -> float | None:
+    """Prove a program by symmetry; return the seconds, None where that cannot be. Places that use scratch by the order
+    of their ranks do not stand for each other in the proof: nodes do.
+    """
+    if program.fold is None:
+        return None
+    began = time.process_time()
+    for alike in (True, False) if way == "hierarchical" else (True,):
+        try:
+            found, moves = symmetric(machine, kind, nbytes, way, pieces, alike=alike)
+            prove(found, moves)
+        except AsymmetryError:
+            continue
+        return time.process_time() - began
+    return None
 
 
 @functools.cache

@@ -67,6 +67,11 @@ class RankPlace:
         return self.nodes.members[self.node]
 
     @property
+    def others(self) -> tuple[int, ...]:
+        """The other nodes, from the next one on: so all nodes do the same, but for where they are."""
+        return (*range(self.node + 1, len(self.nodes.members)), *range(self.node))
+
+    @property
     def is_on_rail(self) -> bool:
         """True if it takes far steps."""
         return self.place < self.nodes.rails
@@ -143,15 +148,14 @@ def gathered(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
             given = scratch.take(MIDDLE, size)
             sent += packing(given, OUTPUT, giver, cuts)
         far.append(Far(Kind.ALL_GATHER, arrived, given))
-        for node, ranks in enumerate(nodes.members):
-            if node != seat.node and place < len(ranks):
-                copies += unpacking(ranks[place], cuts, arrived.part(node * size, size))
+        for node in seat.others:
+            if place < len(nodes.members[node]):
+                copies += unpacking(nodes.members[node][place], cuts, arrived.part(node * size, size))
     others = NodeBroadcast(
         tuple(
             (place % nodes.rails, span)
-            for node, ranks in enumerate(nodes.members)
-            if node != seat.node
-            for place, rank in enumerate(ranks)
+            for node in seat.others
+            for place, rank in enumerate(nodes.members[node])
             for _, span in run(OUTPUT, rank, cuts)
         )
     )
@@ -201,8 +205,8 @@ def exchanged(seat: RankPlace, scratch: ScratchParts, cuts: Cuts) -> StepGroup:
     turned = Copies(
         tuple(
             (middle.part((node * near + place) * size, size), collected.part((place * far + node) * size, size))
-            for place in range(near)
-            for node in range(far)
+            for place in (*range(seat.place, near), *range(seat.place))
+            for node in (seat.node, *seat.others)
         )
     )
     before = (_pack(seat, packed, cuts), Near(Kind.ALL_TO_ALL, collected, packed), turned)
