@@ -78,8 +78,13 @@ class Pieces:
         >>> pieces.find(260), pieces.find(100)
         (5004, None)
         """
-        found = self.stretch(offset)
-        return None if found is None else found.address
+        if self.rows:
+            found = self.stretch(offset)
+            return None if found is None else found.address
+        index = bisect_right(self.starts, offset) - 1
+        if index < 0 or offset >= self.starts[index] + self.sizes[index]:
+            return None
+        return self.addresses[index] + offset - self.starts[index]
 
     def stretch(self, offset: int) -> Stretch | None:
         """Return the bytes from an offset on; None if no piece holds the first.

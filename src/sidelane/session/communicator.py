@@ -223,7 +223,7 @@ class Communicator:
         Raises:
             As :meth:`all_gather`.
         """
-        if output_split_sizes is input_split_sizes is scatter_dim is gather_dim is None:
+        if output_split_sizes is input_split_sizes is None and scatter_dim is gather_dim is None:
             return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
         splits = output_split_sizes, input_split_sizes

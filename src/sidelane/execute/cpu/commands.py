@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box, boxes
@@ -173,11 +174,12 @@ Bytes = npt.NDArray[np.uint8]
 
 def _arrays(box: Box) -> tuple[Bytes, Bytes]:
     """Return destination and source of a box as arrays over memory that the caller keeps alive."""
-    shape, found = (box.planes, box.rows, box.width), []
+    shape = (box.planes, box.rows, box.width)
+    found: list[Bytes] = []
     for address, pitch, distance in zip((box.dst, box.src), box.pitches, box.distances, strict=True):
         extent = (box.planes - 1) * distance + (box.rows - 1) * pitch + box.width
-        memory = (ctypes.c_uint8 * extent).from_address(address)
-        found.append(np.ndarray(shape, np.uint8, memory, strides=(distance, pitch, 1)))
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * extent).from_address(address))
+        found.append(as_strided(memory, shape, (distance, pitch, 1)))
     return found[0], found[1]
 
 

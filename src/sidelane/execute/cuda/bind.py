@@ -142,8 +142,8 @@ class Resolver:
         if not (isinstance(dst, Operand) and isinstance(src, Operand)):
             yield Box(self(dst), self(src), copy.nbytes)
             return
-        ends = (Span(place.rank, place.buffer, place.offset, copy.nbytes) for place in (dst, src))
-        for box in boxes(*ends, self._addresses):
+        to, source = (Span(place.rank, place.buffer, place.offset, copy.nbytes) for place in (dst, src))
+        for box in boxes(to, source, self._addresses):
             yield from accepted(box)
 
     def __call__(self, place: Operand | Flag | Cell | HostWord | DeviceWord) -> int:

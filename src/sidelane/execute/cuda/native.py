@@ -90,7 +90,7 @@ def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
 
 def _placed(side: str, *, in_planes: bool = False) -> tuple[tuple[str, Any], ...]:
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    kinds = {"x_bytes": size, "y": size}
+    kinds: dict[str, Any] = {"x_bytes": size, "y": size}
     if in_planes:
         kinds |= {"z": size, "lod": size}
     kinds |= {"memory_type": ctypes.c_int, "host": pointer, "device": pointer, "array": pointer}
