@@ -213,3 +213,42 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         texts.append(str(differ.value))
         comm.all_to_all(output, given, **even)
     return texts
+
+
+def gradients(group: dist.ProcessGroup, compiled: bool) -> None:
+    """The functional operator against slices of everyone's tensors, and its gradients, which are the way back."""
+    from sidelane.ops import library, reshard
+
+    with communicator(group) as comm:
+        library.number_of(comm)
+        n, rank = comm.world_size, comm.rank
+        positions, heads = 2 * n + 1, (3 * n + 1, n, n)
+        own = len(torch.arange(positions).tensor_split(n)[rank])
+        options = {"scatter_dim": -2, "gather_dim": 1, "gather_length": positions}
+        run = torch.compile(reshard, backend="aot_eager", fullgraph=True) if compiled else reshard
+
+        def everyone(seed: int, count: int) -> torch.Tensor:
+            return torch.randn(2, positions, count, 4, generator=torch.Generator().manual_seed(seed))
+
+        wholes = [everyone(k, count) for k, count in enumerate(heads)]
+        given = [whole.tensor_split(n, 1)[rank].clone().requires_grad_() for whole in wholes]
+        assert all(tensor.shape[1] == own for tensor in given)
+        found = run(comm, given, **options)
+        for tensor, whole in zip(found, wholes, strict=True):
+            assert torch.equal(tensor, whole.tensor_split(n, 2)[rank])
+        # The last result has no gradient of its own.
+        sum((tensor * tensor).sum() / 2 for tensor in found[:2]).backward()
+        for tensor in given[:2]:
+            assert torch.equal(tensor.grad, tensor.detach())
+        assert given[2].grad is None or not given[2].grad.any()
+        one = given[0].detach().requires_grad_()
+        run(comm, one, **options).sum().backward()
+        assert torch.equal(one.grad, torch.ones_like(one))
+        with communicator(group) as other:  # compiled code tells communicators apart
+            numbers = library.number_of(comm), library.number_of(other)
+            before = comm._calls.numbers.__length_hint__(), other._calls.numbers.__length_hint__()
+            run(other, one, **options)
+            after = comm._calls.numbers.__length_hint__(), other._calls.numbers.__length_hint__()
+            assert numbers[0] != numbers[1] and after[0] == before[0] and after[1] < before[1]
+        with pytest.raises(ValueError, match=r"scatter_dim \(value=4, allowed=-4..3\)"):
+            reshard(comm, one, scatter_dim=4, gather_dim=1)

@@ -38,6 +38,11 @@ def test_a_repeated_call_prepares_nothing(pool: RankPool) -> None:
     assert pool.run(reshard_cases.prepared_once, 2) == [[1, 1, 1, 2, 3]] * 2
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_is_the_way_back(pool: RankPool, compiled: bool) -> None:
+    pool.run(reshard_cases.gradients, 2, compiled)
+
+
 def test_what_is_refused(pool: RankPool) -> None:
     words = (
         "gather_dim (value=None, allowed=a whole number: scatter_dim and gather_dim go together)",
