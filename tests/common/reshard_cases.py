@@ -68,21 +68,21 @@ class Reshard:
     def expected(self, group: dist.ProcessGroup) -> torch.Tensor:
         """Permute, exchange by torch.distributed, and permute."""
         split = self.input.split(self.scattered, self.scatter_dim)
-        sent = [part.contiguous().flatten().view(torch.uint8) for part in split]
+        sent = [part.contiguous().flatten().view(torch.uint8).cpu() for part in split]
         shapes = []
         for size in self.gathered:
             shape = list(self.output.shape)
             shape[self.gather_dim] = size
             shapes.append(shape)
         nbytes = [torch.Size(shape).numel() * self.dtype.itemsize for shape in shapes]
-        came = torch.empty(sum(nbytes), dtype=torch.uint8)
+        came = torch.empty(sum(nbytes), dtype=torch.uint8, device="cpu")
         dist.all_to_all_single(came, torch.cat(sent), nbytes, [len(part) for part in sent], group=group)
         parts = [part.view(self.dtype).view(shape) for part, shape in zip(came.split(nbytes), shapes, strict=True)]
         wide = [part.view(torch.uint8).view(*part.shape, self.dtype.itemsize) for part in parts]
         return torch.cat(wide, self.gather_dim)
 
     def is_right(self, group: dist.ProcessGroup) -> bool:
-        return same_bytes(self.output.view(torch.uint8), self.expected(group))
+        return same_bytes(self.output.view(torch.uint8).cpu(), self.expected(group))
 
 
 def shapes(group: dist.ProcessGroup, seed: int, count: int, every_dtype: bool = False, map_memory: Any = True) -> int:
@@ -228,7 +228,9 @@ def gradients(group: dist.ProcessGroup, compiled: bool) -> None:
         run = torch.compile(reshard, backend="aot_eager", fullgraph=True) if compiled else reshard
 
         def everyone(seed: int, count: int) -> torch.Tensor:
-            return torch.randn(2, positions, count, 4, generator=torch.Generator().manual_seed(seed))
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.randn(2, positions, count, 4, generator=generator, device="cpu")
+            return drawn.to(torch.get_default_device())
 
         wholes = [everyone(k, count) for k, count in enumerate(heads)]
         given = [whole.tensor_split(n, 1)[rank].clone().requires_grad_() for whole in wholes]

@@ -6,11 +6,13 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from sidelane.collectives.pieces import pieces_of
 from sidelane.execute.base import Addresses
 from sidelane.execute.boxes import Box, boxes
+from sidelane.execute.cpu import commands
 from sidelane.program.batch import Batch
 from sidelane.program.collective import Buffer, Span
 from sidelane.program.resharding import Resharding, even_parts
@@ -101,6 +103,18 @@ def moved(box: Box) -> list[tuple[int, int]]:
         for plane, row, byte in itertools.product(range(box.planes), range(box.rows), range(box.width))
         for there, here in [[plane * box.distances[k] + row * box.pitches[k] + byte for k in (0, 1)]]
     ]
+
+
+def test_large_boxes_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a failed invocation stops soon, whatever is large: planes, rows or their width."""
+    monkeypatch.setattr(commands, "_COPY_BYTES", 64)
+    for shape in ((3, 5, 7), (1, 9, 200), (40, 2, 3), (1, 1, 1000), (2, 1, 64), (1, 300, 1)):
+        dst, src = np.zeros(shape, np.uint8), np.random.default_rng(1).integers(1, 256, shape, np.uint8)
+        for to, from_ in commands._parts(dst, src):
+            assert 0 < to.nbytes <= 64
+            assert not to.any(), "no byte is copied twice"
+            np.copyto(to, from_)
+        assert np.array_equal(dst, src)
 
 
 def test_a_layout_is_named() -> None:
