@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sidelane.execute.base import Place, Questions
+from sidelane.execute.boxes import Box
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.native import Bound
 
@@ -175,6 +176,19 @@ class FakeDriver:
                 ctypes.memmove(dst + row * pitches[0], src + row * pitches[1], nbytes)
 
         return lambda: self._put("rows", stream, run), ()
+
+    def bind_planes(self, box: Box, stream: int) -> Bound:
+        def run() -> None:
+            for plane in range(box.planes):
+                for row in range(box.rows):
+                    dst, src = (
+                        at + plane * distance + row * pitch
+                        for at, distance, pitch in zip((box.dst, box.src), box.distances, box.pitches, strict=True)
+                    )
+                    ctypes.memmove(dst, src, box.width)
+
+        assert all(distance % pitch == 0 for distance, pitch in zip(box.distances, box.pitches, strict=True))
+        return lambda: self._put("planes", stream, run), ()
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         def submit() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from sidelane.errors import UnavailableError
+from sidelane.execute.boxes import Box
 from sidelane.execute.cuda import native
-from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, bind_launch, bind_rows
+from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, bind_launch, bind_planes, bind_rows
 
 WAIT, WRITE = 1, 2  # as in cuda.h, like the offsets below
 GEQ, EQ = 0, 1
@@ -81,6 +82,15 @@ def test_rows_are_described_as_the_driver_reads_them() -> None:
     words = struct.unpack("<2QI4x4Q2QI4x4Q2Q", bytes(copy._obj))
     source, destination = (0, 0, 2, 0, 2000, 0, 512), (0, 0, 2, 0, 1000, 0, 16)
     assert words == (*source, *destination, 12, 4)
+    assert stream.value == 5
+
+
+@pytest.mark.usefixtures("library")
+def test_planes_are_described_as_the_driver_reads_them() -> None:
+    _, (copy, stream) = bind_planes(Box(1000, 2000, 12, 4, (16, 512), 3, (64, 5120)), 5)
+    words = struct.unpack("<4QI4x4Q2Q4QI4x4Q2Q3Q", bytes(copy._obj))
+    source, destination = (*[0] * 4, 2, 0, 2000, 0, 0, 512, 10), (*[0] * 4, 2, 0, 1000, 0, 0, 16, 4)
+    assert words == (*source, *destination, 12, 4, 3)
     assert stream.value == 5
 
 

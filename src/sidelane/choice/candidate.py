@@ -126,6 +126,8 @@ def objection(call: CallShape, candidate: Candidate, abilities: Abilities = EVER
         return "leaves compute units to nobody: nothing runs beside it"
     if call.listed and takes_one_tensor(candidate):
         return "takes one tensor a call"
+    if call.resharded and not reshards(candidate):
+        return "takes contiguous parts only"
     algorithm = candidate.algorithm(call.kind)
     return _of_kernel(call, candidate) if algorithm is None else _of_algorithm(call, algorithm)
 
@@ -162,6 +164,11 @@ def takes_one_tensor(candidate: Candidate) -> bool:
         return not merges(candidate.variant)
     variant = Variant.of(candidate.variant)
     return variant.narrow or variant.pushes
+
+
+def reshards(candidate: Candidate) -> bool:
+    """Return True for a candidate whose programs copy, and do nothing else with bytes: parts may lie in rows."""
+    return candidate.implementation == DMA and not takes_one_tensor(candidate) and candidate.variant != "swap"
 
 
 def _by_name(kind: Kind) -> dict[str, Candidate]:

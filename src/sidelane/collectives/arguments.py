@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from sidelane.collectives.heap import ComparedStorages, Location, Region, SymmetricHeap
 from sidelane.program import collective as define
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Buffer, Collective, Kind, ReduceOp, Reduction
+from sidelane.program.resharding import Resharding, even_parts
 
 SHARD_ALIGNMENT = 256
 """Bytes to which the shards of an all_reduce are rounded, so that engines and kernels work on aligned spans."""
@@ -29,12 +31,14 @@ class Request:
         collective: the collective.
         input, output: bytes of the rank's own tensors.
         dtype: element type of both.
+        resharding: layout of both, if their parts are no contiguous ones.
     """
 
     collective: Collective
     input: Region
     output: Region
     dtype: torch.dtype
+    resharding: Resharding | None = None
 
     @property
     def whole(self) -> Region:
@@ -57,6 +61,20 @@ class Request:
         output = None if kind is Kind.GATHER else self.output.place
         # If peers write into the output, nobody but its own rank uses the place of an input.
         return None if kind is Kind.SCATTER or output is not None else self.input.place, output
+
+
+class Dimensions(NamedTuple):
+    """The caller's arguments of an all_to_all from one dimension to another one, before they are checked.
+
+    Attributes:
+        scatter, gather: the dimensions.
+        scattered, gathered: sizes of their parts, one for each rank; None for parts as equal as can be.
+    """
+
+    scatter: int
+    gather: int
+    scattered: tuple[int, ...] | None
+    gathered: tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,10 +107,17 @@ class Arguments:
         collective = define.all_gather([input.nbytes] * self.world_size, in_place=in_place)
         return Request(collective, input_region, output_region, input.dtype)
 
-    def all_to_all(self, output: torch.Tensor, input: torch.Tensor, copies_own: object = True) -> Request:
-        """Check an all_to_all with equal splits: both tensors must hold ``world_size`` equal parts."""
+    def all_to_all(
+        self, output: torch.Tensor, input: torch.Tensor, copies_own: object = True, dims: Dimensions | None = None
+    ) -> Request:
+        """Check an all_to_all with equal splits: both tensors must hold ``world_size`` equal parts.
+
+        With ``dims`` it is one from one dimension to another, of parts that may differ.
+        """
         _check_own(copies_own)
         self._same_dtype("all_to_all", output, input)
+        if dims is not None:
+            return self._reshard(output, input, bool(copies_own), dims)
         if output.numel() != input.numel() or input.numel() % self.world_size:
             raise ValueError(
                 f"all_to_all: input and output must hold the same number of elements, a multiple of {self.world_size} "
@@ -104,6 +129,46 @@ class Arguments:
         counts = [[part] * self.world_size] * self.world_size
         collective = define.all_to_all(counts, in_place=in_place, copies_own=bool(copies_own))
         return Request(collective, input_region, output_region, input.dtype)
+
+    def _reshard(self, output: torch.Tensor, input: torch.Tensor, copies_own: bool, dims: Dimensions) -> Request:
+        """Check the dimensions and shapes of an all_to_all from one dimension to another one."""
+        scatter_dim, gather_dim = _dimensions(output, input, dims)
+        scattered = self._parts("input_split_sizes", dims.scattered, "scatter_dim", input, scatter_dim)
+        gathered = self._parts("output_split_sizes", dims.gathered, "gather_dim", output, gather_dim)
+        whole = list(input.shape)
+        whole[gather_dim] = output.shape[gather_dim]
+        made = Resharding(tuple(whole), input.element_size(), scatter_dim, gather_dim, scattered, gathered)
+        for name, tensor, buffer in (("input", input, Buffer.INPUT), ("output", output, Buffer.OUTPUT)):
+            allowed = made.shape_of(self.rank, buffer)
+            if tuple(tensor.shape) != allowed:
+                raise ValueError(
+                    f"all_to_all: shape of {name} (value={list(tensor.shape)} on rank {self.rank} of "
+                    f"{self.world_size}, allowed={[*allowed]} with scatter_dim={scatter_dim} by {[*scattered]} and "
+                    f"gather_dim={gather_dim} by {[*gathered]}; input={list(input.shape)}, output={list(output.shape)})"
+                )
+        output_region, input_region = self.regions("all_to_all", output, input)
+        self._apart("all_to_all", output_region, input_region)
+        # A rank without bytes has no place to agree on: a tensor of which there is one counts as ordinary memory.
+        if 0 in gathered:
+            input_region = Region(input_region.address, input_region.nbytes)
+        if 0 in scattered:
+            output_region = Region(output_region.address, output_region.nbytes)
+        collective = made.collective(copies_own=copies_own)
+        return Request(collective, input_region, output_region, input.dtype, made)
+
+    def _parts(
+        self, name: str, given: Sequence[int] | None, dimension: str, tensor: torch.Tensor, dim: int
+    ) -> tuple[int, ...]:
+        """Return the sizes of the parts of a dimension, which a tensor has all of."""
+        total = tensor.shape[dim]
+        if given is None:
+            return even_parts(total, self.world_size)
+        if len(given) != self.world_size or any(size < 0 for size in given) or sum(given) != total:
+            raise ValueError(
+                f"all_to_all: {name} must be {self.world_size} sizes that add up to {dimension} {dim} "
+                f"(value={list(given)}, allowed sum={total})"
+            )
+        return tuple(given)
 
     def split_bytes(
         self,
@@ -294,6 +359,25 @@ class Arguments:
         if name not in ELEMENT_BYTES:
             raise ValueError(f"{function}: dtype (value={name}, allowed={', '.join(ELEMENT_BYTES)})")
         return Reduction(ReduceOp(op), name)
+
+
+def _dimensions(output: torch.Tensor, input: torch.Tensor, dims: Dimensions) -> tuple[int, int]:
+    """Return the dimensions of an exchange, counted from 0."""
+    count = input.dim()
+    if count != output.dim() or count < 2:
+        raise ValueError(
+            "all_to_all: with scatter_dim and gather_dim, tensors have the same number of dimensions, 2 or more "
+            f"(input={list(input.shape)}, output={list(output.shape)})"
+        )
+    for name, dim in (("scatter_dim", dims.scatter), ("gather_dim", dims.gather)):
+        if not -count <= dim < count:
+            raise ValueError(f"all_to_all: {name} (value={dim}, allowed={-count}..{count - 1})")
+    scatter_dim, gather_dim = dims.scatter % count, dims.gather % count
+    if scatter_dim == gather_dim:
+        raise ValueError(
+            f"all_to_all: scatter_dim and gather_dim (value={dims.scatter}, {dims.gather}, allowed=two dimensions)"
+        )
+    return scatter_dim, gather_dim
 
 
 def _check_own(copies_own: object) -> None:

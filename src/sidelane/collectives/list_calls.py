@@ -11,6 +11,7 @@ from sidelane.collectives.heap import Location
 from sidelane.config import COMPUTE, NOTHING
 from sidelane.program.batch import Batch
 from sidelane.program.collective import REDUCING, Collective, Kind
+from sidelane.program.resharding import Resharding
 from sidelane.program.shape import Beside, CallShape, Computation
 
 LISTED = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.BROADCAST, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
@@ -35,10 +36,13 @@ class ListEntry:
     dtype: str
     input_place: Location
     output_place: Location
+    resharding: Resharding | None = None
 
     @staticmethod
     def of(request: Request) -> ListEntry:
-        return ListEntry(request.collective, str(request.dtype).removeprefix("torch."), *request.places)
+        return ListEntry(
+            request.collective, str(request.dtype).removeprefix("torch."), *request.places, request.resharding
+        )
 
     def for_engines(self) -> ListEntry:
         """Return the entry for a program of copy engines, whose reductions always go through staging."""
@@ -117,8 +121,14 @@ class ListAgreement:
             listed=True,
             tensors=len(self.parts),
             mixed=len(self.kinds) > 1,
+            resharded=self.is_resharded,
             uniform=len({(part.collective.reduction, part.collective.root) for part in self.parts}) <= 1,
         )
+
+    @property
+    def is_resharded(self) -> bool:
+        """True if tensors have a layout: their parts lie in rows."""
+        return any(part.resharding is not None for part in self.parts)
 
     def text(self) -> str:
         """Return the one-line signature that ranks compare and errors show; its digest covers all attributes."""
@@ -141,6 +151,7 @@ def _words(part: ListEntry) -> str:
             f"{collective.kind} of {collective.largest_buffer} bytes of {part.dtype}",
             *["in place"] * collective.in_place,
             *["own parts stay"] * (not collective.copies_own),
+            *[str(part.resharding)] * (part.resharding is not None),
             *places,
         ]
     )

@@ -274,7 +274,9 @@ def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractS
             f"{PRELAUNCH}: a graph hands over all its commands at once anyway)"
         )
     program = lower(_build(agreement, candidate.variant), moves)
-    program = dataclasses.replace(program, alone=agreement.beside == NOTHING)
+    # Copies of rows are not split into every other row.
+    is_resharded = isinstance(agreement, ListAgreement) and agreement.is_resharded
+    program = dataclasses.replace(program, alone=agreement.beside == NOTHING and not is_resharded)
     if prelaunched:
         program = prelaunch(program)
     return freeze(program) if agreement.frozen else program

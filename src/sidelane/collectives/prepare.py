@@ -329,7 +329,7 @@ class Preparer:
                 reached = self.reach(region, region.symmetric)
                 row.update({(rank, buffer): address for rank, address in reached.items()})
             rows.append(row)
-        return pieces_of(batch, rows)
+        return pieces_of(batch, rows, [part.resharding for part in request.parts])
 
     def reach(self, region: Region, remote: bool) -> dict[int, int]:
         """Return the addresses of a region by rank: of all ranks if ``remote``, else of this one only."""

@@ -49,6 +49,8 @@ def why_not_learnt(agreement: AnyAgreement, copies: Callable[[AnyAgreement], boo
     why = _why_never(agreement)
     if why:
         return why
+    if isinstance(agreement, ListAgreement) and agreement.is_resharded:
+        return "parts of its tensors lie in rows"
     parts = agreement.parts if isinstance(agreement, ListAgreement) else (agreement,)
     if any(part.input_place is not None or part.output_place is not None for part in parts):
         return "a tensor of it is symmetric"

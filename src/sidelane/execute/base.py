@@ -33,6 +33,28 @@ class Capabilities:
     device_type: str
 
 
+ENDLESS = 1 << 62
+"""Size in bytes that stands for a row or buffer of which only the program knows the end."""
+
+
+class Stretch(NamedTuple):
+    """The bytes of a buffer from some offset on, as far as they lie in rows at equal distances.
+
+    Attributes:
+        address: address of the first byte.
+        in_row: bytes to the end of its row.
+        width: size of a row in bytes.
+        pitch: distance from row to row in bytes.
+        nbytes: bytes to the end of the last row.
+    """
+
+    address: int
+    in_row: int
+    width: int
+    pitch: int
+    nbytes: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
     """The pieces of a virtual buffer (``program.batch``) that this process reaches, in their order.
@@ -41,11 +63,13 @@ class Pieces:
         starts: offset of each piece in the buffer.
         sizes: size of each piece in bytes, > 0.
         addresses: address of each piece.
+        rows: size of a row in bytes and distance from row to row, for each piece; empty if all pieces are contiguous.
     """
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
     addresses: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...] = ()
 
     def find(self, offset: int) -> int | None:
         """Return the address of a byte; None if no piece holds it.
@@ -54,10 +78,27 @@ class Pieces:
         >>> pieces.find(260), pieces.find(100)
         (5004, None)
         """
+        if self.rows:
+            found = self.stretch(offset)
+            return None if found is None else found.address
         index = bisect_right(self.starts, offset) - 1
         if index < 0 or offset >= self.starts[index] + self.sizes[index]:
             return None
         return self.addresses[index] + offset - self.starts[index]
+
+    def stretch(self, offset: int) -> Stretch | None:
+        """Return the bytes from an offset on; None if no piece holds the first.
+
+        >>> Pieces(starts=(0,), sizes=(100,), addresses=(9000,), rows=((10, 64),)).stretch(23)
+        Stretch(address=9131, in_row=7, width=10, pitch=64, nbytes=77)
+        """
+        index = bisect_right(self.starts, offset) - 1
+        if index < 0 or offset >= self.starts[index] + self.sizes[index]:
+            return None
+        inside, nbytes = offset - self.starts[index], self.sizes[index]
+        width, pitch = self.rows[index] if self.rows else (nbytes, nbytes)
+        row, column = divmod(inside, width)
+        return Stretch(self.addresses[index] + row * pitch + column, width - column, width, pitch, nbytes - inside)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +124,19 @@ class Addresses:
     def flag(self, flag: Flag) -> int:
         """Return the address of a flag."""
         return self.triggers.get(flag) or self.flags[flag.rank] + WORD_BYTES * flag.index
+
+    @property
+    def has_rows(self) -> bool:
+        """True if bytes that follow each other in some buffer do not lie so in memory."""
+        return any(pieces.rows for pieces in self.pieces.values())
+
+    def stretch(self, rank: int, buffer: str, offset: int) -> Stretch | None:
+        """Return the bytes of a buffer from an offset on; None if this process does not reach the first."""
+        pieces = self.pieces.get((rank, buffer))
+        if pieces is not None:
+            return pieces.stretch(offset)
+        base = self.buffers.get((rank, buffer))
+        return None if base is None else Stretch(base + offset, ENDLESS, ENDLESS, ENDLESS, ENDLESS)
 
     def find(self, rank: int, buffer: str, offset: int) -> int | None:
         """Return the address of a byte of a buffer; None if this process does not reach it."""

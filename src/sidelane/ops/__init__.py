@@ -17,6 +17,7 @@ from sidelane.ops.gemm_reduce import (
 )
 from sidelane.ops.gemv import GemvAllReduce, gemv_all_reduce
 from sidelane.ops.modules import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear
+from sidelane.ops.reshard import reshard
 from sidelane.ops.rms_norm import AllReduceRmsNorm, all_reduce_rms_norm
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.ops.split_gemm import split_all_to_all_gemm, split_gemm_all_to_all
@@ -45,6 +46,7 @@ __all__ = [
     "gemm_all_to_all",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
+    "reshard",
     "split_all_gather_gemm",
     "split_all_to_all_gemm",
     "split_gemm_all_reduce",

@@ -390,6 +390,36 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     return back
 
 
+def _resharded_like(
+    comm: int, tensors: list[Tensor], scatter_dim: int, gather_dim: int, lengths: list[int]
+) -> list[Tensor]:
+    ranks, found = communicator(comm), []
+    for tensor, length in zip(tensors, lengths, strict=True):
+        shape = [*tensor.shape]
+        shape[scatter_dim] = (shape[scatter_dim] + ranks.world_size - 1 - ranks.rank) // ranks.world_size
+        shape[gather_dim] = length
+        found.append(tensor.new_empty(shape))
+    return found
+
+
+def _reshard_saves(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.comm, tensors, ctx.scatter_dim, ctx.gather_dim, _ = inputs
+    ctx.lengths = [tensor.shape[ctx.scatter_dim] for tensor in tensors]
+
+
+def _reshard_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    return None, reshard(ctx.comm, grads, ctx.gather_dim, ctx.scatter_dim, ctx.lengths), None, None, None
+
+
+@_operator(_resharded_like, _reshard_backward, _reshard_saves)
+def reshard(comm: int, tensors: list[Tensor], scatter_dim: int, gather_dim: int, lengths: list[int]) -> list[Tensor]:
+    """See :func:`sidelane.ops.reshard`; ``lengths``: those of ``gather_dim`` in each result."""
+    results = _resharded_like(comm, tensors, scatter_dim, gather_dim, lengths)
+    given = [tensor.contiguous() for tensor in tensors]
+    communicator(comm).all_to_all(results, given, scatter_dim=scatter_dim, gather_dim=gather_dim)
+    return results
+
+
 def _with_zeros(rows: Tensor, count: Tensor) -> Tensor:
     """Return rows in memory of the caller's own, with zeros behind so many."""
     is_there = torch.arange(rows.shape[0], device=rows.device) < count

@@ -95,6 +95,7 @@ class CallShape:
         tensors: number of tensors.
         mixed: the list has several kinds of collective; ``kind`` is that with the most bytes.
         uniform: all tensors have one reduction and dtype, if they reduce, and one root, if they have any.
+        resharded: parts of tensors lie in rows (``program.resharding``).
         computation: computation that runs next to it, if its time is known; ``beside`` is ``compute`` then.
     """
 
@@ -113,6 +114,7 @@ class CallShape:
     uniform: bool = True
     computation: Computation | None = None
     copies_own: bool = True
+    resharded: bool = False
 
     def __post_init__(self) -> None:
         settle(self, kind=_KIND, world_size=_COUNT, nbytes=_BYTES, tensors=_BYTES, dtype=text, beside=text)

@@ -37,6 +37,7 @@ from sidelane.session.beside import beside
 from sidelane.session.entry import entry, repeated_entry
 from sidelane.session.lists import Batched, ListedCall, Tensors, holds_lists
 from sidelane.session.own_kernel import OwnKernel, load_kernel
+from sidelane.session.reshard_call import ReshardCall
 from sidelane.session.session import Lane, Session
 
 if TYPE_CHECKING:  # a process group makes its first call without these
@@ -190,6 +191,8 @@ class Communicator:
         *,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
+        scatter_dim: int | None = None,
+        gather_dim: int | None = None,
         copy_own_part: bool = True,
         async_op: bool = False,
         variant: str = AUTO,
@@ -202,6 +205,13 @@ class Communicator:
             input: any dtype.
             output_split_sizes: rows of dimension 0 from each rank; None, like the next one, for equal parts.
             input_split_sizes: rows of dimension 0 for each rank. The ranks compare them on the host at every call.
+            scatter_dim: dimension of which part j of ``input`` is a slice. It makes this the exchange of sequence
+                parallelism, together with the next one: with 2 and 1, [B, S/N, H, D] becomes [B, S, H/N, D], and with 1
+                and 2 it comes back. Nothing is permuted before or after, and copy engines move everything. Not in
+                place.
+            gather_dim: dimension along which the parts are put together in ``output``. A length of these two that N
+                does not divide is split as by ``torch.tensor_split``, or by the split sizes: ``input_split_sizes`` are
+                those of ``scatter_dim`` then, and ``output_split_sizes`` of this one, the same on every rank.
             copy_own_part: False leaves part r of rank r in ``input`` only: its place in ``output`` is not written, and
                 the part is not read. The same on all ranks. Next to a GEMM this copy is the most expensive one
                 (docs/guide/overlap.md). Copy engines only; a call in place has no such copy anyway.
@@ -213,10 +223,13 @@ class Communicator:
         Raises:
             As :meth:`all_gather`.
         """
-        if output_split_sizes is None and input_split_sizes is None:
+        if output_split_sizes is input_split_sizes is None and scatter_dim is gather_dim is None:
             return self._call(Kind.ALL_TO_ALL, (output, input), own_part(copy_own_part), variant, beside, async_op)
         tensors: Any = (output, input)  # lists are refused there
         splits = output_split_sizes, input_split_sizes
+        if scatter_dim is not None or gather_dim is not None:
+            form = ReshardCall(tensors, (scatter_dim, gather_dim), splits, copy_own_part, self.world_size)
+            return self._run(form, variant, beside, async_op)
         uneven = UnevenCall(tensors, splits, copy_own_part, self.world_size)
         return self._run(uneven, variant, beside, async_op)
 

@@ -71,11 +71,16 @@ class ListedCall(CallForm):
             check_variant(kind, variant, abilities, listed=True)
 
     def request(self, arguments: Arguments) -> ListRequest:
-        where = BATCH if self.name == BATCH else "lists"
+        where = self._where
         rows = [(each, row) for each, columns in zip(self._asked, self._lists, strict=True) for row in _rows(columns)]
         asked = ListRequest(tuple(_requests(arguments, rows, where)))
         _check_apart(self.name, asked.parts, where)
         return asked
+
+    @property
+    def _where(self) -> str:
+        """The place of the tensors, for errors; empty if there is no list."""
+        return BATCH if self.name == BATCH else "lists"
 
     def agreement(self, request: ListRequest, variant: str, frozen: bool, beside: Beside) -> ListAgreement:
         parts = tuple(map(ListEntry.of, request.parts))
@@ -182,7 +187,7 @@ def _requests(
         try:
             yield getattr(arguments, asked.kind)(*row, *asked.details)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{error} (number {number} in the {where})") from None
+            raise type(error)(f"{error} (number {number} in the {where})" if where else str(error)) from None
 
 
 def _check_apart(name: str, requests: Sequence[Request], where: str) -> None:

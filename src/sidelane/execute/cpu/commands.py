@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from sidelane.execute.base import Addresses
+from sidelane.execute.boxes import Box, boxes
 from sidelane.memory.ordering import full_fence
 from sidelane.program.collective import ReduceOp, Reduction, Span
 from sidelane.program.ir import (
@@ -85,7 +89,12 @@ def _compile(command: Command, queue: Queue, index: int, program: Program, addre
         size = program.buffer_bytes(span.rank, span.buffer)
         if not 0 <= span.offset <= span.end <= size:
             raise ValueError(f"span out of bounds (value={span}, allowed=0..{size})")
+    if addresses.has_rows and isinstance(command, Broadcast | Swap | Reduce):
+        raise ValueError("bytes that lie in rows (allowed=copy)")
     match command:
+        case Copy(dst, src) if addresses.has_rows:
+            _same_size(src, dst)
+            return _copy_boxes(list(boxes(dst, src, addresses)))
         case Copy(dst, src):
             return _copy([_address(dst, addresses)], _address(src, addresses), _same_size(src, dst))
         case Broadcast(dsts, src):
@@ -147,6 +156,44 @@ def _copy(dsts: list[int], src: int, nbytes: int) -> Action:
                 ctypes.memmove(dst + offset, src + offset, length)
 
     return step
+
+
+def _copy_boxes(copied: list[Box]) -> Action:
+    pairs = [pair for box in copied for pair in _parts(*_arrays(box))]
+
+    def step(run: InvocationState) -> None:
+        for dst, src in pairs:
+            run.stop_if_asked()
+            np.copyto(dst, src)
+
+    return step
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _arrays(box: Box) -> tuple[Bytes, Bytes]:
+    """Return destination and source of a box as arrays over memory that the caller keeps alive."""
+    shape = (box.planes, box.rows, box.width)
+    found: list[Bytes] = []
+    for address, pitch, distance in zip((box.dst, box.src), box.pitches, box.distances, strict=True):
+        extent = (box.planes - 1) * distance + (box.rows - 1) * pitch + box.width
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * extent).from_address(address))
+        found.append(as_strided(memory, shape, (distance, pitch, 1)))
+    return found[0], found[1]
+
+
+def _parts(dst: Bytes, src: Bytes) -> Iterator[tuple[Bytes, Bytes]]:
+    """Yield two arrays in parts of 8 MiB at most."""
+    if dst.nbytes <= _COPY_BYTES:
+        yield dst, src
+    elif len(dst) == 1:
+        yield from _parts(dst[0], src[0])
+    else:
+        step = max(1, _COPY_BYTES // dst[0].nbytes)
+        for begin in range(0, len(dst), step):
+            part = slice(begin, begin + step)
+            yield from _parts(dst[part], src[part])
 
 
 def _swap(a: int, b: int, nbytes: int) -> Action:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from sidelane.execute.base import Addresses, Follower, Places
+from sidelane.execute.boxes import Box, boxes
 from sidelane.execute.cuda.calls import (
     Call,
     Cell,
@@ -30,10 +32,10 @@ from sidelane.execute.cuda.calls import (
     WaitValue,
     WriteValue,
 )
-from sidelane.execute.cuda.copy_batches import pitch
+from sidelane.execute.cuda.copy_batches import MOST_PITCH, pitch
 from sidelane.execute.cuda.driver import Driver
 from sidelane.execute.cuda.native import Bound, steps_of
-from sidelane.program.collective import Buffer
+from sidelane.program.collective import Buffer, Span
 from sidelane.program.ir import Comparison, Flag, Program, Value
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
 
@@ -124,6 +126,7 @@ class Resolver:
     ) -> None:
         self._program, self.rank, self._addresses, self._cells, self._words = program, rank, addresses, cells, words
         self._bases: Mapping[tuple[int, str], int] = {} if addresses.pieces else addresses.buffers
+        self.has_rows = addresses.has_rows
 
     def at(self, addresses: Addresses) -> Resolver:
         """Return a resolver with other addresses of buffers."""
@@ -132,6 +135,16 @@ class Resolver:
     def is_spread(self, place: Operand | Flag | Cell) -> bool:
         """Return True for memory that lies at equal distances for all ranks, in one mapping."""
         return isinstance(place, Operand) and place.buffer == Buffer.STAGING and self._addresses.spread
+
+    def boxes(self, copy: Memcpy) -> Iterator[Box]:
+        """Yield the pitched copies of which a copy between buffers consists, each as the driver accepts it."""
+        dst, src = copy.dst, copy.src
+        if not (isinstance(dst, Operand) and isinstance(src, Operand)):
+            yield Box(self(dst), self(src), copy.nbytes)
+            return
+        to, source = (Span(place.rank, place.buffer, place.offset, copy.nbytes) for place in (dst, src))
+        for box in boxes(to, source, self._addresses):
+            yield from accepted(box)
 
     def __call__(self, place: Operand | Flag | Cell | HostWord | DeviceWord) -> int:
         """Return the address of a place.
@@ -168,6 +181,23 @@ def copies_of(call: Copying) -> tuple[Memcpy, ...]:
             return (Memcpy(dst, src, nbytes * (2 * rows - 1), within_rank=True),)
         case _:
             return call.copies
+
+
+def accepted(box: Box) -> Iterator[Box]:
+    """Yield a box as boxes that the driver accepts: distances are below a limit, and planes begin where rows would."""
+    if box.planes > 1 and any(distance % pitch for distance, pitch in zip(box.distances, box.pitches, strict=True)):
+        for plane in range(box.planes):
+            dst, src = (at + plane * far for at, far in zip((box.dst, box.src), box.distances, strict=True))
+            yield from accepted(Box(dst, src, box.width, box.rows, box.pitches))
+    elif max(box.pitches) > MOST_PITCH:
+        for row, plane in itertools.product(range(box.rows), range(box.planes)):
+            dst, src = (
+                at + row * pitch + plane * far
+                for at, pitch, far in zip((box.dst, box.src), box.pitches, box.distances, strict=True)
+            )
+            yield Box(dst, src, box.width)
+    else:
+        yield box
 
 
 class Frame:
@@ -329,10 +359,29 @@ class BoundPlan:
         for step in steps:
             if not isinstance(step, Moves):
                 bound.append(step)
+            elif self._resolve.has_rows and isinstance(step.call, Copying):
+                bound += self._bind_boxes(step.call, step.stream)
             elif isinstance(step.call, MemcpyRows):
                 bound += [self._bind_call(call, step.stream) for call in self._without_uneven_rows(step.call)]
             else:
                 bound.append(self._bind_call(*step))
+        return bound
+
+    def _bind_boxes(self, call: Copying, stream: int) -> list[Bound]:
+        """Prepare copies between buffers whose bytes lie in rows; of a batch, what is contiguous stays one call."""
+        assert not isinstance(call, MemcpyEveryOther), "programs with layouts are not alone"
+        driver = self._driver
+        found = [box for copy in copies_of(call) for box in self._resolve.boxes(copy)]
+        plain = [(box.dst, box.src, box.width) for box in found if box.nbytes == box.width]
+        if isinstance(call, MemcpyBatch) and len(plain) > 1:
+            bound = [driver.bind_copies(plain, stream)]
+        else:
+            bound = [driver.bind_copy(*copy, stream) for copy in plain]
+        for box in found:
+            if box.planes > 1:
+                bound.append(driver.bind_planes(box, stream))
+            elif box.rows > 1:
+                bound.append(driver.bind_rows(box.dst, box.src, box.pitches, box.width, box.rows, stream))
         return bound
 
     def _without_uneven_rows(self, call: MemcpyRows) -> tuple[Memcpy | MemcpyRows, ...]:

@@ -19,6 +19,7 @@ import torch
 
 from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
+from sidelane.execute.boxes import Box
 from sidelane.execute.cuda import native
 from sidelane.execute.cuda.kernel_launch import LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
@@ -326,6 +327,10 @@ class Driver:
     def bind_rows(self, dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: int, stream: int) -> Bound:
         """Prepare one copy of rows; see :func:`sidelane.execute.cuda.native.bind_rows`."""
         return native.bind_rows(dst, src, pitches, nbytes, rows, stream)
+
+    def bind_planes(self, box: Box, stream: int) -> Bound:
+        """Prepare one copy of planes; see :func:`sidelane.execute.cuda.native.bind_planes`."""
+        return native.bind_planes(box, stream)
 
     def bind_record(self, event: int, stream: int, *, external: bool = False) -> Bound:
         """Prepare the record of an event. ``external``: in a capture it becomes a node that records at every replay."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from sidelane.errors import UnavailableError
 from sidelane.execute.base import DriverCall
+from sidelane.execute.boxes import Box
 from sidelane.program.wraparound import WORD_MASK
 
 Bound = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -87,10 +88,14 @@ def bind_launch(function: int, arguments: int, config: LaunchConfig) -> Bound:
     return require_native("cuLaunchKernelEx"), parts
 
 
-def _placed(side: str) -> tuple[tuple[str, Any], ...]:
+def _placed(side: str, *, in_planes: bool = False) -> tuple[tuple[str, Any], ...]:
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
-    kinds = {"x_bytes": size, "y": size, "memory_type": ctypes.c_int, "host": pointer, "device": pointer}
-    return tuple((f"{side}_{name}", kind) for name, kind in {**kinds, "array": pointer, "pitch": size}.items())
+    kinds: dict[str, Any] = {"x_bytes": size, "y": size}
+    if in_planes:
+        kinds |= {"z": size, "lod": size}
+    kinds |= {"memory_type": ctypes.c_int, "host": pointer, "device": pointer, "array": pointer}
+    kinds |= {"reserved": pointer, "pitch": size, "height": size} if in_planes else {"pitch": size}
+    return tuple((f"{side}_{name}", kind) for name, kind in kinds.items())
 
 
 class Copy2D(ctypes.Structure):
@@ -117,6 +122,36 @@ def bind_rows(dst: int, src: int, pitches: tuple[int, int], nbytes: int, rows: i
         height=rows,
     )
     return require_native("cuMemcpy2DAsync_v2"), (ctypes.byref(copy), ctypes.c_void_p(stream))
+
+
+class Copy3D(ctypes.Structure):
+    """``CUDA_MEMCPY3D`` of cuda.h: planes of rows of bytes."""
+
+    _fields_ = (
+        *_placed("src", in_planes=True),
+        *_placed("dst", in_planes=True),
+        ("width_bytes", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+    )
+
+
+def bind_planes(box: Box, stream: int) -> Bound:
+    """Prepare a copy of planes of rows; distances from plane to plane are multiples of those from row to row."""
+    copy = Copy3D(
+        src_memory_type=_DEVICE_MEMORY,
+        src_device=box.src,
+        src_pitch=box.pitches[1],
+        src_height=box.distances[1] // box.pitches[1],
+        dst_memory_type=_DEVICE_MEMORY,
+        dst_device=box.dst,
+        dst_pitch=box.pitches[0],
+        dst_height=box.distances[0] // box.pitches[0],
+        width_bytes=box.width,
+        height=box.rows,
+        depth=box.planes,
+    )
+    return require_native("cuMemcpy3DAsync_v2"), (ctypes.byref(copy), ctypes.c_void_p(stream))
 
 
 class MemoryOps:
