@@ -25,9 +25,10 @@ def test_no_order_of_steps_goes_wrong(ranks: int, calls: int, options: tuple[int
     assert explore(ranks, calls, options=options) > least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "least"),
-    [((KEEPS, FREES), 10_000), pytest.param((KEEPS, FREES, HAS_PRIVATE), 200_000, marks=pytest.mark.long)],
+    [((KEEPS, FREES), 10_000), ((KEEPS, FREES, HAS_PRIVATE), 200_000)],
 )
 def test_no_order_of_steps_goes_wrong_with_lists(options: tuple[int, ...], least: int) -> None:
     assert explore(2, 2, options=options, tensors=2) > least

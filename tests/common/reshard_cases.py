@@ -215,6 +215,37 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     return texts
 
 
+def functional_refused(group: dist.ProcessGroup) -> list[str]:
+    """What one rank alone gets wrong is told to the other, which makes the call."""
+    from sidelane.ops import reshard
+
+    texts = []
+    with communicator(group) as comm:
+        for wrong in (
+            {"tensors": torch.empty(2, 2, 2), "scatter_dim": 3},
+            {"tensors": [torch.empty(2, 2), torch.empty(2)]},
+            {"gather_length": -1},
+        ):
+            given = {"tensors": torch.empty(2, 2), "scatter_dim": 1, "gather_dim": 0} | (wrong if comm.rank else {})
+            with pytest.raises((ValueError, PeerError)) as caught:
+                reshard(comm, given.pop("tensors"), **given)
+            texts.append(str(caught.value))
+    return texts
+
+
+def conjugated(group: dist.ProcessGroup) -> None:
+    """Tensors whose conjugation or sign torch has put off."""
+    from sidelane.ops import reshard
+
+    with communicator(group) as comm:
+        n = comm.world_size
+        given = torch.randn(2, 2 * n, dtype=torch.complex64)
+        for lazy in (given.conj(), given.conj().imag):
+            found = reshard(comm, lazy, scatter_dim=1, gather_dim=0)
+            whole = reshard(comm, lazy.resolve_conj().resolve_neg().clone(), scatter_dim=1, gather_dim=0)
+            assert torch.equal(found, whole)
+
+
 def gradients(group: dist.ProcessGroup, compiled: bool) -> None:
     """The functional operator against slices of everyone's tensors, and its gradients, which are the way back."""
     from sidelane.ops import library, reshard

@@ -20,7 +20,7 @@ from ranks import shared_memory
 
 from sidelane import Config
 from sidelane.device.context import begin, end
-from sidelane.errors import PeerError
+from sidelane.errors import MismatchError, PeerError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll, library
 from sidelane.ops.gemm import TileSizes
@@ -167,6 +167,20 @@ def too_small(group: dist.ProcessGroup, layout: Sequence[int], transport: str) -
         try:
             embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), slice_bags=1)
         except (ValueError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def unlike(group: dist.ProcessGroup, layout: Sequence[int], what: str) -> str:
+    """Arguments that differ between nodes."""
+    with on_nodes(group, layout) as ranks:
+        other = ranks.rank == 1
+        table = torch.ones(4, 3 if other and what == "dim" else 2)
+        batch = 8 + (other and what == "batch")
+        options = {"mode": "mean"} if other and what == "mode" else {}
+        try:
+            embedding_all_to_all(ranks, [table], torch.zeros(batch).long(), torch.arange(batch + 1), **options)
+        except (MismatchError, PeerError) as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
 

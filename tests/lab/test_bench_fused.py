@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from marks import long
 
 from sidelane import cli
 from sidelane.choice.fused import FusedTable
@@ -23,9 +22,6 @@ from sidelane_lab.studies.fused.study import FusedOptions
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-SOME = ("embedding_all_to_all",)
-
-
 def makers_of(op: str) -> tuple[object, ...]:
     from sidelane_lab.studies.fused import cases
 
@@ -33,11 +29,8 @@ def makers_of(op: str) -> tuple[object, ...]:
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    "ops",
-    [SOME, long(FUSED_OPS[:4]), long(FUSED_OPS[4:])],
-    ids=["some", "first", "others"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("ops", [FUSED_OPS[:4], FUSED_OPS[4:]], ids=["first", "others"])
 def test_everything_is_checked_and_timed(tmp_path: Path, ops: tuple[str, ...]) -> None:
     path = tmp_path / "fused.json"
     plain: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1}

@@ -56,6 +56,15 @@ def test_noise_is_what_other_libraries_do(before: Results) -> None:
     assert compare(before, other).noise == 0.02, "another NCCL says nothing about chance"
 
 
+def test_what_a_group_took_is_measured_and_points_of_libraries_may_go(before: Results) -> None:
+    calls = read(FILE.parents[1] / "h200x2/process-group.json")
+    taken = [dataclasses.replace(row, variant="another", made_by="another") for row in calls.rows]
+    found = compare(calls, dataclasses.replace(calls, rows=tuple(taken)))
+    assert found.lost == () and found.new == 0
+    left = [row for row in before.rows if row.implementation != "nccl_ce"]
+    assert compare(before, dataclasses.replace(before, rows=tuple(left))).lost == ()
+
+
 def test_spreads_that_meet_are_no_change(before: Results) -> None:
     rows = [dataclasses.replace(row, p10_us=row.time_us and row.time_us / 2) for row in before.rows]
     later = changed(dataclasses.replace(before, rows=tuple(rows)), lambda row: 1.5)

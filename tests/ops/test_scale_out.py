@@ -53,6 +53,12 @@ def test_slices_as_they_come(four: Crew) -> None:
     assert four.run(cases.slices_as_they_come, 2, (0, 1), timeout_s=110) == [3] * 2
 
 
+@pytest.mark.parametrize("what", ["mode", "batch", "dim"])
+def test_arguments_that_differ_between_nodes_are_refused_on_all_ranks(four: Crew, what: str) -> None:
+    for rank, text in enumerate(four.run(cases.unlike, 2, (0, 1), what, timeout_s=110)):
+        assert "Error: " in text and f"rank {1 - rank} has other arguments (value=" in text, text
+
+
 def test_nothing_is_left_behind(four: Crew) -> None:
     four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
 

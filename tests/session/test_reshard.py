@@ -67,3 +67,18 @@ def test_what_is_refused(pool: RankPool) -> None:
         assert len(texts) == len(words)
         for text, word in zip(texts, words, strict=True):
             assert word in text
+
+
+def test_what_the_function_refuses_on_one_rank_is_told_to_the_other(pool: RankPool) -> None:
+    words = (
+        "scatter_dim (value=3, allowed=-3..2)",
+        "the same number of dimensions",
+        "gather_length (value=-1, allowed=0",
+    )
+    for texts in pool.run(reshard_cases.functional_refused, 2):
+        for text, word in zip(texts, words, strict=True):
+            assert word in text
+
+
+def test_tensors_that_are_conjugated_later(pool: RankPool) -> None:
+    pool.run(reshard_cases.conjugated, 2)

@@ -415,7 +415,7 @@ def _reshard_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 def reshard(comm: int, tensors: list[Tensor], scatter_dim: int, gather_dim: int, lengths: list[int]) -> list[Tensor]:
     """See :func:`sidelane.ops.reshard`; ``lengths``: those of ``gather_dim`` in each result."""
     results = _resharded_like(comm, tensors, scatter_dim, gather_dim, lengths)
-    given = [tensor.contiguous() for tensor in tensors]
+    given = [tensor.contiguous().resolve_conj().resolve_neg() for tensor in tensors]
     communicator(comm).all_to_all(results, given, scatter_dim=scatter_dim, gather_dim=gather_dim)
     return results
 

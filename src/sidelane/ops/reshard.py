@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import overload
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sidelane.ops import library
+from sidelane.ops.handle import telling_refusals
 from sidelane.session import Communicator
 
 __all__ = ["reshard"]
@@ -53,14 +55,22 @@ def reshard(
     """
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     dims = given[0].dim() if given else 0
+    telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, "reshard")
+    with telling:
+        _check(given, dims, scatter_dim, gather_dim, gather_length)
+    scatter, gather = (dim % max(1, dims) for dim in (scatter_dim, gather_dim))
+    n = comm.world_size
+    lengths = [n * tensor.shape[gather] if gather_length is None else gather_length for tensor in given]
+    found: list[Tensor] = torch.ops.sidelane.reshard(library.number_of(comm), given, scatter, gather, lengths)
+    return found[0] if isinstance(tensors, Tensor) else found
+
+
+def _check(given: list[Tensor], dims: int, scatter_dim: int, gather_dim: int, gather_length: int | None) -> None:
     if any(tensor.dim() != dims for tensor in given):
         shapes = [list(tensor.shape) for tensor in given]
         raise ValueError(f"reshard: tensors must have the same number of dimensions (value={shapes})")
     for name, dim in (("scatter_dim", scatter_dim), ("gather_dim", gather_dim)):
         if given and not -dims <= dim < dims:
             raise ValueError(f"reshard: {name} (value={dim}, allowed={-dims}..{dims - 1})")
-    scatter, gather = (dim % max(1, dims) for dim in (scatter_dim, gather_dim))
-    n = comm.world_size
-    lengths = [n * tensor.shape[gather] if gather_length is None else gather_length for tensor in given]
-    found: list[Tensor] = torch.ops.sidelane.reshard(library.number_of(comm), given, scatter, gather, lengths)
-    return found[0] if isinstance(tensors, Tensor) else found
+    if gather_length is not None and gather_length < 0:
+        raise ValueError(f"reshard: gather_length (value={gather_length}, allowed=0 and more)")

@@ -28,7 +28,7 @@ OF_LIBRARIES = ("torch", "nccl")
 LEAST_LIBRARY_ROWS = 10
 """Number of points of libraries from which their spread counts."""
 
-MEASURED = ("note", "chosen", "sweep", "correct")
+MEASURED = ("note", "chosen", "sweep", "correct", "made_by", "nccl", "transformers")
 """Fields that are measured, or say how, though they are no figures."""
 
 TIMES = ("time_us", "step_ms", "total_us", "host_us")
@@ -66,7 +66,7 @@ class FileComparison:
 
     Attributes:
         points: points of both, with times in both.
-        lost: keys of points that have a time in the old file only.
+        lost: keys of points of Sidelane's that have a time in the old file only.
         new: number of points that have a time in the new file only.
         noise: change that counts as none, as a share: the larger of what was asked for and what nineteen of twenty
             points of libraries stay within.
@@ -111,7 +111,7 @@ def compare(old: Results, new: Results, least: float = 0.02) -> FileComparison:
     changes = sorted(abs(math.log(point.ratio)) for point in points if point.of_library)
     counted = len(changes) if same_libraries and len(changes) >= LEAST_LIBRARY_ROWS else 0
     noise = math.exp(changes[math.ceil(0.95 * counted) - 1]) - 1 if counted else 0.0
-    lost = tuple(key for key in before if key not in after)
+    lost = tuple(key for key in before if key not in after and not _is_of_library(key))
     return FileComparison(points, lost, len(after) - len(points), max(noise, least), counted if noise > least else 0)
 
 
@@ -132,7 +132,11 @@ def _time_of(row: FlatRow) -> str:
 
 
 def _key(row: FlatRow) -> Key:
-    measured = (*MEASURED, "units") if hasattr(row, "sweep") else MEASURED  # of a sweep, the best number of units
+    measured = {*MEASURED}
+    if hasattr(row, "sweep"):
+        measured.add("units")  # the best number of them
+    if hasattr(row, "made_by"):
+        measured.add("variant")  # the one that was taken, where others are told which to take
     names = (field.name for field in dataclasses.fields(row) if field.name not in measured)
     found = ((name, getattr(row, name)) for name in names)
     return tuple((name, value) for name, value in found if isinstance(value, (str, bool, int)) and value != "")
@@ -140,7 +144,11 @@ def _key(row: FlatRow) -> Key:
 
 def _point(key: Key, old: FlatRow, new: FlatRow) -> Point:
     (was, was_low, was_high), (now, now_low, now_high) = _figures_of(old), _figures_of(new)
-    return Point(key, was, now, now_low > was_high or now_high < was_low, dict(key).get("implementation") in LIBRARIES)
+    return Point(key, was, now, now_low > was_high or now_high < was_low, _is_of_library(key))
+
+
+def _is_of_library(key: Key) -> bool:
+    return dict(key).get("implementation") in LIBRARIES
 
 
 def _figures_of(row: FlatRow) -> list[float]:

@@ -75,5 +75,6 @@ def scale_out(
                     for way in ("up", "down")
                 ]
             carrier = GroupTransport(pair[0], pair[1], rank, near.device)
+            stack.callback(carrier.close)  # also where what follows fails
             carrier.warm_up([other for other in range(len(ranks)) if nodes.of[other] != node])
         yield stack.enter_context(ScaleOut(near, store, rank, nodes.of, transport=carrier, capacity=capacity))

@@ -113,17 +113,17 @@ class EmbeddingAcrossNodes:
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * batch, max(1, UNIT_WARPS // self._warps))
         counters = 2 + ranks.world_size * own * self._slices
-        self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
-        self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
-        self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
+        with telling_refusals(comm, NAME):  # there may be no memory
+            self._counters = lasting(device, lambda: torch.zeros(counters, dtype=torch.int32, device=device))
+            self._sends = lasting(device, lambda: torch.empty(own * batch * dim, dtype=dtype, device=device))
+            self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         with ranks.naming():
             self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
         self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=sum(counts) * self._slices)
         with telling_refusals(comm, NAME):
             self.kernel.require_room(NAME, len(ranks.fars) * own * self._slices)
-        slice_here = self._whole[: self.slice_bags, :dim]
-        ranks.transport.make_ready(slice_here)
-        ranks.exchange(NAME, (mode, self.slice_bags, batch))
+            ranks.transport.make_ready(self._whole[: self.slice_bags, :dim])
+        ranks.agree(NAME, (mode, self.slice_bags, batch, dim, str(dtype)))
 
     def flag_of_slice(self, owner: int, table: int, sample: int) -> int:
         """Return the flag that is raised behind a slice, for ``device.wait_slice_acquire``.

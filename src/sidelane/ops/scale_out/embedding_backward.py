@@ -80,23 +80,25 @@ class BackwardAcrossNodes:
         device, own = ranks.device, samples[ranks.rank]
         starts = list(itertools.accumulate(counts, initial=0))
         self._rows = rows = list(itertools.accumulate((table.shape[0] for table in tables), initial=0))
-        self._starts = lasting(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
-        self._first_rows = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
-        self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
+        with telling_refusals(comm, NAME):  # there may be no memory
+            self._starts = lasting(device, lambda: torch.tensor(starts, dtype=torch.int32, device=device))
+            self._first_rows = lasting(device, lambda: torch.tensor(rows, dtype=torch.int64, device=device))
+            self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * max(samples), max(1, UNIT_WARPS // self._warps))
         self._slice_bags = slice_of(samples[0], dim * dtype.itemsize)
         slices = -(-own // self._slice_bags)
-        self._counters = lasting(
-            device, lambda: torch.zeros(2 + sum(counts) * slices, dtype=torch.int32, device=device)
-        )
-        self._sends = lasting(device, lambda: torch.empty(own * self.tables.width, dtype=dtype, device=device))
+        with telling_refusals(comm, NAME):
+            self._counters = lasting(
+                device, lambda: torch.zeros(2 + sum(counts) * slices, dtype=torch.int32, device=device)
+            )
+            self._sends = lasting(device, lambda: torch.empty(own * self.tables.width, dtype=dtype, device=device))
         with ranks.naming():
             self._places = ranks.near.empty(max(counts) * batch * dim, dtype=dtype)
         self._kernel = FarKernel(ranks, _embedding_backward, flags=2 * self._programs)
         with telling_refusals(comm, NAME):
             self._kernel.require_room(NAME, sum(counts[far] for far in ranks.fars) * slices)
-        ranks.exchange(f"{NAME} backward", batch)
+        ranks.agree(f"{NAME} backward", (batch, dim, str(dtype)))
 
     def __call__(
         self,

@@ -76,7 +76,7 @@ class GemmAcrossNodes:
         with ranks.naming():
             self._output = ranks.near.empty(most_rows, columns, dtype=dtype)
         self._kernel = FarKernel(ranks, _gemm_all_to_all, flags=2)
-        ranks.exchange(NAME, (most_rows, columns, str(dtype)))
+        ranks.agree(NAME, (most_rows, columns, str(dtype)))
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor | None, counts: torch.Tensor) -> torch.Tensor:
         """Run the operator with arguments that were checked; without a weight it sends rows unchanged."""
@@ -86,7 +86,7 @@ class GemmAcrossNodes:
         row_tiles = -(-x.shape[0] // tiles.rows) + groups  # at most
         with telling_refusals(comm, NAME):
             self._kernel.require_room(NAME, row_tiles if ranks.fars else 0)
-        self._make_room(x.shape[0], row_tiles)
+            self._make_room(x.shape[0], row_tiles)
         self._kernel.launch(
             (self._programs,),
             ranks.near.peers(self._output),

@@ -125,6 +125,7 @@ class Proxy:
         self._rank, self._fars, self._links, self._transport, self._ring = rank, tuple(fars), links, transport, ring
         self._timeout_s, self._failed, self._look_s = timeout_s, failed, _LOOK_S[device.type]
         self.failure: PeerError | None = None
+        self._owner = forks.Owner("proxy of a rank of several nodes")
         self._failing = forks.rlock()
         self._calls: dict[tuple[int, int], FarCall] = {}
         self._to_send: collections.deque[FarCall] = collections.deque()
@@ -199,8 +200,9 @@ class Proxy:
         self._links.gives_up = self._transport.gives_up = _always
 
     def end(self, until: float) -> None:
-        """End at exit of the interpreter."""
-        self.close()
+        """End at exit of the interpreter; a forked copy leaves the connections to the process that made them."""
+        if not self._owner.is_copied:
+            self.close()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:

@@ -90,13 +90,17 @@ class ScaleOut:
         self._is_closed = False
         self.ring = HostRing(capacity, self.device)
         self._links = FarConnections(dist.PrefixStore("links/", store), rank, self.fars, self.config.timeout_s)
-        self.transport = transport or SocketTransport(self._links, self.device)
-        self._proxy = Proxy(
-            *(rank, self.fars, self._links, self.transport, self.ring, self.device),
-            timeout_s=self.config.timeout_s,
-            failed=self._end_near,
-        )
-        self._proxy.start()
+        try:
+            self.transport = transport or SocketTransport(self._links, self.device)
+            self._proxy = Proxy(
+                *(rank, self.fars, self._links, self.transport, self.ring, self.device),
+                timeout_s=self.config.timeout_s,
+                failed=self._end_near,
+            )
+            self._proxy.start()
+        except BaseException:
+            self._links.close()
+            raise
 
     def require_open(self) -> None:
         """Raise if there can be no more calls.
@@ -151,6 +155,25 @@ class ScaleOut:
                 raise MismatchError(mismatch)
             found.append(said)
         return found
+
+    def agree(self, what: str, word: Any) -> None:
+        """Raise unless all ranks say the same. Collective.
+
+        Args:
+            what: what they agree on, for errors; the same on all ranks.
+            word: word of this rank, as for :meth:`exchange`.
+
+        Raises:
+            MismatchError: another rank says something else; there are no more calls.
+            PeerError, PeerTimeoutError: a rank failed, or did not come.
+        """
+        said = self.exchange(what, word)
+        unlike = [other for other, each in enumerate(said) if each != said[self.rank]]
+        if unlike:
+            shown = f"value={said[unlike[0]]!r}, allowed=as {said[self.rank]!r} on rank {self.rank}"
+            mismatch = f"{what}: rank {unlike[0]} has other arguments ({shown})"
+            self._proxy.fail(PeerError(mismatch, unlike))
+            raise MismatchError(mismatch)
 
     def refuse(self, name: str, error: Exception) -> None:
         """Tell all ranks that this one does not make its next call, and why: they raise PeerError with the reason."""
