@@ -1,4 +1,4 @@
-"""What ranks execute in the tests of all-to-alls with a layout: the same functions for CPU processes and for GPUs."""
+"""Cases that ranks execute in the tests of all-to-alls with a layout, the same for CPU processes and for GPUs."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
 
 def functional_refused(group: dist.ProcessGroup) -> list[str]:
-    """What one rank alone gets wrong is told to the other, which makes the call."""
+    """Mistakes of one rank alone are told to the other, which makes the call."""
     from sidelane.ops import reshard
 
     texts = []

@@ -1,4 +1,4 @@
-"""What ranks on virtual nodes do with fused operators among nodes; see ``fused_ops``."""
+"""Cases of fused operators among virtual nodes; see ``fused_ops``."""
 
 from __future__ import annotations
 

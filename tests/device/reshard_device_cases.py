@@ -1,4 +1,4 @@
-"""What ranks execute in ``test_device_reshard``."""
+"""Cases that ranks execute in ``test_device_reshard``."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Rank:
         self.words[OPENED] = as_int32(epoch)
 
     def put(self, epoch: int, target: int, *rest: int) -> None:
-        """What ``send_release`` does: flag, source, place, rows, columns."""
+        """Do as ``send_release`` does: flag, source, place, rows, columns."""
         words = self.ring.tensor.numpy()
         self.wait(lambda: int(words[TAIL]) > self.ticket - self.ring.capacity)
         first = ENTRIES + self.ticket % self.ring.capacity * ENTRY_WORDS
@@ -80,7 +80,7 @@ class Rank:
             time.sleep(1e-4)
 
     def call(self, epoch: int, draws: random.Random) -> None:
-        """What a kernel does in a call: slices in any order, the end, waits; each slice is read when its flag is up."""
+        """Do as a kernel does in a call: slices in any order, the end, waits; a slice is read when its flag is up."""
         size = len(self.fars) + 1
         self.source.copy_(torch.arange(self.source.numel()) + 1000.0 * self.rank + 1e5 * (epoch % 100))
         self.begin(epoch)
