@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,18 +29,20 @@ from sidelane.ops import (
     gemv,
     reference,
     rms_norm,
-    scale_out,
 )
 from sidelane.ops.handle import power_of_two
 from sidelane.ops.operands import MOST_ELEMENTS
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
 
+if TYPE_CHECKING:  # ranks of one node do without
+    from sidelane.ops.scale_out import ScaleOut
+
 _numbers = itertools.count(1)
-_communicators: weakref.WeakValueDictionary[int, Communicator | scale_out.ScaleOut] = weakref.WeakValueDictionary()
+_communicators: weakref.WeakValueDictionary[int, Communicator | ScaleOut] = weakref.WeakValueDictionary()
 
 
-def number_of(comm: Communicator | scale_out.ScaleOut) -> int:
+def number_of(comm: Communicator | ScaleOut) -> int:
     """Return the number by which the operators know a communicator, or the ranks of several nodes, in this process."""
     number: int | None = comm.kept.get(number_of)
     if number is None:
@@ -62,11 +64,21 @@ def communicator(number: int) -> Communicator:
     return found
 
 
-def ranks_of(number: int) -> Communicator | scale_out.ScaleOut:
+def ranks_of(number: int) -> Communicator | ScaleOut:
     """Return what a number stands for. Raises ValueError as :func:`communicator`."""
     found = _communicators.get(int(number))  # of a graph with dynamic shapes it may be a SymInt, which no dict takes
     if found is None or number_of not in found.kept:
         raise ValueError(f"sidelane: communicator (value={number}, allowed=number_of one that is open)")
+    return found
+
+
+def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function for a communicator, or the one of that name for the ranks of several nodes."""
+    if isinstance(ranks, Communicator):
+        return function
+    from sidelane.ops import scale_out
+
+    found: Callable[..., Any] = getattr(scale_out, function.__name__)
     return found
 
 
@@ -196,7 +208,7 @@ def embedding_all_to_all(
     """
     options: dict[str, Any] = {"mode": mode, "per_sample_weights": per_sample_weights}
     ranks = ranks_of(comm)
-    call: Any = embedding.embedding_all_to_all if isinstance(ranks, Communicator) else scale_out.embedding_all_to_all
+    call: Any = _of_nodes(ranks, embedding.embedding_all_to_all)
     found: Tensor = call(ranks, tables, indices, offsets, **options)
     return found.clone()
 
@@ -205,8 +217,7 @@ def _backward_of_embedding(
     comm: int, grad: Tensor, tables: list[Tensor], indices: Tensor, offsets: Tensor, options: dict[str, Any]
 ) -> tuple[list[Tensor], Tensor | None]:
     ranks = ranks_of(comm)
-    one_node, several = embedding_backward.embedding_all_to_all_backward, scale_out.embedding_all_to_all_backward
-    call: Any = one_node if isinstance(ranks, Communicator) else several
+    call: Any = _of_nodes(ranks, embedding_backward.embedding_all_to_all_backward)
     found: tuple[list[Tensor], Tensor | None] = call(ranks, grad, tables, indices, offsets, **options)
     return found
 
@@ -316,7 +327,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
     ranks = ranks_of(comm)
-    call: Any = gemm.gemm_all_to_all if isinstance(ranks, Communicator) else scale_out.gemm_all_to_all
+    call: Any = _of_nodes(ranks, gemm.gemm_all_to_all)
     came: Tensor = call(ranks, in_rows(x), in_rows(weight), counts, most_rows=most_rows)
     return _with_zeros(came, counts[:, ranks.rank].sum())
 
@@ -383,7 +394,7 @@ def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     ranks = ranks_of(comm)
     n, most = ranks.world_size, rows.shape[0]
     back = rows.new_zeros(sent, rows.shape[1])
-    call: Any = all_to_all_rows if isinstance(ranks, Communicator) else scale_out.all_to_all_rows
+    call: Any = _of_nodes(ranks, all_to_all_rows)
     came: Tensor = call(ranks, in_rows(rows), counts.T.contiguous(), most_rows=n * most)
     some = min(sent, n * most)
     back[:some] = torch.where(_were_taken(counts, ranks.rank, some, most)[:, None], came[:some], 0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,11 @@ from torch import nn
 from sidelane.ops import library
 from sidelane.ops.embedding_tables import MODES, SUM
 from sidelane.ops.handle import check_choice, telling_refusals
-from sidelane.ops.scale_out import ScaleOut
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
+
+if TYPE_CHECKING:
+    from sidelane.ops.scale_out import ScaleOut
 
 
 class RowParallelLinear(nn.Module):
