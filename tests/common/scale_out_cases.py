@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
@@ -20,7 +22,7 @@ from ranks import shared_memory
 
 from sidelane import Config
 from sidelane.device.context import begin, end
-from sidelane.errors import MismatchError, PeerError
+from sidelane.errors import MismatchError, PeerError, UnavailableError
 from sidelane.integrations.nodes.scale_out import scale_out
 from sidelane.ops import EmbeddingBagAllToAll, library
 from sidelane.ops.gemm import TileSizes
@@ -330,6 +332,33 @@ def fails(
         time.sleep(0.05)
     assert after == before, (before, after)
     return found.ranks, f"{type(found).__name__}: {found}"
+
+
+def cannot_be_made(group: dist.ProcessGroup, layout: Sequence[int], culprit: int, part: str) -> str:
+    """A rank fails to make its part of what all need: all ranks raise, and nothing is left."""
+    before = left_behind()
+    there = importlib.import_module("sidelane.integrations.nodes.scale_out")
+    names = {"near": "Communicator", "carrier": "make_other", "connections": "GroupTransport.warm_up"}
+    owner, _, name = names[part].rpartition(".")
+
+    def fail(*args: object, **options: object) -> None:
+        if part != "connections":
+            raise UnavailableError(f"no {part} here")
+
+    text = "nothing"
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank(group) == culprit:
+            patch.setattr(getattr(there, owner) if owner else there, name, fail)
+        try:
+            with on_nodes(group, layout, transport="group", timeout_s=3):
+                pass
+        except (PeerError, UnavailableError) as error:
+            text = f"{type(error).__name__}: {error}"
+    until = time.monotonic() + 5
+    while (after := left_behind()) != before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert after == before, (before, after)
+    return text
 
 
 def left_behind() -> tuple[int, int]:

@@ -59,6 +59,18 @@ def test_arguments_that_differ_between_nodes_are_refused_on_all_ranks(four: Crew
         assert "Error: " in text and f"rank {1 - rank} has other arguments (value=" in text, text
 
 
+@pytest.mark.parametrize("part", ["near", "carrier"])
+def test_what_a_rank_cannot_make_is_an_error_on_all(four: Crew, part: str) -> None:
+    for text in four.run(cases.cannot_be_made, 3, (0, 1, 1), 2, part, timeout_s=60):
+        assert text.startswith("PeerError: ") and f"rank 2: UnavailableError: no {part} here" in text, text
+
+
+def test_a_rank_that_does_not_connect_is_named(four: Crew) -> None:
+    """It is rank 0's far peer; the ranks that had no part in it hear of it where they meet next."""
+    text, *others = four.run(cases.cannot_be_made, 2, (0, 1), 1, "connections", timeout_s=60)
+    assert text.startswith("PeerTimeoutError: scale-out: rank 1 did not answer rank 0 in 3 s"), (text, others)
+
+
 def test_nothing_is_left_behind(four: Crew) -> None:
     four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
 

@@ -123,7 +123,7 @@ def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0) -> Iterator[lis
         yield found
     finally:
         for one in found:
-            one.close()
+            one.proxy.close(time.monotonic())
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane-")]
         assert not left
         assert all(made.fileno() == -1 for one in found for made in one.links.data.values())
@@ -235,12 +235,41 @@ def test_what_a_rank_sent_before_it_closed_counts() -> None:
         first.put(1, END, -1, 0, 0, 0, 0)
         second.put(1, END, -1, 0, 0, 0, 0)
         wait_for(lambda: not second.proxy._calls)
-        second.close()
-        time.sleep(0.3)
+        closes = threading.Thread(target=second.close)
+        closes.start()
+        closes.join(0.5)
+        assert closes.is_alive(), "the first rank has not got the end of the call, and the second one has left"
         first.open(1)
-        wait_for(lambda: not first.proxy._calls)
+        closes.join(5)
+        assert not closes.is_alive() and not first.proxy._calls
         time.sleep(0.2)
         assert not first.errors
+
+
+def test_a_rank_that_closes_waits_for_its_own_calls() -> None:
+    with ranks(2) as (first, second):
+        for one in (first, second):
+            one.begin(1), one.open(1)
+        second.put(1, END, -1, 0, 0, 0, 0)
+        closes = threading.Thread(target=first.close)
+        closes.start()
+        closes.join(0.5)
+        assert closes.is_alive() and not second.errors
+        first.put(1, END, -1, 0, 0, 0, 0)
+        closes.join(5)
+        assert not closes.is_alive()
+        wait_for(lambda: not second.proxy._calls)
+        assert not second.errors
+
+
+def test_a_rank_that_closes_does_not_wait_for_ever() -> None:
+    with ranks(2, timeout_s=1.0) as (_, second):
+        second.begin(1), second.open(1)
+        second.put(1, END, -1, 0, 0, 0, 0)
+        wait_for(lambda: second.proxy._sent == 1)
+        began = time.monotonic()
+        second.close()  # the first rank never calls
+        assert time.monotonic() < began + 10
 
 
 def test_a_rank_that_dies_is_named() -> None:

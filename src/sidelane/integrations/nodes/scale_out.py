@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from sidelane import config as settings
 from sidelane.config import Config
 from sidelane.integrations.fallback import make_other, nccl_not_ending_the_process
-from sidelane.integrations.nodes.groups import NodeGroup, find_nodes
+from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part, find_nodes
 from sidelane.memory.exchange import store_of
 from sidelane.ops.scale_out import GroupTransport, ScaleOut
 from sidelane.ops.scale_out.ranks import CAPACITY
@@ -21,6 +22,8 @@ from sidelane.session import Communicator
 
 SOCKETS, GROUP, AUTO = "sockets", "group", "auto"
 TRANSPORTS = (AUTO, SOCKETS, GROUP)
+
+_Part = TypeVar("_Part")
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """Number of times that each group was asked for, which makes the names in its store unique."""
@@ -47,8 +50,8 @@ def scale_out(
 
     Raises:
         ValueError: a setting is not allowed.
-        UnavailableError: a node lacks what a communicator needs.
-        PeerError, PeerTimeoutError: a rank did not come.
+        UnavailableError: a node lacks what a communicator needs; on all ranks alike.
+        PeerError, PeerTimeoutError: a rank failed in another way; a rank did not come.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"scale_out: transport (value={transport!r}, allowed={', '.join(TRANSPORTS)})")
@@ -66,15 +69,35 @@ def scale_out(
     with contextlib.ExitStack() as stack:
         near_group = NodeGroup(dist.PrefixStore(f"node{node}/", store), place, own, f"{name}/node{node}")
         stack.callback(near_group.close)
-        near = stack.enter_context(Communicator(near_group, device=device, config=config))
+
+        def of_all(part: str, make: Callable[[], _Part]) -> _Part:
+            """Make a part, and raise on all ranks if one of them cannot."""
+            failure, made = None, None
+            try:
+                made = make()
+            except Exception as error:
+                failure = error
+            # The ranks of a slower node may need their whole time-out to fail.
+            agree_on_a_part(dist.PrefixStore(f"{part}/", store), rank, ranks, f"{name}/{part}", failure, 2 * timeout)
+            assert made is not None
+            return made
+
+        near = of_all("near", lambda: stack.enter_context(Communicator(near_group, device=device, config=config)))
         carrier = None
         if transport == GROUP or (transport == AUTO and near.device.type == "cuda"):
-            with nccl_not_ending_the_process():
-                pair = [
-                    make_other(dist.PrefixStore(f"{way}/", store), rank, len(ranks), timeout, f"{name}/{way}", (), None)
-                    for way in ("up", "down")
-                ]
-            carrier = GroupTransport(pair[0], pair[1], rank, near.device)
-            stack.callback(carrier.close)  # also where what follows fails
-            carrier.warm_up([other for other in range(len(ranks)) if nodes.of[other] != node])
+
+            def make_carrier() -> GroupTransport:
+                with nccl_not_ending_the_process():
+                    up, down = (
+                        make_other(
+                            dist.PrefixStore(f"{way}/", store), rank, len(ranks), timeout, f"{name}/{way}", (), None
+                        )
+                        for way in ("up", "down")
+                    )
+                made = GroupTransport(up, down, rank, near.device)
+                stack.callback(made.close)  # also where what follows fails
+                return made
+
+            carrier = of_all("carrier", make_carrier)
+            carrier.warm_up([far for far in range(len(ranks)) if nodes.of[far] != node], config.timeout_s)
         yield stack.enter_context(ScaleOut(near, store, rank, nodes.of, transport=carrier, capacity=capacity))

@@ -131,9 +131,12 @@ class Proxy:
         self._to_send: collections.deque[FarCall] = collections.deque()
         self._comes = threading.Condition(forks.lock())
         self._begun = dict.fromkeys(fars, 0)  # number of calls that each has told of
-        self._count = 0
+        self._count = self._sent = 0  # number of calls of this rank, and of those that have left
         self._held: dict[int, Header] = {}  # of calls that are not open yet
-        self._closed: set[int] = set()  # ranks that have said so
+        self._closed: dict[int, int] = {}  # ranks that have said so, and how many calls they have sent all slices of
+        self._acknowledged_by: set[int] = set()  # ranks that have what this one has sent
+        self._acknowledged_to: set[int] = set()  # ranks that know that this one has what they have sent
+        self._lost: set[int] = set()  # ranks whose notes have ended
         self._drained: set[int] = set()  # ranks of which all data has been read
         self._watched = 0.0
         self._stop = threading.Event()
@@ -179,11 +182,21 @@ class Proxy:
             self._comes.notify()
         return error
 
-    def close(self) -> None:
-        """End the threads, and close the connections. Idempotent."""
+    def close(self, until: float | None = None) -> None:
+        """End the threads, and close the connections, once this rank's calls are over and the others have what it has
+        sent: the end of a connection, and of NCCL's communicators, takes what is under way with it. Idempotent.
+
+        Args:
+            until: time of ``time.monotonic`` at which it waits no longer; None for the time-out of a call.
+        """
         if self._stop.is_set():
             return
-        self._links.note(self._fars, {"closed": True})
+        until = time.monotonic() + self._timeout_s if until is None else until
+        while self._calls and self._is_waiting(until):
+            time.sleep(self._look_s)
+        self._links.note(self._fars, {"closed": self._sent})
+        while set(self._fars) - self._acknowledged_by - self._lost and self._is_waiting(until):
+            time.sleep(self._look_s)
         self._stop.set()
         if self._calls:
             self._ring.give_up()
@@ -202,7 +215,12 @@ class Proxy:
     def end(self, until: float) -> None:
         """End at exit of the interpreter; a forked copy leaves the connections to the process that made them."""
         if not self._owner.is_copied:
-            self.close()
+            self.close(until)
+
+    def _is_waiting(self, until: float) -> bool:
+        """Return True if the others may still answer before ``until``."""
+        runs = bool(self._threads) and self._threads[1].is_alive()
+        return runs and self.failure is None and time.monotonic() < until
 
     def _guarded(self, run: Callable[[], None]) -> None:
         try:
@@ -233,6 +251,7 @@ class Proxy:
             except Gone:
                 return  # the receiving thread sees it, too
             call.is_sent = True
+            self._sent = call.number
             self._forget_if_over(call)
 
     def _next_to_send(self) -> FarCall | None:
@@ -276,6 +295,8 @@ class Proxy:
                             selector.unregister(key.fileobj)
                     except Gone as gone:
                         selector.unregister(key.fileobj)
+                        if not is_data:
+                            self._lost.add(far)
                         self._lose(gone.rank, is_data=is_data)
                 for far, header in list(self._held.items()):
                     if self._put_down(far, header):
@@ -283,6 +304,7 @@ class Proxy:
                         selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
                 if self._held:
                     time.sleep(self._look_s)
+                self._acknowledge()
 
     def _put_down(self, source: int, header: Header) -> bool:
         """Put down a slice, or the end of a call, and raise its flag; return False if the call is not open yet."""
@@ -307,6 +329,15 @@ class Proxy:
             self._forget_if_over(call)
         return True
 
+    def _acknowledge(self) -> None:
+        """Tell ranks that close once this one has all that they have sent."""
+        for far, sent in self._closed.items():
+            if far in self._acknowledged_to or self._count < sent:
+                continue
+            if all(far not in call.missing for call in list(self._calls.values()) if call.number <= sent):
+                self._acknowledged_to.add(far)
+                self._links.note([far], {"acknowledged": True})
+
     def _forget_if_over(self, call: FarCall) -> None:
         if call.is_sent and not call.missing:
             self._calls.pop((call.handle, call.epoch), None)
@@ -317,7 +348,9 @@ class Proxy:
             if "begun" in note:
                 self._begun[far] = int(note["begun"])
             elif "closed" in note:
-                self._closed.add(far)
+                self._closed[far] = int(note["closed"])
+            elif "acknowledged" in note:
+                self._acknowledged_by.add(far)
             else:
                 kind = PeerTimeoutError if note.get("late") else PeerError
                 self.fail(kind(str(note.get("why")), tuple(map(int, note.get("ranks", ())))))
@@ -344,7 +377,7 @@ class Proxy:
             if not call.is_open and call.since is None:
                 continue
             call.since = now if call.since is None else call.since
-            if gone := sorted(call.missing & self._closed & self._drained):
+            if gone := sorted(call.missing & self._closed.keys() & self._drained):
                 self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
             elif now - call.since > self._timeout_s:
                 self.fail(self._late(call, now - call.since))

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from sidelane.errors import PeerTimeoutError
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 
 
@@ -144,18 +145,27 @@ class GroupTransport:
         self.gives_up: Callable[[], bool] = lambda: False
         self._staging = _Staging()
 
-    def warm_up(self, fars: Sequence[int]) -> None:
+    def warm_up(self, fars: Sequence[int], timeout_s: float) -> None:
         """Connect every pair in both directions. Collective: memory is allocated, and kernels are loaded, which may not
         wait for an operator that waits for them.
+
+        Raises:
+            PeerTimeoutError: a rank did not answer within ``timeout_s``.
         """
-        word = torch.zeros(1, device=self._device)
-        for group, is_up in zip(self._groups, (True, False), strict=True):
-            works = []
-            for far in sorted(fars):
-                sends = (far > self._rank) == is_up
-                works.append(group.send([word], far, 0) if sends else group.recv([word.clone()], far, 0))
-            for work in works:
-                work.wait()
+        word, until = torch.zeros(1, device=self._device), time.monotonic() + timeout_s
+        self.gives_up = lambda: time.monotonic() > until
+        try:
+            for group, is_up in zip(self._groups, (True, False), strict=True):
+                works = []
+                for far in sorted(fars):
+                    sends = (far > self._rank) == is_up
+                    works.append((far, group.send([word], far, 0) if sends else group.recv([word.clone()], far, 0)))
+                for far, work in works:
+                    self._wait(work, far)
+        except Gone as gone:
+            text = f"scale-out: rank {gone.rank} did not answer rank {self._rank} in {timeout_s:g} s"
+            raise PeerTimeoutError(text, (gone.rank,)) from gone
+        self.gives_up = lambda: False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
