@@ -22,6 +22,7 @@ from device_cases import Context
 from expected import any_bytes, close, numbers, reduced, same_bytes
 
 from sidelane import Communicator, CommunicatorClosedError, Config, PeerError, UnavailableError
+from sidelane.memory.release import held_bytes
 
 
 def sweep(context: Context, name: str, *args: Any, stream: bool = False) -> Any:
