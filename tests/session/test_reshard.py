@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import reshard_cases
+from marks import long
 from ranks import RankPool
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("n", [1, 2, 3, long(5), long(8)])
 def test_random_shapes(pool: RankPool, n: int) -> None:
     pool.run(reshard_cases.shapes, n, n, 12)
 
