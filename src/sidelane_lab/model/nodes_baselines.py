@@ -193,7 +193,7 @@ def _bytes_us(machine: Machine, kind: Kind, nbytes: int) -> float:
 def _flat_exchange(machine: Machine, nbytes: int, full: bool, move: tuple[int, int]) -> NodesProgram:
     gpus, ranks, nodes = machine.gpus, machine.world_size, machine.nodes
     part = -(-nbytes // (ranks * ITEM)) * ITEM
-    shifts = [(by, across) for by in range(1, nodes) for across in range(min(gpus, 2))]
+    shifts = tuple((by, across) for by in range(1, nodes) for across in range(min(gpus, 2)))
     fold = None if full else fold_of(machine, shifts, places=1)
     world = World(machine, whole_collective(Kind.ALL_TO_ALL, part, ranks), fold, move)
     kernel = library_kernel(machine, Kind.ALL_TO_ALL, _bytes_us(machine, Kind.ALL_TO_ALL, nbytes))
@@ -244,7 +244,7 @@ def tree(
     fold = None
     if reduces and not full:
         shifts = {(by, 0) for twin in range(2) for by in _shifts(nodes, twin)}
-        fold = fold_of(machine, sorted(shifts), nodes=nodes, places=1)
+        fold = fold_of(machine, tuple(sorted(shifts)), nodes=nodes, places=1)
     world = World(machine, whole_collective(kind, part * gpus * trees, ranks, whole=True), fold, moved)
     chunks = chunks_of(part, MOST_CHUNKS // (len(world.ranks) * gpus * trees))
     world.room(3 * trees * gpus * part if reduces else 0)

@@ -14,15 +14,21 @@ from typing import Generic, TypeVar
 Tag = TypeVar("Tag")
 EPSILON = 1e-9
 
+MOST_GROUPS = 1 << 14
+"""Groups of flows whose rates are kept."""
+
 
 class Flow(Generic[Tag]):
-    """One flow. ``tag`` is the owner's; ``rate`` in bytes a microsecond."""
+    """One flow. ``tag`` is the owner's; ``rate`` in bytes a microsecond; ``route`` the number of its weights."""
 
-    __slots__ = ("ceiling", "rate", "remaining", "since", "tag", "version", "weights")
+    __slots__ = ("ceiling", "rate", "remaining", "route", "since", "tag", "version", "weights")
 
-    def __init__(self, nbytes: float, weights: Mapping[int, float], tag: Tag, ceiling: float, now: float) -> None:
+    def __init__(
+        self, nbytes: float, weights: Mapping[int, float], route: int, tag: Tag, ceiling: float, now: float
+    ) -> None:
         self.remaining = float(nbytes)
         self.weights = weights
+        self.route = route
         self.tag = tag
         self.ceiling = ceiling
         self.rate = 0.0
@@ -45,11 +51,14 @@ class FlowNetwork(Generic[Tag]):
         self._stale: dict[Flow[Tag], None] = {}
         self._ends: list[tuple[float, int, int, Flow[Tag]]] = []
         self._count = 0
+        self._routes: dict[tuple[tuple[int, float], ...], int] = {}
+        self._rates: dict[tuple[int, ...], dict[int, float]] = {}
 
     def start(self, nbytes: float, weights: Mapping[int, float], tag: Tag, now: float) -> None:
         """Add a flow at time ``now``. It ends, by ``pop_ended``, when its bytes have passed."""
         ceiling = min((self._capacities[r] / w for r, w in weights.items()), default=float("inf"))
-        flow = Flow(nbytes, weights, tag, ceiling, now)
+        route = self._routes.setdefault(tuple(weights.items()), len(self._routes))
+        flow = Flow(nbytes, weights, route, tag, ceiling, now)
         self._stale[flow] = None
         for resource, weight in weights.items():
             self._users[resource][flow] = weight
@@ -103,8 +112,9 @@ class FlowNetwork(Generic[Tag]):
             return
         group = self._reachable()
         self._stale.clear()
-        rates = self._fair_rates(group)
-        for flow, rate in rates.items():
+        rates = self._rates_of(group)
+        for flow in group:
+            rate = rates[flow.route]
             if rate == flow.rate:
                 continue  # it ends when it was to end
             flow.remaining = max(0.0, flow.remaining - flow.rate * (now - flow.since))
@@ -126,6 +136,18 @@ class FlowNetwork(Generic[Tag]):
                     group.update(dict.fromkeys(new))
                     waiting.extend(new)
         return group
+
+    def _rates_of(self, group: Mapping[Flow[Tag], None]) -> dict[int, float]:
+        """Return the rates of a group by route. Flows of one route have the same, and the routes decide which resources
+        are crowded: so a group whose routes have come before has the rates that they had.
+        """
+        routes = tuple(sorted([flow.route for flow in group]))
+        found = self._rates.get(routes)
+        if found is None:
+            if len(self._rates) >= MOST_GROUPS:
+                self._rates.clear()
+            found = self._rates[routes] = {flow.route: rate for flow, rate in self._fair_rates(group).items()}
+        return found
 
     def _fair_rates(self, group: Mapping[Flow[Tag], None]) -> dict[Flow[Tag], float]:
         """Progressive filling: all flows grow together; those on the resource that fills first stop there."""

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sidelane_lab.machines.network import Resource, route
+from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 
 
@@ -65,7 +66,8 @@ class Fold:
         return max(1, self.places * _ports(self.machine) // self.machine.gpus)
 
 
-def fold_of(machine: Machine, steps: Sequence[tuple[int, int]], *, nodes: int = 1, places: int = 0) -> Fold:
+@remembered("links")
+def fold_of(machine: Machine, steps: tuple[tuple[int, int], ...], *, nodes: int = 1, places: int = 0) -> Fold:
     """Return the smallest fold that changes nothing on the network.
 
     Args:
