@@ -379,6 +379,30 @@ def closes(group: dist.ProcessGroup, layout: Sequence[int]) -> None:
     assert found[0] == found[-1], found
 
 
+def copied(group: dist.ProcessGroup, layout: Sequence[int]) -> str:
+    """A forked copy of a rank can neither call nor end what its parent has; the parent goes on."""
+    with on_nodes(group, layout) as ranks:
+        first = small(ranks).clone()
+        reads, writes = os.pipe()
+        copy = os.fork()
+        if copy == 0:
+            try:
+                small(ranks)
+                told = "it made a call"
+            except Exception as error:
+                told = f"{type(error).__name__}: {error}"
+            ranks.close()
+            os.write(writes, told.encode())
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as file:
+            told = file.read()
+        os.waitpid(copy, 0)
+        for _ in range(2):
+            assert small(ranks).equal(first)
+    return told
+
+
 TILES = TileSizes(16, 16, 16, 1, 1, group=2)
 
 

@@ -75,6 +75,11 @@ def test_nothing_is_left_behind(four: Crew) -> None:
     four.run(cases.closes, 3, (0, 1, 1), timeout_s=110)
 
 
+def test_a_forked_copy_leaves_its_parent_alone(four: Crew) -> None:
+    for told in four.run(cases.copied, 2, (0, 1), timeout_s=60):
+        assert told.startswith("CommunicatorClosedError: ") and "forked copy" in told, told
+
+
 @pytest.fixture
 def own() -> Iterator[Crew]:
     """Ranks of a test that ends some."""
