@@ -13,6 +13,7 @@ variable                    meaning                                             
 ``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: those that come again        (d)
 ``SIDELANE_MAPPED_BYTES``   most bytes of a rank that its peers map because they learn                  (f)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
+``SIDELANE_LOG``            what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG           (g)
 ``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
 ==========================  ==========================================================================  =======
 
@@ -22,6 +23,7 @@ variable                    meaning                                             
 (d) 1 on CPU ranks; on GPUs ``learn`` in process groups, else 0 (docs/internals/reach.md).
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 (f) an eighth of what the device has.
+(g) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -38,6 +40,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
+from sidelane import log
 from sidelane.errors import SEE, Page, nearest, see
 from sidelane.fields import Rule, number, optional, several, switch, text, whole
 from sidelane.sizes import parse_bytes
@@ -46,6 +49,7 @@ VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
     *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
     "SIDELANE_VIRTUAL_NODES",
+    "SIDELANE_LOG",  # for the process, not for a communicator
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -157,6 +161,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
             warnings.warn(
                 f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)}). {SEE}{Page.SETTINGS}", stacklevel=2
             )
+    _log_level(environment)
     timeout = environment.get("SIDELANE_TIMEOUT_S", "600")
     try:
         timeout_s = float(timeout)
@@ -202,6 +207,8 @@ def current() -> Config:
     """Return the settings in force: of the innermost :func:`override`, else the environment at the first call."""
     if not _stack:
         _stack.append(from_environment(os.environ))
+        if (level := _log_level(os.environ)) is not None:
+            log.show(level)
     return _stack[-1]
 
 
@@ -225,6 +232,15 @@ def _user_folder(variable: str, default: str, name: str) -> Path | None:
         if os.path.isabs(base):
             return Path(base) / name
     return None
+
+
+def _log_level(environment: Mapping[str, str]) -> int | None:
+    found = environment.get("SIDELANE_LOG", "")
+    if not found:
+        return None
+    if found.upper() not in log.LEVELS:
+        raise _refused(f"SIDELANE_LOG: no such level (value={found!r}, allowed={', '.join(log.LEVELS)})")
+    return log.LEVELS[found.upper()]
 
 
 def _bytes(environment: Mapping[str, str], name: str) -> int | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from sidelane import log
 from sidelane.choice import Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.alternate import FLAGS as TURN_FLAGS
@@ -159,6 +160,8 @@ class Preparer:
             # A captured graph refers to the loaded program as long as it lives, and its end cannot be observed.
             self._kept.append(loaded)
         prepared = PreparedCall(loaded, agreement.text(), agreement.frozen, choice)
+        if not was_known:
+            log.calls.info("rank %d: %s: %s: %s", self._rank, agreement.collective, choice.candidate, choice.reason)
         if key is not None:
             self.cache.entry(key, LIST_PLACES if isinstance(request, ListRequest) else 1).prepared = prepared
         if shape is not None and isinstance(agreement, Agreement) and isinstance(request, Request):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sidelane import forks
+from sidelane import forks, log
 
 SIDELANE = "sidelane"
 _MOST_GROUPS = 256
@@ -101,12 +101,17 @@ class Ledger:
         global _last
         with self._lock:
             entry = self._sums.get(key)
+            is_new = entry is None
             if entry is None:
                 entry = self._sums[key] = _Sum()
             entry.calls += 1
             entry.nbytes += nbytes
             entry.reason = reason
         _last = (self, key, nbytes, reason)
+        operation, dtype, device, where, why = key
+        if is_new and where != SIDELANE:
+            what = f"{operation} of {dtype} on {device}" if dtype else operation
+            log.calls.warning("group %s: %s is made by %s: %s", self.group, what, where, why)
 
     def forget(self) -> None:
         """Reset the counts."""

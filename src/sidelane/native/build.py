@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from sidelane import log
 from sidelane.config import cache_folder
 from sidelane.forks import OwnFolder
 
@@ -56,9 +57,12 @@ class Replays:
 def load_replays() -> Replays:
     """Load the module, compiled now (half a second) if no earlier process of this user has done so. Raises nothing."""
     try:
-        return _load_or_compile()
+        found = _load_or_compile()
     except Exception as problem:  # Sidelane runs without the module, whatever is wrong with the machine
-        return Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
+        found = Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
+    if found.module is None:
+        log.calls.warning("calls that come again are made in Python, which is slower: %s", found.words)
+    return found
 
 
 def load_replays_soon() -> Replays | None:

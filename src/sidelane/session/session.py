@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane import forks
+from sidelane import forks, log
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
@@ -319,6 +319,11 @@ class Lane:
         learns = session.world_size > 1 and maps
         board = LearningBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
+        log.calls.info(
+            "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s",
+            *(session.rank, session.world_size, session.device, list(session.ranks), name),
+            *(self.profile.where, config.timeout_s),
+        )
 
     @entry
     def load(self, program: Program, buffers: Mapping[str, torch.Tensor]) -> BoundProgram:

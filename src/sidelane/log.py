@@ -1,0 +1,29 @@
+"""The library's log: Python's logger ``sidelane``, which ``SIDELANE_LOG`` prints where the program sets up no logging.
+
+``INFO`` has a line for each communicator that is made and for the first call of each shape, ``WARNING`` one for each
+reason why calls fall back to something slower or to another backend. Nothing is logged at calls that come again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARN": logging.WARNING, "WARNING": logging.WARNING}
+"""Values of ``SIDELANE_LOG``; capital letters do not matter."""
+
+calls = logging.getLogger("sidelane.calls")
+"""Logger of communicators and their calls. Unless a handler is set up, it prints nothing, not even warnings."""
+
+calls.addHandler(logging.NullHandler())
+
+
+def show(level: int) -> None:
+    """Print what is logged at a level or above to the standard error, unless the logger has a handler of its own."""
+    logger = logging.getLogger("sidelane")
+    logger.setLevel(level)
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[sidelane] %(levelname)s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False

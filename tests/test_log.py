@@ -1,0 +1,97 @@
+"""The log: a line for each communicator and each new call, one for each reason against Sidelane, none for repeats."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+import sidelane
+from sidelane import Config, log
+from sidelane.config import from_environment
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(f"{record.levelname} {record.getMessage()}")
+
+
+def logged(group: dist.ProcessGroup) -> list[str]:
+    lines, logger = Lines(), logging.getLogger("sidelane")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        with sidelane.Communicator(group, config=Config(timeout_s=30)) as comm:
+            for _ in range(3):
+                comm.all_gather(torch.empty(comm.world_size, 7), torch.ones(7))
+                comm.all_reduce(torch.ones(5, dtype=torch.int32))
+            comm.all_gather(torch.empty(comm.world_size, 8), torch.ones(8))
+        own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3, dtype=torch.float64), op=dist.ReduceOp.PRODUCT, group=own)
+        dist.destroy_process_group(own)
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(logging.NOTSET)
+    return lines.found
+
+
+def test_a_line_for_what_is_new(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(logged, 2)):
+        made = [line for line in found if "communicator of ranks" in line]
+        calls = [line for line in found if line.startswith(f"INFO rank {rank}: ") and " ranks, " in line]
+        others = [line for line in found if line.startswith("WARNING ")]
+        assert made[0].startswith(f"INFO rank {rank} of 2 on cpu: communicator of ranks [")
+        assert [line.partition("(")[0] for line in calls[:3]] == [f"INFO rank {rank}: {k}" for k in KINDS]
+        assert len(others) == 1 and "all_reduce of float64 on cpu is made by gloo: " in others[0], others
+
+
+WARNING = "[sidelane] WARNING of use"
+KINDS = ("all_gather", "all_reduce", "all_gather")
+
+PROGRAM = """
+import warnings
+warnings.simplefilter("ignore")
+from sidelane import config, log
+config.current()
+log.calls.info("of interest")
+log.calls.warning("of use")
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "printed"),
+    [
+        ("", []),
+        ("warn", ["[sidelane] WARNING of use"]),
+        ("INFO", ["[sidelane] INFO of interest", "[sidelane] WARNING of use"]),
+    ],
+)
+def test_what_is_printed(level: str, printed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDELANE_LOG", level)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stderr.splitlines() == printed
+    assert not ended.stdout
+
+
+def test_a_handler_of_the_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, lines = logging.getLogger("sidelane"), Lines()
+    monkeypatch.setattr(logger, "handlers", [lines])
+    monkeypatch.setattr(logger, "level", logger.level)
+    log.show(logging.INFO)
+    assert logger.handlers == [lines] and logger.propagate
+    logger.setLevel(logging.NOTSET)
+
+
+def test_levels_that_there_are_not() -> None:
+    with pytest.raises(ValueError, match=r"SIDELANE_LOG: no such level \(value='loud', allowed=DEBUG, INFO, WARN"):
+        from_environment({"SIDELANE_LOG": "loud"})
