@@ -107,10 +107,11 @@ class ShardedLlama:
         speeds = ROTARY_BASE ** (-torch.arange(half, device=device) / half)
         angles = torch.arange(size.length, device=device)[-taken[1] :, None] * speeds
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self.add_norm, self.gated, self.rotated = add_norm, gated, rotated
+        kernels: list[Any] = [add_norm, gated, rotated]
         if device.type != "cpu":
             torch.compiler.reset()  # else a function is compiled for so many shapes only
-            self.add_norm, self.gated, self.rotated = map(torch.compile, (add_norm, gated, rotated))
+            kernels = [torch.compile(kernel) for kernel in kernels]
+        self.add_norm, self.gated, self.rotated = kernels
 
     def step(self, half: Half, gather: Gather) -> torch.Tensor:
         """Return this rank's logits of each sequence's last token, [batch, vocabulary / ranks]."""
