@@ -75,15 +75,16 @@ class AllReduceRmsNorm(KernelHandle):
             schedule = CELLS if sent_bytes <= CELLS_BYTES else PUSHED
         self.schedule = schedule
         options: dict[str, Any] = {"N": comm.world_size}
+        words = hidden * dtype.itemsize // 4
+        # Alike in both schedules, whose rows are added up in the same order: with other warps it would be another one.
+        warps = 4 if words <= 1024 else 8 if words <= 4096 else 16
         if schedule == CELLS:
-            self._width, programs_a_unit = hidden * dtype.itemsize // 4, 1  # words of a row
-            warps = 4 if self._width <= 1024 else 8 if self._width <= 4096 else 16
-            options |= {"W": power_of_two(self._width), "ELEMENT_BYTES": dtype.itemsize}
+            self._width, programs_a_unit = words, 1
+            options |= {"W": power_of_two(words), "ELEMENT_BYTES": dtype.itemsize}
             options |= {"DTYPE": real(DTYPES[str(dtype).removeprefix("torch.")])}
             options |= {"MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
         else:
-            self._width, warps = hidden, 4 if hidden <= 2048 else 8 if hidden <= 8192 else 16
-            programs_a_unit = 2 if warps <= 8 else 1
+            self._width, programs_a_unit = hidden, 2 if warps <= 8 else 1
             options |= {"HP": power_of_two(hidden), "maxnreg": 128}  # so that all programs fit, with 16 warps on a unit
         self._options = {**options, "num_warps": warps}
         self._programs = programs_of(comm, tokens, programs_a_unit)
