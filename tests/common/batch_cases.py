@@ -28,17 +28,22 @@ def sums(group: dist.ProcessGroup, batches: Sequence[int], hidden: int) -> int:
     """
     calls = 0
     with communicator(group) as comm:
-        kernels = SM_VARIANTS[Kind.ALL_REDUCE] if SM in comm.abilities.implementations else ()
+        n, rank = comm.world_size, comm.rank
         for dtype in DTYPES:
             inputs = rows_of_ranks(comm, max(batches), hidden, dtype)
-            wanted, mine = in_rank_order(inputs, ReduceOp.SUM), inputs[comm.rank]
-            if comm.world_size > 2 and dtype is torch.float32:  # few bits are lost of shorter ones, in any order
+            wanted, mine = in_rank_order(inputs, ReduceOp.SUM), inputs[rank]
+            if n > 2 and dtype is torch.float32:  # few bits are lost of shorter ones, in any order
                 assert not same_bytes(wanted, in_rank_order(inputs[::-1], ReduceOp.SUM)), "another order, other bits"
             for batch in batches:
-                for variant in ("auto", *ENGINES, *kernels):
+                for variant in variants(comm, Kind.ALL_REDUCE):
                     there = comm.empty(batch, hidden, dtype=dtype).copy_(mine[:batch])
                     comm.all_reduce(there, variant=variant)
                     assert same_bytes(there, wanted[:batch]), (dtype, batch, variant)
+                    calls += 1
+                for variant in variants(comm, Kind.REDUCE_SCATTER):
+                    parts, part = comm.empty(n, batch, hidden, dtype=dtype).copy_(mine[:batch]), mine[:batch].clone()
+                    comm.reduce_scatter(part, parts, variant=variant)
+                    assert same_bytes(part, wanted[:batch]), (dtype, batch, variant)
                     calls += 1
                 alone, rows = mine[:batch].clone(), [row.clone() for row in mine[: min(batch, 5)]]
                 comm.all_reduce(alone)
@@ -47,6 +52,11 @@ def sums(group: dist.ProcessGroup, batches: Sequence[int], hidden: int) -> int:
                 assert same_bytes(torch.stack(rows), wanted[: len(rows)]), (dtype, batch, "a list")
                 calls += 2
     return calls
+
+
+def variants(comm: Communicator, kind: Kind) -> tuple[str, ...]:
+    """All that this machine has for a reduction."""
+    return ("auto", *ENGINES, *(SM_VARIANTS[kind] if SM in comm.abilities.implementations else ()))
 
 
 def norms(group: dist.ProcessGroup, batches: Sequence[int], hidden: int) -> int:

@@ -20,12 +20,12 @@ from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
-from sidelane_lab.studies.e2e import study
+from sidelane_lab.studies.e2e import decode, study
 from sidelane_lab.studies.e2e.study import WorkloadRow, draw_steps
 from sidelane_lab.studies.e2e.workload import Prepared
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "timeout_s": 100.0, "rounds": 2, "steps": 1}
-WAYS = ["gloo", "group", "operators", "none"]
+WAYS = ["gloo", "group", "operators", "gemv", "none"]
 
 
 def test_decoding_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
@@ -95,6 +95,42 @@ def made_up(comm: Communicator, device: torch.device, *, library_fails: bool = F
     values |= {"failing": (1.0, comm.rank == 1), "none": (7.0,)}
     steps = {way: functools.partial(result, *value) for way, value in values.items()}
     return Prepared(steps, tolerance=0.01, units=4)
+
+
+def decoded(group: dist.ProcessGroup) -> tuple[list[WorkloadRow], float]:
+    """Rows of a prefill of more tokens than a fused norm takes; and how far a step of decoding is from a prefill."""
+    size = decode.DecodeSize(decode.MODELS["tiny"], 1, 520, prefill=True)
+    rows = trial(group, functools.partial(decode.WORKLOAD.prepare, size, group))
+    whole, step = (
+        decode.ShardedLlama(dataclasses.replace(size, prefill=prefill), torch.device("cpu"), torch.float32)
+        for prefill in (True, False)
+    )
+
+    def half(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ weight.T
+        dist.all_reduce(y, group=group)
+        return decode.add_norm(y, *others)
+
+    gather = functools.partial(dist.all_gather_into_tensor, group=group)
+    wanted = whole.step(half, gather)
+    step.tokens = whole.tokens[:, -1:]
+    for mine, theirs in zip(step.layers, whole.layers, strict=True):
+        mine.keys[:, :, :-1], mine.values[:, :, :-1] = theirs.keys[:, :, :-1], theirs.values[:, :, :-1]
+    every = torch.empty(2, *wanted.shape)
+    dist.all_gather_into_tensor(every.flatten(0, 1), wanted, group=group)
+    assert int(whole.likeliest(wanted, gather)) == int(torch.cat(list(every), dim=1).argmax())
+    return rows, study.difference(step.step(half, gather), wanted)
+
+
+def test_a_prefill_and_a_step_of_decoding_agree() -> None:
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        with crew(2) as ranks:
+            for rows, apart in ranks.run(decoded):
+                assert [row.way for row in rows] == ["gloo", "group", "operators", "none"]
+                assert all(row.step_ms and not row.note for row in rows), rows
+                assert apart < 1e-5
 
 
 def refused(comm: Communicator, device: torch.device) -> Prepared:

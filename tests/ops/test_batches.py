@@ -16,7 +16,7 @@ import batch_cases
 
 @pytest.mark.parametrize("world_size", [3, long(4)])
 def test_sums(four: Crew, world_size: int) -> None:
-    assert min(four.run(batch_cases.sums, world_size, (1, 2, 7, 33), 264)) == 3 * 4 * 5
+    assert min(four.run(batch_cases.sums, world_size, (1, 2, 7, 33), 264)) == 3 * 4 * 8
 
 
 @pytest.mark.parametrize("world_size", [3, long(4)])

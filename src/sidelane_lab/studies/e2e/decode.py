@@ -2,7 +2,9 @@
 
 Each half of a layer ends with a sum over the ranks, a residual and a norm. ``nccl`` and ``group`` sum in place and
 leave the rest to one compiled kernel; ``operators`` take ``all_reduce_rms_norm``, and for many tokens
-``gemm_all_reduce``. A step of decoding makes one token of each sequence, the likeliest of all ranks' vocabularies.
+``gemm_all_reduce``. For few tokens there are ``symm_mem``, PyTorch's one-shot sum in symmetric memory, and ``gemv``,
+Sidelane's ``gemv_all_reduce``, each with that compiled kernel. A step of decoding makes one token of each sequence, the
+likeliest of all ranks' vocabularies.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from sidelane import Communicator
 from sidelane.integrations.ledger import SIDELANE
+from sidelane.session import Communicator
 from sidelane_lab.studies.clients.programs import GROUP, MODELS, NONE, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.studies.fused.case import OneShot
 from sidelane_lab.studies.process_group.ways import library_of, make_group
 
 EPS, ROTARY_BASE = 1e-5, 500_000.0
-MOST_NORMED = 512
-"""Largest number of tokens that ``all_reduce_rms_norm`` takes."""
+MOST_NORMED, MOST_TOKENS = 512, 16
+"""Largest numbers of tokens that ``all_reduce_rms_norm`` and ``gemv_all_reduce`` take."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 Half = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The end of half a layer: input, weight, residual and weight of the norm to the next input and residual."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A product of an input and a weight, summed over the ranks."""
+
 Gather = Callable[[torch.Tensor, torch.Tensor], object]
 """An all-gather: output and input."""
 
@@ -190,30 +196,44 @@ class DecodeWorkload:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         llama = ShardedLlama(size, device, dtype)
 
-        def summed(group: dist.ProcessGroup | None) -> Half:
-            def half(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> Any:
-                y = functional.linear(x, weight)
-                if group is not None:
-                    dist.all_reduce(y, group=group)
-                return llama.add_norm(y, residual, norm)
+        def half_of(product: Product) -> Half:
+            """Make the end of half a layer from a product that is summed over the ranks."""
+            return lambda x, weight, residual, norm: llama.add_norm(product(x, weight), residual, norm)
 
-            return half
+        def summed_by(group: dist.ProcessGroup) -> Half:
+            def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                y = functional.linear(x, weight)
+                dist.all_reduce(y, group=group)
+                return y
+
+            return half_of(product)
 
         def fused(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> Any:
-            if x.shape[0] <= MOST_NORMED:
-                return ops.all_reduce_rms_norm(comm, functional.linear(x, weight), residual, norm, eps=EPS)
-            return llama.add_norm(ops.gemm_all_reduce(comm, x, weight), residual, norm)
+            return ops.all_reduce_rms_norm(comm, functional.linear(x, weight), residual, norm, eps=EPS)
 
         def gathered(group: dist.ProcessGroup) -> Gather:
             return functools.partial(dist.all_gather_into_tensor, group=group)
 
-        own = sidelane_group(device)
+        own, few = sidelane_group(device), size.tokens <= MOST_NORMED
+        many = half_of(functools.partial(ops.gemm_all_reduce, comm))
         ways: dict[str, tuple[Half, Gather]] = {
-            library_of(device.type): (summed(group), gathered(group)),
-            GROUP: (summed(own), gathered(own)),
-            "operators": (fused, comm.all_gather),
-            NONE: (summed(None), lambda output, input: output.copy_(input.repeat(llama.ranks, 1))),
+            library_of(device.type): (summed_by(group), gathered(group)),
+            GROUP: (summed_by(own), gathered(own)),
+            "operators": (fused if few else many, comm.all_gather),
         }
+        if size.tokens <= MOST_TOKENS:
+            gemv = half_of(lambda x, weight: ops.gemv_all_reduce(comm, weight, x))
+            ways["gemv"] = gemv, comm.all_gather
+        if few and device.type != "cpu":
+            one_shot = OneShot(comm, torch.empty(size.tokens, size.model.hidden, dtype=dtype, device=device))
+
+            def in_symmetric_memory(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                torch.mm(x, weight.t(), out=one_shot.input)
+                return one_shot()
+
+            ways["symm_mem"] = half_of(in_symmetric_memory), gathered(group)
+        alone: Gather = lambda output, input: output.copy_(input.repeat(llama.ranks, 1))  # noqa: E731
+        ways[NONE] = half_of(functional.linear), alone
 
         def step(half: Half, gather: Gather) -> torch.Tensor:
             with torch.no_grad():

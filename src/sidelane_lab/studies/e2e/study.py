@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from sidelane import Communicator
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.cli.table import MISSING, grouped
 from sidelane.config import current
 from sidelane.integrations import ledger
 from sidelane.machine.inventory import machine_name
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import WORKLOADS, EndToEndOptions
