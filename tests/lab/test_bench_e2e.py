@@ -15,11 +15,13 @@ from ranks import crew
 
 from sidelane import Communicator
 from sidelane.cli.launch import Rank, RankFailedError
+from sidelane.program.collective import Kind
 from sidelane_lab.baselines.roster import make_meter
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
+from sidelane_lab.machines.load import named
 from sidelane_lab.studies.e2e import decode, study
 from sidelane_lab.studies.e2e.study import WorkloadRow, draw_steps
 from sidelane_lab.studies.e2e.workload import Prepared
@@ -43,7 +45,7 @@ def test_decoding_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
             2e3 / row.step_ms, rel=1e-3
         )
         assert row.correct is (None if row.way == "none" else True) and row.predicted_ms is None
-        assert row.exposed_percent is not None and row.facts["sent_bytes"] == 2 * 2 * 2 * 64 * 4 + 2 * 8
+        assert row.exposed_percent is not None and row.facts["summed_bytes"] == 2 * 2 * 2 * 64 * 4
         assert (row.difference is None) == (row.way == "none") and ("by sidelane" in row.made_by) == (
             row.way == "group"
         )
@@ -63,6 +65,15 @@ def test_what_the_file_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch
     assert options.done == {("decode", "tiny", "")} and more["known"][0] is done
     with pytest.raises(ValueError, match="a file that json names"):
         EndToEndOptions(resume=True)
+
+
+def test_exposed_time_is_predicted_for_the_library_and_for_the_group() -> None:
+    collectives = [(Kind.ALL_REDUCE, 8192 << 7, 64), (Kind.ALL_GATHER, 1024, 1)]
+    machine = named("h100x2")
+    library, group = (study.predicted_ms(machine, way, collectives) for way in ("nccl", "group"))
+    assert library is not None and group is not None and 0.3 < group < library < 2.0
+    assert study.predicted_ms(machine, "none", collectives) is None
+    assert study.predicted_ms(machine, "nccl", ()) is None
 
 
 def test_unknown_sizes_are_refused() -> None:

@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from sidelane.cli.launch import Rank, choose_target
-from sidelane.cli.table import MISSING, grouped
+from sidelane.cli.table import grouped
 from sidelane.config import current
 from sidelane.integrations import ledger
 from sidelane.machine.inventory import machine_name
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.baselines.roster import make_meter
@@ -34,7 +35,10 @@ from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import FlatRow, Picture, Results, Study
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE, calls_by_maker
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.kernels import dma_us, own_gang
+from sidelane_lab.studies.clients.programs import EAGER, GRAPH, GROUP, NONE, calls_by_maker
 from sidelane_lab.studies.clients.study import FEWEST_ROUNDS, loaded_nccl, makers_of, over_percents, spread_ms
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
 from sidelane_lab.studies.fsdp.study import exposed_ms, recovered_percent
@@ -43,9 +47,6 @@ from sidelane_lab.studies.process_group.ways import StudyGroups, library_of
 TINY = "tiny"
 SAMPLE_S = 0.2
 """Seconds that the steps of a sample may take, if more than one."""
-
-SENT_BYTES = "sent_bytes"
-"""Name of the fact from which exposed communication is predicted."""
 
 Variant = tuple[str, str]
 """A way and a launch."""
@@ -70,8 +71,9 @@ class WorkloadRow(FlatRow):
         over_percent: by how much a step takes longer than the library's in the same round, median.
         exposed_ms: more than ``none`` in the same round, median; exposed_percent: its share of the step.
         recovered_percent: of the library's exposed time, how much this way hides or saves.
-        predicted_ms: exposed communication of a step that hides none of it, by the described machine: the bytes that
-            leave a GPU over the usable rate of its links; null where the machine or the bytes are not known.
+        predicted_ms: what the model of the described machine expects for the collectives of a step, one by one: what it
+            exposes if it hides none. By the library's kernels for the library, by the faster of Sidelane's kernels and
+            copy engines for ``group``; null for other ways, and where the machine is not described.
         made_by: who made which calls of a process group of Sidelane's in a step, with the variant or the reason
             against it, as ``sidelane.report()`` says on the first rank.
         difference: norm of the difference from the library's result over the norm of that, the largest of all ranks.
@@ -187,9 +189,8 @@ class _SizeTrial:
             made: list[Prepared] = []
             problem = self._meter.run("preparation", lambda: made.append(prepare(comm, self._rank.device)))
             if problem is not None:
-                nothing = _figures(None, None, None, Prepared({}, 0.0, 0), None)
-                return [row(way=library, launch=EAGER, made_by="", difference=None, correct=None, note=problem.text,
-                            facts={}, **nothing)]  # fmt: skip
+                nothing = {**_figures(None, None, None, 0), "predicted_ms": None, "difference": None, "correct": None}
+                return [row(way=library, launch=EAGER, made_by="", facts={}, note=problem.text, **nothing)]
             try:
                 return self._rows(made[0], row)
             finally:
@@ -203,17 +204,23 @@ class _SizeTrial:
             for launch in launches:
                 self._add((way, launch), step, prepared)
         times = self._timed()
-        for variant in self._runs:
+        for variant in times:
             self._compare(variant, prepared)
         facts = {name: float(f"{value:.5g}") for name, value in prepared.facts.items()}
+        machine = _described(self._rank)
         rows = []
         for launch in launches:
             for way in prepared.steps:
                 problem = self._problems.get((way, launch))
                 found = None if problem is not None else times.get((way, launch))
-                figures = _figures(found, times.get((first, launch)), times.get((NONE, launch)), prepared, self._rank)
+                figures = _figures(found, times.get((first, launch)), times.get((NONE, launch)), prepared.units)
                 correct = None if way == NONE else True if problem is None else False if problem.wrong else None
-                more = {"made_by": self._made_by.get(way, ""), "difference": self._differences.get((way, launch))}
+                expected = None if machine is None else predicted_ms(machine, way, prepared.collectives)
+                more = {
+                    "predicted_ms": expected,
+                    "made_by": self._made_by.get(way, ""),
+                    "difference": self._differences.get((way, launch)),
+                }
                 note = "" if problem is None else problem.text
                 rows.append(row(way=way, launch=launch, correct=correct, facts=facts, note=note, **more, **figures))
         return rows
@@ -302,32 +309,46 @@ def _replays(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return replay
 
 
-def _figures(
-    times: Rounds | None, library: Rounds | None, floor: Rounds | None, prepared: Prepared, rank: Rank | None
-) -> dict[str, object]:
+def _figures(times: Rounds | None, library: Rounds | None, floor: Rounds | None, units: int) -> dict[str, object]:
     """Return the columns of a row that follow from times."""
     exposed = exposed_ms(times, floor)
-    sent = prepared.facts.get(SENT_BYTES)
     return {
         "step_ms": None if times is None else times.median_us / 1e3,
         "fastest_ms": None if times is None else min(times.times_us) / 1e3,
         "slowest_ms": None if times is None else max(times.times_us) / 1e3,
         "rounds": 0 if times is None else len(times.times_us),
-        "per_second": None if times is None else prepared.units / times.median_us * 1e6,
+        "per_second": None if times is None else units / times.median_us * 1e6,
         "over_percent": None if times is None or library is None else statistics.median(over_percents(times, library)),
         "exposed_ms": exposed,
         "exposed_percent": None if exposed is None or times is None else 1e5 * exposed / times.median_us,
         "recovered_percent": recovered_percent(times, library, floor),
-        "predicted_ms": None if sent is None or rank is None else _link_ms(sent, rank),
     }
 
 
-def _link_ms(sent_bytes: float, rank: Rank) -> float | None:
-    """Return how long bytes take to leave a GPU of this machine, if it is described."""
+def predicted_ms(machine: Machine, way: str, collectives: Sequence[tuple[Kind, int, int]]) -> float | None:
+    """Return how long the collectives of a step take on a machine, one by one; None for a way of which no model knows.
+
+    >>> predicted_ms(named("h100x2"), "operators", [(Kind.ALL_REDUCE, 1 << 16, 64)])
+    >>> round(predicted_ms(named("h100x2"), "nccl", [(Kind.ALL_REDUCE, 1 << 16, 64)]), 2)
+    0.46
+    """
+    models = {"nccl": library_us, GROUP: _own_us}
+    if way not in models or not collectives:
+        return None
+    return sum(calls * models[way](machine, kind, nbytes) for kind, nbytes, calls in collectives) / 1e3
+
+
+def _own_us(machine: Machine, kind: Kind, nbytes: int) -> float:
+    by_engines = dma_us(machine, kind, nbytes)
+    return by_engines if machine.kernels is None else min(by_engines, own_gang(machine, kind, nbytes).alone_us)
+
+
+def _described(rank: Rank) -> Machine | None:
+    """Return the description of this machine; None on CPUs, and where there is none."""
     if rank.device.type == "cpu":
         return None
     name = machine_name(torch.cuda.get_device_name(rank.device), rank.world_size)
-    return sent_bytes / float(named(name).links.usable_gbps) / 1e6 if name in machine_names() else None
+    return named(name) if name in machine_names() else None
 
 
 COLUMNS: Mapping[str, Cell] = {
@@ -340,9 +361,7 @@ COLUMNS: Mapping[str, Cell] = {
     "exposed\nms": "exposed_ms:.3f",
     "of the\nstep %": "exposed_percent:.1f",
     "recovered\n%": "recovered_percent:.0f",
-    "predicted\nms": lambda row, _: (
-        MISSING if row.predicted_ms is None or row.way == NONE else f"{row.predicted_ms:.3f}"
-    ),
+    "predicted\nms": "predicted_ms:.3f",
     "<calls by": makers_of,
     "difference": "difference:.1e",
     "<correct": "correct",
@@ -389,9 +408,9 @@ STUDY = Study(
         "A step of a model from end to end. group: the same code on a process group of Sidelane's; operators: "
         "Sidelane's fused operators or layouts; none: no communication. Medians over rounds of the slowest rank, in "
         "which the ways take turns; the least of each launch is bold. over the library: than NCCL (Gloo on CPUs) in "
-        "the same round; exposed: more than none; recovered: of the library's exposed time; predicted: the bytes that "
-        "leave a GPU, over its links as the machine is described, which is what a step exposes that hides nothing; "
-        "difference: from the library's result, next to its norm."
+        "the same round; exposed: more than none; recovered: of the library's exposed time; predicted: the model's "
+        "time of a step's collectives one by one, which is what a step exposes that hides none; difference: from the "
+        "library's result, next to its norm."
     ),
     row=WorkloadRow,
     tables=lambda rows: tables_by(
