@@ -43,7 +43,7 @@ from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "moved"}
+OPTIONAL = {"stamps", "scale", "moved", "quantized", "own_scales"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -503,3 +503,20 @@ def test_operators_among_nodes_compile(
     if kernel is not far_backward.SECOND_KERNEL:
         assert ".sys.release.exch.b64" in text and ".sys.acq_rel.add.u64" in text, "a descriptor, and its ticket"
         assert "ld.volatile" in text, "words in host memory are loaded only"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a scale", "scales of rows"])
+def test_norms_in_8_bits_compile(own: bool) -> None:
+    there: dict[str, object] = {"quantized": ..., "own_scales" if own else "scale": ...}
+    cells: dict[str, object] = {"N": 2, "W": 4096, "HAS_RESIDUAL": True, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+    cells |= {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, **there}
+    pushed: dict[str, object] = {"N": 2, "HP": 8192, "HAS_RESIDUAL": True, **there}
+    known = ("quantized", "staging", "hidden", *NORM_TENSORS)
+    for kernel, kinds, constants, multiples in (
+        (rms_norm_kernels.CELLS_KERNEL, f"{NORM} *i16 *fp32", cells, ("quantized", "cells", "words", *NORM_TENSORS)),
+        (rms_norm_kernels.PUSHED_KERNEL, f"{PUSHED.format('bf16')} *u8 *fp32", pushed, known),
+    ):
+        text, registers, stack = compiled(kernel, kinds, constants, 8, multiples=multiples)
+        assert stack <= MOST_STACK_BYTES and registers <= 256, (registers, stack)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in text, "what the GPU has for it"
+        assert not re.search(r"st\.global\.b(8|16)\b", text), "bytes go in wide stores"
