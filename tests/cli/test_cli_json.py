@@ -32,6 +32,7 @@ COMMANDS: dict[str, set[str]] = {
     f"fused {ON_CPUS} --ops gemv_all_reduce --repeats 1": STUDY,
     f"fsdp {ON_CPUS} --cases 8b:1x512 --layers 2 --implementations sidelane --repeats 1 --warmup 0": STUDY,
     f"clients {ON_CPUS} --programs ddp --rounds 1 --steps 1 --warmup 1": STUDY,
+    f"e2e {ON_CPUS} --workloads decode --rounds 1 --steps 1": STUDY,
     "gemms --device cpu --models qwen-32b/4 --repeats 1 --warmup 0": STUDY,
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
@@ -49,7 +50,7 @@ COMMANDS: dict[str, set[str]] = {
     f"regress {RESULTS} {RESULTS}": {"study", "noise", "lost", "rows"},
 }
 KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "pid": 0, "tid": 7, "args": {"stream": 7}}
-SLOW = ("chain", "claims", "clients", "demo", "fused --device", "gemms", "host", "pg", "plan", "tune")
+SLOW = ("chain", "claims", "clients", "demo", "e2e", "fused --device", "gemms", "host", "pg", "plan", "tune")
 
 
 def test_every_command_is_here() -> None:

@@ -7,6 +7,7 @@ so that each knows what the others have.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from sidelane import Communicator, Config, ops
 from sidelane.errors import SidelaneError
 from sidelane.ops import reference
 from sidelane.ops.gemv import Tiling
-from sidelane.ops.handle import FLOAT8S
+from sidelane.ops.handle import FLOAT8S, INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Calls = tuple[list[Callable[[], Any]], Callable[[], Any]]
@@ -314,5 +315,45 @@ def rms_norm_calls(comm: Communicator) -> Calls:
         call(residual=torch.ones(3, 8).half()),
         call(weight=torch.ones(7)),
         call(out=torch.ones(2, 8)),
+        call(quantized=torch.ones(3, 8), scale=torch.ones(1)),
+        call(quantized=torch.ones(3, 8).to(torch.float8_e4m3fn)),
+        call(quantized=torch.ones(3, 8).to(torch.float8_e4m3fn), scale=torch.ones(3)),
+        call(scale=torch.ones(1)),
     ]
     return wrong, call()
+
+
+def quantized_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) -> int:
+    """Norms in 8 bits, by both schedules and unfused, with a scale that is given and with one of each row."""
+    calls = 0
+    with communicator(group) as comm:
+        draws = Draws(3, comm.rank)
+        for (tokens, hidden), dtype in itertools.product(sizes, DTYPES):
+            xs = [draws.normal(tokens, hidden).to(dtype) for _ in range(comm.world_size)]
+            weight = draws.normal(hidden).to(dtype)
+            total = torch.stack(xs).double().sum(0)
+            y = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
+            for by_row, options in itertools.product((False, True), (*NORM_SCHEDULES, {"method": "unfused"})):
+                narrow = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn)
+                scale = torch.empty(tokens, 1) if by_row else torch.tensor(0.004)
+                found, _ = ops.all_reduce_rms_norm(
+                    comm, xs[comm.rank].to(comm.device), None, weight.to(comm.device),
+                    quantized=narrow, scale=scale, **options,
+                )  # fmt: skip
+                check_close(found, y, (tokens, hidden, dtype, options))
+                if by_row:
+                    largest = y.abs().amax(1, keepdim=True) / 448
+                    torch.testing.assert_close(scale.cpu().double(), largest, rtol=2e-2, atol=1e-12)
+                wanted = (y / scale.cpu().double()).clamp(-448, 448)
+                # A place of 3 bits, and what lies below the smallest number. The interpreter also halves what is
+                # rounded up to the next power of two.
+                written = [narrow.cpu().double() * factor for factor in ((1, 2) if INTERPRETED else (1,))]
+                apart = torch.stack([(one - wanted).abs() for one in written]).amin(0)
+                assert (apart <= wanted.abs() * 2**-3 + 2**-9).all(), (tokens, hidden, dtype, by_row, options)
+                calls += 1
+    return calls
+
+
+NORM_SCHEDULES: tuple[dict[str, Any], ...] = tuple(
+    {"schedule": schedule, "method": "fused"} for schedule in ("cells", "pushed")
+)

@@ -44,6 +44,11 @@ def test_large_norms(ranks: Ranks) -> None:
         assert found >= {"cells"}
 
 
+def test_norms_in_8_bits(ranks: Ranks) -> None:
+    sizes = [(1, 8192), (3, 34), (16, 4096), (200, 8192)]
+    assert min(ranks.run(CASES + "as_on_cpus", "fused_ops", "quantized_norms", sizes, timeout_s=150)) == 72
+
+
 def test_slices_as_they_come(ranks: Ranks) -> None:
     ranks.run(CASES + "as_on_cpus", "fused_embeddings", "slices_as_they_come", timeout_s=120)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
 import subprocess
 import tempfile
 import types
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "moved"}
+OPTIONAL = {"stamps", "scale", "moved", "quantized", "own_scales"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -51,16 +53,10 @@ MOST_SHARED_BYTES = 232448
 """Of a block on an H200. A launch that wants more is refused there."""
 
 
-def compiled(
-    kernel: Any,
-    kinds: str,
-    constants: Mapping[str, object],
-    warps: int,
-    *,
-    multiples: Sequence[str] = (),
-    most_shared_bytes: int = MOST_SHARED_BYTES,
-) -> tuple[str, int, int]:
-    """PTX, registers and stack of a thread.
+def made_of(
+    kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
+) -> Any:
+    """What Triton makes of a kernel.
 
     ``kinds``: of the arguments that are no constants, in their order; ``multiples``: those that are multiples of 16, as
     Triton finds out at a launch.
@@ -73,7 +69,14 @@ def compiled(
     ordered = {name: signature[name] for name in kernel.arg_names}
     known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = triton.compiler.ASTSource(kernel, ordered, dict(constants), known)
-    made = triton.compile(source, target=H200, options={"num_warps": warps})
+    return triton.compile(source, target=H200, options={"num_warps": warps})
+
+
+def compiled(
+    *arguments: Any, multiples: Sequence[str] = (), most_shared_bytes: int = MOST_SHARED_BYTES
+) -> tuple[str, int, int]:
+    """PTX, registers and stack of a thread; see :func:`made_of`."""
+    made = made_of(*arguments, multiples=multiples)
     assert made.metadata.shared <= most_shared_bytes
     return made.asm["ptx"], *usage(made.asm["cubin"])
 
@@ -194,6 +197,55 @@ def test_pushed_all_reduce_rms_norm_compiles(dtype: str, hidden: int, warps: int
     assert stack <= MOST_STACK_BYTES and registers <= 128, (registers, stack)
     assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
     assert ".sys.release.exch" in text and ".sys.acquire.add" in text and ".gpu.acq_rel.add" in text
+
+
+NORM_TENSORS = ("output", "total_output", "x", "residual", "weight")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words", "warps"),
+    [
+        *(("bf16", 1024, 4), ("bf16", 8192, 16), ("fp32", 4096, 8)),
+        *(long("bf16", 256, 4), long("bf16", 4096, 8), long("fp32", 256, 4), long("fp32", 8192, 16)),
+    ],
+)
+def test_both_norms_add_a_row_up_in_one_order(dtype: str, words: int, warps: int) -> None:
+    """A row's bits do not depend on its batch: not on the schedule, and not on what Triton knows of numbers of tokens.
+
+    Threads have neighbours in registers, and nothing is exchanged before each adds up its own.
+    """
+    kinds, elements = PUSHED.format(dtype), words * (2 if dtype == "bf16" else 1)
+    pushed, cells = rms_norm_kernels.PUSHED_KERNEL, rms_norm_kernels.CELLS_KERNEL
+    of_pushed: dict[str, object] = {"N": 2, "HP": elements, "HAS_RESIDUAL": True}
+    of_cells: dict[str, object] = {"N": 2, "W": words, "HAS_RESIDUAL": True, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+    of_cells |= {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2}
+    if dtype == "fp32":
+        of_cells |= {"DTYPE": triton.language.float32, "ELEMENT_BYTES": 4}
+    one, wide = {"tokens": 1}, ("tokens", "most_tokens")
+    found = {
+        order_of(pushed, kinds, of_pushed, warps, ("staging", "hidden", *NORM_TENSORS)),
+        order_of(pushed, kinds, of_pushed, warps, ("staging", "hidden", *wide, *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells, warps, ("cells", "words", *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells, warps, ("cells", "words", *wide, *NORM_TENSORS)),
+        order_of(cells, NORM.replace(" i32 i32 i32 fp32", " i32 i32 fp32"), of_cells | one, warps,
+                 ("cells", "words", *NORM_TENSORS)),
+        order_of(cells, NORM, of_cells | {"N": 8, "HAS_RESIDUAL": False}, warps, ("cells", "words", *NORM_TENSORS)),
+    }  # fmt: skip
+    assert len(found) == 1, found
+
+
+def order_of(kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, multiples: Sequence[str]) -> object:
+    """The last sum of a kernel: elements of a thread that are neighbours, lanes, warps; and what is multiplied."""
+    made = made_of(kernel, kinds, constants, warps, multiples=multiples)
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", made.asm["ttgir"], re.MULTILINE))
+    *_, name = re.findall(r"tt\.reshape %\w+ allow_reorder : tensor<[\dx]+xf32, (#\w+)> ->", made.asm["ttgir"])
+    fields = dict(re.findall(r"(\w+) = \[([\d, ]+)\]", layouts[name]))
+    sizes = {field: [int(number) for number in text.split(", ")] for field, text in fields.items()}
+    if len(sizes["order"]) == 2:
+        assert sizes["order"] == [1, 0] and sizes["threadsPerWarp"][1] == sizes["warpsPerCTA"][1] == 1, layouts[name]
+    products = [math.prod(sizes[field]) for field in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")]
+    arithmetic = re.findall(r"\b(?:fma|mul|div|sqrt)\.[\w.]*f32\b", made.asm["ptx"])
+    return (*products, *sorted(Counter(arithmetic).items()))
 
 
 @pytest.mark.parametrize(("dtype", "index", "weighted"), [("fp32", "i32", False), ("bf16", "i64", True)])
@@ -451,3 +503,20 @@ def test_operators_among_nodes_compile(
     if kernel is not far_backward.SECOND_KERNEL:
         assert ".sys.release.exch.b64" in text and ".sys.acq_rel.add.u64" in text, "a descriptor, and its ticket"
         assert "ld.volatile" in text, "words in host memory are loaded only"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a scale", "scales of rows"])
+def test_norms_in_8_bits_compile(own: bool) -> None:
+    there: dict[str, object] = {"quantized": ..., "own_scales" if own else "scale": ...}
+    cells: dict[str, object] = {"N": 2, "W": 4096, "HAS_RESIDUAL": True, "MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
+    cells |= {"DTYPE": triton.language.bfloat16, "ELEMENT_BYTES": 2, **there}
+    pushed: dict[str, object] = {"N": 2, "HP": 8192, "HAS_RESIDUAL": True, **there}
+    known = ("quantized", "staging", "hidden", *NORM_TENSORS)
+    for kernel, kinds, constants, multiples in (
+        (rms_norm_kernels.CELLS_KERNEL, f"{NORM} *i16 *fp32", cells, ("quantized", "cells", "words", *NORM_TENSORS)),
+        (rms_norm_kernels.PUSHED_KERNEL, f"{PUSHED.format('bf16')} *u8 *fp32", pushed, known),
+    ):
+        text, registers, stack = compiled(kernel, kinds, constants, 8, multiples=multiples)
+        assert stack <= MOST_STACK_BYTES and registers <= 256, (registers, stack)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in text, "what the GPU has for it"
+        assert not re.search(r"st\.global\.b(8|16)\b", text), "bytes go in wide stores"

@@ -21,6 +21,7 @@ from sidelane_lab.cli.collectives import (
     PhasesOptions,
     PowerOptions,
 )
+from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.cli.gemms import GemmOptions
 from sidelane_lab.cli.ordinary import OrdinaryOptions
@@ -46,6 +47,7 @@ COMMANDS: dict[str, type[StudyOptions]] = {
     "chain": ChainOptions,
     "clients": ClientOptions,
     "collective": CollectiveOptions,
+    "e2e": EndToEndOptions,
     "fsdp": FsdpOptions,
     "fused": FusedOptions,
     "gemms": GemmOptions,

@@ -27,14 +27,27 @@ def gemv_all_reduce(
 
 
 def all_reduce_rms_norm(
-    comm: Communicator, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, *, eps: float = 1e-6
+    comm: Communicator,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    quantized: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``all_reduce``, an addition and ``rms_norm``; see :func:`sidelane.ops.all_reduce_rms_norm`."""
     total = x.clone()
     comm.all_reduce(total)
     if residual is not None:
         total += residual
-    return functional.rms_norm(total, weight.shape, weight, eps), total
+    y = functional.rms_norm(total, weight.shape, weight, eps)
+    if quantized is not None and scale is not None:
+        wide, most = y.float(), torch.finfo(quantized.dtype).max
+        if scale.dim() == 2:
+            scale.copy_((wide.abs().amax(1, keepdim=True) / most).clamp_min(1e-12))
+        quantized.copy_((wide / scale).clamp(-most, most))
+    return y, total
 
 
 def embedding_all_to_all(

@@ -75,15 +75,16 @@ class AllReduceRmsNorm(KernelHandle):
             schedule = CELLS if sent_bytes <= CELLS_BYTES else PUSHED
         self.schedule = schedule
         options: dict[str, Any] = {"N": comm.world_size}
+        words = hidden * dtype.itemsize // 4
+        # Alike in both schedules, whose rows are added up in the same order: with other warps it would be another one.
+        warps = 4 if words <= 1024 else 8 if words <= 4096 else 16
         if schedule == CELLS:
-            self._width, programs_a_unit = hidden * dtype.itemsize // 4, 1  # words of a row
-            warps = 4 if self._width <= 1024 else 8 if self._width <= 4096 else 16
-            options |= {"W": power_of_two(self._width), "ELEMENT_BYTES": dtype.itemsize}
+            self._width, programs_a_unit = words, 1
+            options |= {"W": power_of_two(words), "ELEMENT_BYTES": dtype.itemsize}
             options |= {"DTYPE": real(DTYPES[str(dtype).removeprefix("torch.")])}
             options |= {"MOST_AHEAD": rms_norm_kernels.MOST_AHEAD}
         else:
-            self._width, warps = hidden, 4 if hidden <= 2048 else 8 if hidden <= 8192 else 16
-            programs_a_unit = 2 if warps <= 8 else 1
+            self._width, programs_a_unit = hidden, 2 if warps <= 8 else 1
             options |= {"HP": power_of_two(hidden), "maxnreg": 128}  # so that all programs fit, with 16 warps on a unit
         self._options = {**options, "num_warps": warps}
         self._programs = programs_of(comm, tokens, programs_a_unit)
@@ -107,15 +108,17 @@ class AllReduceRmsNorm(KernelHandle):
         eps: float = 1e-6,
         out: torch.Tensor | None = None,
         residual_out: torch.Tensor | None = None,
+        quantized: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the operator. Arguments, results and errors are those of :func:`all_reduce_rms_norm`."""
         with telling_refusals(self.comm, NAME):
-            _check(self.comm, x, residual, weight, out, residual_out)
+            _check(self.comm, x, residual, weight, out, residual_out, quantized, scale)
             if (x.shape[1], x.dtype) != (self.hidden, self.dtype) or x.shape[0] > self.tokens:
                 given = f"{tuple(x.shape)}, {x.dtype}"
                 allowed = f"up to {self.tokens} tokens of {self.hidden}, {self.dtype}"
                 raise ValueError(f"{NAME}: a handle for another shape (value={given}, allowed={allowed})")
-        return self.run(x, residual, weight, eps, out, residual_out)
+        return self.run(x, residual, weight, eps, out, residual_out, quantized, scale)
 
     def run(
         self,
@@ -125,6 +128,8 @@ class AllReduceRmsNorm(KernelHandle):
         eps: float,
         out: torch.Tensor | None,
         residual_out: torch.Tensor | None,
+        quantized: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the operator with arguments that were checked."""
         y = torch.empty_like(x) if out is None else out
@@ -132,6 +137,10 @@ class AllReduceRmsNorm(KernelHandle):
         tensors = [y, total, x, x if residual is None else residual, weight]
         if self.schedule == CELLS:
             tensors = [tensor.view(torch.int32) for tensor in tensors]
+        scales = scale is not None and scale.dim() == 2
+        if quantized is not None:
+            in_pairs = self.schedule == CELLS and x.element_size() == 2
+            quantized = quantized.view(torch.int16 if in_pairs else torch.uint8)
         stamps, stamped = stamps_of(self.comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -145,6 +154,9 @@ class AllReduceRmsNorm(KernelHandle):
             self._width,
             float(eps),
             stamps,
+            quantized,
+            None if scales else scale,
+            scale if scales else None,
             alike=f"{x.shape[0]} tokens{stamped}",
             HAS_RESIDUAL=residual is not None,
             **self._options,
@@ -161,6 +173,8 @@ def all_reduce_rms_norm(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
     residual_out: torch.Tensor | None = None,
+    quantized: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     schedule: str = AUTO,
     method: str = AUTO,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -178,6 +192,9 @@ def all_reduce_rms_norm(
         eps: number added to the mean of the squares.
         out: tensor for ``y``, contiguous; None makes one. It may be ``x``.
         residual_out: tensor for ``total``, contiguous; None makes one. It may be ``residual``, or ``x``.
+        quantized: tensor [T, H] of float8_e4m3fn that gets ``y / scale`` as well, contiguous; None for none.
+        scale: scale of ``quantized``, float32: one element (0 or 1 dimensions), which is read; or [T, 1], which is
+            written: the largest absolute value of each row over 448.
         schedule: ``cells`` (words carry their own readiness, at twice the bytes), ``pushed`` (rows unchanged, with a
             flag behind them), or ``auto``, by bytes.
         method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).
@@ -190,18 +207,19 @@ def all_reduce_rms_norm(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    tensors = x, residual, weight, out, residual_out
+    tensors = x, residual, weight, out, residual_out, quantized, scale
     question = question_of(comm, (NAME, method, schedule), *tensors)
     if question is not None and any(tensor is not None and tensor.data_ptr() & 3 for tensor in tensors):
         question = None  # checks refuse it
     found, handle = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
     if found.name == UNFUSED:
-        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps)
+        narrow = {"quantized": quantized, "scale": scale}
+        y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
         given = (y, out), (total, residual_out)
         y, total = (made if place is None else place.copy_(made) for made, place in given)
         return y, total
     kernel: AllReduceRmsNorm = handle
-    return kernel.run(x, residual, weight, eps, out, residual_out)
+    return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale)
 
 
 def _checked(comm: Communicator, schedule: str, x: torch.Tensor, *others: torch.Tensor | None) -> OperatorCall:
@@ -226,14 +244,29 @@ def _check_sizes(tokens: int, hidden: int, dtype: torch.dtype) -> None:
         raise ValueError(f"{NAME}: bytes of a row (value={nbytes}, allowed={allowed})")
 
 
-def _check(comm: Communicator, x: object, residual: object, weight: object, out: object, residual_out: object) -> None:
+def _check(
+    comm: Communicator,
+    x: object,
+    residual: object,
+    weight: object,
+    out: object,
+    residual_out: object,
+    quantized: object,
+    scale: object,
+) -> None:
     x = check_tensor(NAME, "x", x, comm.device, FLOATS, (2,))
     _check_sizes(x.shape[0], x.shape[1], x.dtype)
-    shapes = {"x": (x, x.shape), "weight": (weight, x.shape[1:])}
+    shapes = {"x": (x, x.shape, x.dtype), "weight": (weight, x.shape[1:], x.dtype)}
     given = {"residual": residual, "out": out, "residual_out": residual_out}
-    shapes |= {name: (tensor, x.shape) for name, tensor in given.items() if tensor is not None}
-    for name, (one, shape) in shapes.items():
-        tensor = check_tensor(NAME, name, one, comm.device, (x.dtype,), (len(shape),))
+    shapes |= {name: (tensor, x.shape, x.dtype) for name, tensor in given.items() if tensor is not None}
+    if quantized is not None:
+        shapes["quantized"] = quantized, x.shape, torch.float8_e4m3fn
+        scale = check_tensor(NAME, "scale", scale, comm.device, (torch.float32,), (0, 1, 2))
+        shapes["scale"] = scale, torch.Size((x.shape[0], 1) if scale.dim() == 2 else (1,) * scale.dim()), torch.float32
+    elif scale is not None:
+        raise ValueError(f"{NAME}: scale (value=a tensor, allowed=None, or with quantized)")
+    for name, (one, shape, dtype) in shapes.items():
+        tensor = check_tensor(NAME, name, one, comm.device, (dtype,), (len(shape),))
         if tensor.shape != shape or not tensor.is_contiguous():
             allowed = f"{tuple(shape)}, contiguous"
             raise ValueError(f"{NAME}: shape of {name} (value={tuple(tensor.shape)}, allowed={allowed})")

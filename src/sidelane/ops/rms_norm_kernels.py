@@ -23,7 +23,8 @@ each sender, for even and odd generations, are enough (``kernels/cells.py``).
 
 Legend: N ranks; T tokens, M most tokens of the handle; H hidden size, HP a power of two from it on; C words of 4 bytes
 of a row, in W lanes, a power of two. In cells ``x``, ``residual`` and outputs are int32 [T, C], ``weight`` int32 [C],
-``cells`` int64 [2, N, M, C]; pushed, elements: [T, H], [H], ``staging`` [2, N, M, H].
+``cells`` int64 [2, N, M, C]; pushed, elements: [T, H], [H], ``staging`` [2, N, M, H]. ``quantized`` bytes [T, H], in
+cells of two-byte elements int16 [T, C]; ``scale`` one element, ``own_scales`` [T].
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MOST_AHEAD = 4096
 @triton.jit
 def _norm_in_cells(
     context, counters, rank, cells_of, cells, output, total_output, x, residual, weight, tokens, most_tokens,
-    words, eps, stamps,
+    words, eps, stamps, quantized, scale, own_scales,
     N: tl.constexpr, W: tl.constexpr, DTYPE: tl.constexpr, ELEMENT_BYTES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     MOST_AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -85,13 +86,20 @@ def _norm_in_cells(
         mean = tl.sum(total * total) / (words * (4 // ELEMENT_BYTES))  # words may be a constant, which has no dtype
         y = total * (1.0 / tl.sqrt(mean + eps)) * factors
         tl.store(output + row * words + lane, words_of(y, DTYPE, ELEMENT_BYTES), mask=mask)
+        if quantized is not None:
+            narrow = _scaled(y, scale, own_scales, row)
+            if ELEMENT_BYTES == 2:
+                low, high = tl.split(narrow)
+                narrow = low.to(tl.int16) | (high.to(tl.int16) << 8)
+            tl.store(quantized + row * words + lane, narrow, mask=mask)
     stamp(stamps, END)
 
 
 @triton.jit
 def _norm_pushed(
     context, counters, rank, staging_of, staging, output, total_output, x, residual, weight, tokens, most_tokens,
-    hidden, eps, stamps, N: tl.constexpr, HP: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    hidden, eps, stamps, quantized, scale, own_scales,
+    N: tl.constexpr, HP: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     generation = begin_of(counters)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -128,8 +136,23 @@ def _norm_pushed(
         mean = tl.sum(total * total) / hidden
         y = total * (1.0 / tl.sqrt(mean + eps)) * factors
         tl.store(output + row * hidden + lane, y.to(kind), mask=mask)
+        if quantized is not None:
+            tl.store(quantized + row * hidden + lane, _scaled(y, scale, own_scales, row), mask=mask)
     stamp(stamps, END)
     end(context, generation)
+
+
+@triton.jit
+def _scaled(y, scale, own_scales, row):
+    """Return a row as bytes of e4m3, over ``scale``, or over a scale of its own, which is stored."""
+    if own_scales is not None:
+        factor = tl.maximum(tl.max(tl.abs(y)) / 448.0, 1e-12)
+        tl.store(own_scales + row, factor)
+    else:
+        factor = tl.load(scale)
+    # Within the range of the dtype, a NaN apart.
+    wide = tl.minimum(tl.div_rn(y, tl.full(y.shape, 0, tl.float32) + factor), 448.0, tl.PropagateNan.ALL)
+    return tl.maximum(wide, -448.0, tl.PropagateNan.ALL).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 CELLS_KERNEL, PUSHED_KERNEL = _norm_in_cells, _norm_pushed

@@ -15,6 +15,7 @@ STUDIES = {
     "fsdp": "sidelane_lab.studies.fsdp.study",
     "ordinary": "sidelane_lab.studies.ordinary.study",
     "clients": "sidelane_lab.studies.clients.study",
+    "e2e": "sidelane_lab.studies.e2e.study",
     "process_group": "sidelane_lab.studies.process_group.study",
 }
 """The module of each study, by its name in result files."""

@@ -10,8 +10,8 @@ import dataclasses
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sidelane.cli.launch import Rank
 from sidelane.integrations import ddp, fsdp, ledger
-from sidelane.integrations.ledger import SIDELANE
-from sidelane.ops.fusion import Fusion
+from sidelane.integrations.ledger import SIDELANE, ReportRow
 from sidelane_lab.baselines.candidate import captured
 from sidelane_lab.studies.fsdp.ways import StillGather, StillScatter
 from sidelane_lab.studies.process_group.ways import StudyGroups
+
+if TYPE_CHECKING:
+    from sidelane.ops.fusion import Fusion
 
 DDP, FSDP, TENSOR = "ddp", "fsdp", "tensor"
 GROUP, ENABLE, NONE = "group", "enable", "none"
@@ -178,6 +180,15 @@ TENSOR_PLAN: Any = {
 """Division of each layer as in Megatron, with an all-reduce behind attention and one behind the feed-forward layer."""
 
 
+def calls_by_maker(rows: Iterable[ReportRow]) -> str:
+    """Return who made which calls, and why, as one text."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        why = row.why.partition(":")[0] if row.where == SIDELANE else row.why
+        found[f"{row.operation} by {row.where} ({why})"] += row.calls
+    return "; ".join(f"{calls} {what}" for what, calls in found.items())
+
+
 class BuiltClient:
     """A program with a model on one way to communicate. All ranks build it together.
 
@@ -202,6 +213,8 @@ class BuiltClient:
             self._group = groups.make(SIDELANE)
             self._undo.callback(dist.destroy_process_group, self._group)
             if way == ENABLE:
+                from sidelane.ops.fusion import Fusion  # needs Triton
+
                 self._fusion = Fusion(groups.communicator_of(self._group), self._group)
         self.host_s: dict[str, list[float]] = {}
         self.outputs: dict[str, torch.Tensor] = {}
@@ -233,16 +246,13 @@ class BuiltClient:
     def made_by(self) -> str:
         """Return who made which calls, and why; where the compiler's pass is on, also what it put in."""
         enabled = self._way == ENABLE and self._fusion is None
-        found: dict[str, int] = {}
-        for row in ledger.report().rows if self._way in (GROUP, ENABLE) else ():
-            mine = row.group == self._group.group_name
-            if mine and (not enabled or row.operation.startswith((f"{DDP} ", f"{FSDP} "))):
-                why = row.why.partition(":")[0] if row.where == SIDELANE else row.why
-                what = f"{row.operation} by {row.where} ({why})"
-                found[what] = found.get(what, 0) + row.calls
-        if self._fusion is not None:
-            found |= {f"{name} in the code": count for name, count in Counter(self._fusion.replaced).items()}
-        return "; ".join(f"{calls} {what}" for what, calls in found.items())
+        rows = ledger.report().rows if self._way in (GROUP, ENABLE) else ()
+        mine = [row for row in rows if row.group == self._group.group_name]
+        found = calls_by_maker(
+            [row for row in mine if not enabled or row.operation.startswith((f"{DDP} ", f"{FSDP} "))]
+        )
+        replaced = {} if self._fusion is None else Counter(self._fusion.replaced)
+        return "; ".join(filter(None, (found, *(f"{count} {name} in the code" for name, count in replaced.items()))))
 
     def close(self) -> None:
         """Let go of everything. Collective; nothing may be under way."""

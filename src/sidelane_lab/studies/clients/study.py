@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -371,13 +372,14 @@ def loaded_nccl() -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def _spread(row: ClientRow, rows: object) -> str:
+def spread_ms(row: Any, rows: object) -> str:
+    """Return the fastest and the slowest round of a row."""
     if row.fastest_ms is None or row.slowest_ms is None:
         return MISSING
     return f"{row.fastest_ms:.2f}-{row.slowest_ms:.2f}"
 
 
-def _made_by(row: ClientRow, rows: object) -> str:
+def makers_of(row: Any, rows: object) -> str:
     """Return the makers of the calls and how many each made, which a table has room for."""
     found: dict[str, int] = {}
     for calls, maker in re.findall(r"(\d+) \S.*? by (\w+) \(", row.made_by):
@@ -389,12 +391,12 @@ COLUMNS: Mapping[str, Cell] = {
     "<launch": "launch",
     "<way": "way",
     "step\nms": "step_ms:.2f",
-    "fastest-\nslowest": _spread,
+    "fastest-\nslowest": spread_ms,
     "over the\nlibrary %": "over_percent:+.1f",
     "recovered\n%": "recovered_percent:.0f",
     "host\nms": "host_ms:.2f",
     "loss": "loss:.5f",
-    "<calls by": _made_by,
+    "<calls by": makers_of,
     "<correct": lambda row, _: MISSING if row.correct is None and row.step_ms else verdict(row.correct),
 }
 

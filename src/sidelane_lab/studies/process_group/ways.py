@@ -97,6 +97,17 @@ def plain_call(operation: str, group: dist.ProcessGroup, buffers: GroupTensors, 
     return lambda: function(*arguments, group=group, async_op=True).wait()
 
 
+def make_group(backend: str, device: torch.device) -> dist.ProcessGroup:
+    """Make a group of all ranks for tensors of a device. Collective."""
+    if backend == SIDELANE:
+        register()
+        if device.type == "cpu" and torch.cuda.is_available():  # it would leave tensors of CPUs to Gloo
+            backend = "cpu:sidelane,cuda:sidelane"
+    made = dist.new_group(backend=backend)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 class StudyGroups:
     """The groups of a study, each made when it is wanted first. Collective.
 
@@ -130,14 +141,7 @@ class StudyGroups:
 
     def make(self, implementation: str) -> dist.ProcessGroup:
         """A new group of all ranks."""
-        backend = implementation
-        if implementation == SIDELANE:
-            register()
-            if self._rank.device.type == "cpu":  # on a machine with GPUs, it would leave tensors of CPUs to Gloo
-                backend = "cpu:sidelane,cuda:sidelane" if torch.cuda.is_available() else SIDELANE
-        made = dist.new_group(backend=backend)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+        return make_group(implementation, self._rank.device)
 
     def communicator_of(self, group: dist.ProcessGroup) -> Communicator:
         """Return what makes the calls of one of Sidelane's groups. Collective where it is new."""

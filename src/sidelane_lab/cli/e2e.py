@@ -1,0 +1,57 @@
+"""The command ``sidelane e2e``: whole workloads, by who communicates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from sidelane.cli.help import HOW
+from sidelane.cli.output import STDOUT
+from sidelane_lab.harness.options import StudyOptions, count, names, option, study_command
+
+WORKLOADS = ("attention", "decode", "experts", "recommendation")
+SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "metavar": "SECONDS"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndToEndOptions(StudyOptions):
+    """Measure whole workloads from end to end, by who communicates.
+
+    Sequence-parallel attention, decoding, experts and recommendation, at public sizes: by NCCL (Gloo), by the same code
+    on a Sidelane group, by Sidelane's operators, and without communication. Results are compared with those of NCCL.
+    """
+
+    study = "e2e"
+    examples = (
+        ("sidelane e2e --json e2e.json --resume", "all of it, in several goes if need be"),
+        ("sidelane e2e --workloads decode --sizes llama-3.2-1b-x8", "one workload, at one size"),
+        ("sidelane e2e --device cpu --ranks 2", "the same between CPU processes, with tiny models"),
+    )
+
+    workloads: tuple[str, ...] = names(
+        "--workloads", WORKLOADS, "Measure only these.", allowed=WORKLOADS, some=True, shown="all of them"
+    )
+    cases: tuple[str, ...] = names(
+        "--sizes", (), "Measure only these sizes of the workloads.", shown="all but tiny, on CPUs tiny"
+    )
+    warmup: int = count("--warmup", 3, "Steps before the measured.")
+    rounds: int = count("--rounds", 12, "Rounds in which the ways take turns.")
+    steps: int = count("--steps", 5, "Steps of a round, if they are short.")
+    size_s: float = option("--seconds", 10.0, "For the rounds of a size; four are run in any case.", **SECONDS)
+    budget_s: float = option(
+        "--budget", 420.0, "Begin no further size after so much time; --resume goes on.", **SECONDS
+    )
+    resume: bool = option(
+        "--resume", False, "Keep what --json has, and measure what it lacks.", group=HOW, is_flag=True
+    )
+    done: frozenset[Any] = frozenset()  # keys of rows that are there: the study fills them in
+
+    def __post_init__(self) -> None:
+        StudyOptions.__post_init__(self)
+        if self.resume and (self.json is None or self.json == STDOUT):
+            raise ValueError(f"EndToEndOptions: resume (value={self.resume}, allowed=with a file that json names)")
+
+
+e2e = study_command("e2e", EndToEndOptions)

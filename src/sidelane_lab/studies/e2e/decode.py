@@ -1,0 +1,272 @@
+"""Decoding and prefill of a Llama, tensor parallel, with a static cache of keys and values.
+
+Each half of a layer ends with a sum over the ranks, a residual and a norm. ``nccl`` and ``group`` sum in place and
+leave the rest to one compiled kernel; ``operators`` take ``all_reduce_rms_norm``, and for many tokens
+``gemm_all_reduce``. For few tokens there are ``symm_mem``, PyTorch's one-shot sum in symmetric memory, and ``gemv``,
+Sidelane's ``gemv_all_reduce``, each with that compiled kernel. A step of decoding makes one token of each sequence, the
+likeliest of all ranks' vocabularies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from sidelane.integrations.ledger import SIDELANE
+from sidelane.program.collective import Kind
+from sidelane.session import Communicator
+from sidelane_lab.studies.clients.programs import GROUP, MODELS, NONE, TINY, ClientModel
+from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.studies.fused.case import OneShot
+from sidelane_lab.studies.process_group.ways import library_of, make_group
+
+EPS, ROTARY_BASE = 1e-5, 500_000.0
+MOST_NORMED, MOST_TOKENS = 512, 16
+"""Largest numbers of tokens that ``all_reduce_rms_norm`` and ``gemv_all_reduce`` take."""
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
+
+Half = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""The end of half a layer: input, weight, residual and weight of the norm to the next input and residual."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A product of an input and a weight, summed over the ranks."""
+
+Gather = Callable[[torch.Tensor, torch.Tensor], object]
+"""An all-gather: output and input."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeSize:
+    """A step of a model.
+
+    Attributes:
+        batch: number of sequences.
+        length: number of tokens that are attended to; in prefill, that the step makes keys and values of.
+        prefill: the step takes the whole prompt.
+    """
+
+    model: ClientModel
+    batch: int
+    length: int = 1024
+    prefill: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that go through the layers."""
+        return self.batch * (self.length if self.prefill else 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardedLayer:
+    """A rank's part of a layer: rows of q, k and v together, of gate and up together, columns of the others."""
+
+    qkv: torch.Tensor
+    out: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class ShardedLlama:
+    """A rank's part of a Llama with random weights. The embedding and the norms are whole, the head is not."""
+
+    def __init__(self, size: DecodeSize, device: torch.device, dtype: torch.dtype) -> None:
+        model, ranks = size.model, dist.get_world_size()
+        if model.kv_heads % ranks:
+            raise ValueError(f"decode: ranks (value={ranks}, allowed=divisors of {model.kv_heads} key-value heads)")
+        whole, own = (torch.Generator(device).manual_seed(seed) for seed in (0, 1 + dist.get_rank()))
+
+        def weights(*shape: int, draw: torch.Generator = own, scale: float | None = None) -> torch.Tensor:
+            made = torch.empty(shape, dtype=dtype, device=device)
+            return made.normal_(std=shape[-1] ** -0.5 if scale is None else scale, generator=draw)
+
+        self.size, self.ranks, self.dtype = size, ranks, dtype
+        self.head_size = model.hidden // model.heads
+        self.heads, self.kv_heads = model.heads // ranks, model.kv_heads // ranks
+        hidden, features = model.hidden, model.intermediate // ranks
+        self.embedding = weights(model.vocabulary, hidden, draw=whole)
+        self.head = (
+            self.embedding.chunk(ranks)[dist.get_rank()] if model.tied else weights(model.vocabulary // ranks, hidden)
+        )
+        self.norm = torch.ones(hidden, dtype=dtype, device=device)
+        cache = size.batch, self.kv_heads, size.length, self.head_size
+        self.layers = [
+            ShardedLayer(
+                qkv=weights((self.heads + 2 * self.kv_heads) * self.head_size, hidden),
+                out=weights(hidden, self.heads * self.head_size, scale=hidden**-0.5),
+                gate_up=weights(2 * features, hidden),
+                down=weights(hidden, features, scale=model.intermediate**-0.5),
+                keys=weights(*cache, scale=1.0),
+                values=weights(*cache, scale=1.0),
+            )
+            for _ in range(model.layers)
+        ]
+        taken = (size.batch, size.length if size.prefill else 1)
+        self.tokens = torch.randint(model.vocabulary, taken, device=device, generator=whole)
+        half = self.head_size // 2
+        speeds = ROTARY_BASE ** (-torch.arange(half, device=device) / half)
+        angles = torch.arange(size.length, device=device)[-taken[1] :, None] * speeds
+        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        kernels: list[Any] = [add_norm, gated, rotated]
+        if device.type != "cpu":
+            torch.compiler.reset()  # else a function is compiled for so many shapes only
+            kernels = [torch.compile(kernel) for kernel in kernels]
+        self.add_norm, self.gated, self.rotated = kernels
+
+    def step(self, half: Half, gather: Gather) -> torch.Tensor:
+        """Return this rank's logits of each sequence's last token, [batch, vocabulary / ranks]."""
+        batch, count = self.tokens.shape
+        residual = self.embedding[self.tokens].flatten(0, 1)
+        x = functional.rms_norm(residual, self.norm.shape, self.norm, EPS)
+        for layer in self.layers:
+            attended = self.attention(layer, functional.linear(x, layer.qkv).view(batch, count, -1, self.head_size))
+            x, residual = half(attended, layer.out, residual, self.norm)
+            x, residual = half(self.gated(functional.linear(x, layer.gate_up)), layer.down, residual, self.norm)
+        logits = functional.linear(x.view(batch, count, -1)[:, -1], self.head)
+        self.likeliest(logits, gather)
+        return logits
+
+    def attention(self, layer: ShardedLayer, qkv: torch.Tensor) -> torch.Tensor:
+        """Attend to the cache, which gets these keys and values. Takes [batch, count, heads, size of a head]."""
+        batch, count = qkv.shape[:2]
+        q, k, v = qkv.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k = self.rotated(q, k, self.cos, self.sin)
+        layer.keys[:, :, -count:] = k
+        layer.values[:, :, -count:] = v
+        if count == 1:
+            # The query heads of a group are queries of its one key-value head.
+            q = q.reshape(batch, self.kv_heads, -1, self.head_size)
+            attended = functional.scaled_dot_product_attention(q, layer.keys, layer.values)
+            return attended.reshape(batch, -1)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return attended.transpose(1, 2).reshape(batch * count, -1)
+
+    def likeliest(self, logits: torch.Tensor, gather: Gather) -> torch.Tensor:
+        """Return each sequence's likeliest token: every rank tells its own one."""
+        best, token = logits.max(dim=-1)
+        mine = torch.stack((best.float(), (token + dist.get_rank() * logits.shape[1]).float()))
+        every = mine.new_empty(self.ranks, *mine.shape)
+        gather(every.flatten(0, 1), mine)
+        return every[:, 1].gather(0, every[:, 0].argmax(dim=0, keepdim=True))[0].long()
+
+    @property
+    def collectives(self) -> list[tuple[Kind, int, int]]:
+        """Sums of a step, and the all-gather of the likeliest tokens."""
+        summed = self.size.tokens * self.size.model.hidden * self.dtype.itemsize
+        return [(Kind.ALL_REDUCE, summed, 2 * len(self.layers)), (Kind.ALL_GATHER, self.ranks * self.size.batch * 8, 1)]
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of ``x + residual``, and that sum."""
+    total = x + residual
+    return functional.rms_norm(total, weight.shape, weight, EPS), total
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return the product of the halves of rows, the first of them through SiLU."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rotated(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return queries and keys that are rotated by their positions, [batch, heads, positions, size of a head]."""
+    pairs = [each.chunk(2, dim=-1) for each in (q, k)]
+    return tuple(torch.cat((one * cos - two * sin, one * sin + two * cos), dim=-1) for one, two in pairs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeWorkload:
+    """Decoding and prefill of public models."""
+
+    name: str
+    unit: str
+    sizes: dict[str, DecodeSize]
+
+    def prepare(self, size: Any, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+        """Make the steps of one size. Collective."""
+        from sidelane import ops  # needs Triton, which reads a setting when it is imported
+
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        llama = ShardedLlama(size, device, dtype)
+
+        def half_of(product: Product) -> Half:
+            """Make the end of half a layer from a product that is summed over the ranks."""
+            return lambda x, weight, residual, norm: llama.add_norm(product(x, weight), residual, norm)
+
+        def summed_by(group: dist.ProcessGroup) -> Half:
+            def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                y = functional.linear(x, weight)
+                dist.all_reduce(y, group=group)
+                return y
+
+            return half_of(product)
+
+        def fused(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor) -> Any:
+            return ops.all_reduce_rms_norm(comm, functional.linear(x, weight), residual, norm, eps=EPS)
+
+        def gathered(group: dist.ProcessGroup) -> Gather:
+            return functools.partial(dist.all_gather_into_tensor, group=group)
+
+        own, few = sidelane_group(device), size.tokens <= MOST_NORMED
+        many = half_of(functools.partial(ops.gemm_all_reduce, comm))
+        ways: dict[str, tuple[Half, Gather]] = {
+            library_of(device.type): (summed_by(group), gathered(group)),
+            GROUP: (summed_by(own), gathered(own)),
+            "operators": (fused if few else many, comm.all_gather),
+        }
+        if size.tokens <= MOST_TOKENS:
+            gemv = half_of(lambda x, weight: ops.gemv_all_reduce(comm, weight, x))
+            ways["gemv"] = gemv, comm.all_gather
+        if few and device.type != "cpu":
+            one_shot = OneShot(comm, torch.empty(size.tokens, size.model.hidden, dtype=dtype, device=device))
+
+            def in_symmetric_memory(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                torch.mm(x, weight.t(), out=one_shot.input)
+                return one_shot()
+
+            ways["symm_mem"] = half_of(in_symmetric_memory), gathered(group)
+        alone: Gather = lambda output, input: output.copy_(input.repeat(llama.ranks, 1))  # noqa: E731
+        ways[NONE] = half_of(functional.linear), alone
+
+        def step(half: Half, gather: Gather) -> torch.Tensor:
+            with torch.no_grad():
+                return llama.step(half, gather)
+
+        return Prepared(
+            steps={way: functools.partial(step, *parts) for way, parts in ways.items()},
+            tolerance=TOLERANCES[dtype],
+            units=size.tokens,
+            facts={
+                "parameters": size.model.parameters,
+                "batch": size.batch,
+                "length": size.length,
+                "summed_bytes": math.prod(llama.collectives[0][1:]),
+            },
+            collectives=llama.collectives,
+        )
+
+
+@functools.cache
+def sidelane_group(device: torch.device) -> dist.ProcessGroup:
+    """Return a group of Sidelane's, which lasts as long as this process. Collective where it is new."""
+    return make_group(SIDELANE, device)
+
+
+PUBLIC = ("llama-3.2-1b", "llama-3.1-8b")
+WORKLOAD = DecodeWorkload(
+    "decode",
+    "tokens",
+    {
+        TINY: DecodeSize(MODELS[TINY], batch=2, length=8),
+        **{f"{name}-x{batch}": DecodeSize(MODELS[name], batch) for name in PUBLIC for batch in (1, 8, 64)},
+        **{f"{name}-prefill-2048": DecodeSize(MODELS[name], 1, 2048, prefill=True) for name in PUBLIC},
+    },
+)

@@ -1,0 +1,167 @@
+"""The study of whole workloads: decoding on CPU ranks from end to end, and workloads that go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import crew
+
+from sidelane import Communicator
+from sidelane.cli.launch import Rank, RankFailedError
+from sidelane.program.collective import Kind
+from sidelane_lab.baselines.roster import make_meter
+from sidelane_lab.cli.e2e import EndToEndOptions
+from sidelane_lab.harness import running
+from sidelane_lab.harness.report import tables_of
+from sidelane_lab.harness.study import Results, read
+from sidelane_lab.machines.load import named
+from sidelane_lab.studies.e2e import decode, study
+from sidelane_lab.studies.e2e.study import WorkloadRow, draw_steps
+from sidelane_lab.studies.e2e.workload import Prepared
+
+QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "timeout_s": 100.0, "rounds": 2, "steps": 1}
+WAYS = ["gloo", "group", "operators", "gemv", "none"]
+
+
+def test_decoding_from_end_to_end_and_on_with_the_file(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    options = EndToEndOptions(**QUICK, workloads=("decode",), json=tmp_path / "e2e.json", resume=True)
+    results = running.run(options)
+    assert isinstance(results, Results) and read(tmp_path / "e2e.json").rows == results.rows
+    rows = [row for row in results.rows if isinstance(row, WorkloadRow)]
+    assert [(row.workload, row.size, row.way, row.launch) for row in rows] == [
+        ("decode", "tiny", way, "eager") for way in WAYS
+    ]
+    for row in rows:
+        assert row.step_ms and row.fastest_ms and row.slowest_ms and row.rounds == 2 and not row.note, row
+        assert row.fastest_ms <= row.step_ms <= row.slowest_ms and row.per_second == pytest.approx(
+            2e3 / row.step_ms, rel=1e-3
+        )
+        assert row.correct is (None if row.way == "none" else True) and row.predicted_ms is None
+        assert row.exposed_percent is not None and row.facts["summed_bytes"] == 2 * 2 * 2 * 64 * 4
+        assert (row.difference is None) == (row.way == "none") and ("by sidelane" in row.made_by) == (
+            row.way == "group"
+        )
+    (table,) = tables_of(results)
+    assert table.title.startswith("decode, tiny: tokens, parameters ")
+    (picture,) = draw_steps(rows, results, tmp_path)
+    assert (tmp_path / f"{picture.name}.png").exists()
+
+
+def test_what_the_file_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    done = row(step_ms=1.0)
+    monkeypatch.setattr(study, "rows_there", lambda *_: (done, row(size="x", note="too large")))
+    monkeypatch.setattr(study, "run_study", lambda _, options, **more: seen.append((options, more)))
+    study.main(EndToEndOptions(**QUICK, json=tmp_path / "e2e.json", resume=True))
+    ((options, more),) = seen
+    assert options.done == {("decode", "tiny", "")} and more["known"][0] is done
+    with pytest.raises(ValueError, match="a file that json names"):
+        EndToEndOptions(resume=True)
+
+
+def test_exposed_time_is_predicted_for_the_library_and_for_the_group() -> None:
+    collectives = [(Kind.ALL_REDUCE, 8192 << 7, 64), (Kind.ALL_GATHER, 1024, 1)]
+    machine = named("h100x2")
+    library, group = (study.predicted_ms(machine, way, collectives) for way in ("nccl", "group"))
+    assert library is not None and group is not None and 0.3 < group < library < 2.0
+    assert study.predicted_ms(machine, "none", collectives) is None
+    assert study.predicted_ms(machine, "nccl", ()) is None
+
+
+def test_unknown_sizes_are_refused() -> None:
+    with pytest.raises(RankFailedError, match=r"e2e: sizes \(value=huge, allowed=.*llama-3.1-8b-x64"):
+        running.run(EndToEndOptions(**QUICK, workloads=("decode",), cases=("huge",)))
+
+
+def row(**columns: Any) -> WorkloadRow:
+    empty: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(WorkloadRow))
+    empty |= {"workload": "decode", "size": "tiny", "way": "gloo", "launch": "eager", "nccl": "", "rounds": 0}
+    return WorkloadRow(**empty | {"unit": "tokens", "made_by": "", "facts": {}, "note": ""} | columns)
+
+
+def trial(group: dist.ProcessGroup, prepare: Callable[..., Prepared]) -> list[WorkloadRow]:
+    """The rows of a made-up workload, on one rank."""
+    rank = Rank(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), lambda line: None)
+    one = study._SizeTrial(rank, make_meter(rank, 30.0), EndToEndOptions(**QUICK))
+    columns = {"workload": "decode", "size": "tiny", "nccl": "", "unit": "tokens"}
+    return one.rows(prepare, "gloo", functools.partial(WorkloadRow, **columns))
+
+
+def made_up(comm: Communicator, device: torch.device, *, library_fails: bool = False) -> Prepared:
+    def result(by: float, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise RuntimeError("not here")
+        return torch.full((4,), by)
+
+    wrong = 1.5 if comm.rank == 1 else 1.0
+    values = {"gloo": (1.0, library_fails), "near": (1.001,), "far": (wrong,), "nan": (float("nan"),)}
+    values |= {"failing": (1.0, comm.rank == 1), "none": (7.0,)}
+    steps = {way: functools.partial(result, *value) for way, value in values.items()}
+    return Prepared(steps, tolerance=0.01, units=4)
+
+
+def decoded(group: dist.ProcessGroup) -> tuple[list[WorkloadRow], float]:
+    """Rows of a prefill of more tokens than a fused norm takes; and how far a step of decoding is from a prefill."""
+    size = decode.DecodeSize(decode.MODELS["tiny"], 1, 520, prefill=True)
+    rows = trial(group, functools.partial(decode.WORKLOAD.prepare, size, group))
+    whole, step = (
+        decode.ShardedLlama(dataclasses.replace(size, prefill=prefill), torch.device("cpu"), torch.float32)
+        for prefill in (True, False)
+    )
+
+    def half(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x @ weight.T
+        dist.all_reduce(y, group=group)
+        return decode.add_norm(y, *others)
+
+    gather = functools.partial(dist.all_gather_into_tensor, group=group)
+    wanted = whole.step(half, gather)
+    step.tokens = whole.tokens[:, -1:]
+    for mine, theirs in zip(step.layers, whole.layers, strict=True):
+        mine.keys[:, :, :-1], mine.values[:, :, :-1] = theirs.keys[:, :, :-1], theirs.values[:, :, :-1]
+    every = torch.empty(2, *wanted.shape)
+    dist.all_gather_into_tensor(every.flatten(0, 1), wanted, group=group)
+    assert int(whole.likeliest(wanted, gather)) == int(torch.cat(list(every), dim=1).argmax())
+    return rows, study.difference(step.step(half, gather), wanted)
+
+
+def test_a_prefill_and_a_step_of_decoding_agree() -> None:
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        with crew(2) as ranks:
+            for rows, apart in ranks.run(decoded):
+                assert [row.way for row in rows] == ["gloo", "group", "operators", "none"]
+                assert all(row.step_ms and not row.note for row in rows), rows
+                assert apart < 1e-5
+
+
+def refused(comm: Communicator, device: torch.device) -> Prepared:
+    raise ValueError("too many ranks")
+
+
+def test_a_way_that_is_wrong_on_one_rank_or_fails_has_no_time_and_leaves_the_others_theirs() -> None:
+    with crew(2) as ranks:
+        for rows in ranks.run(trial, None, made_up):
+            found = {row.way: row for row in rows}
+            assert {way for way, row in found.items() if row.step_ms} == {"gloo", "near", "none"}
+            assert found["near"].correct and found["near"].difference == pytest.approx(1e-3, rel=1e-3)
+            assert found["far"].correct is False and "0.5 from the library's" in found["far"].note
+            assert found["nan"].correct is False and found["nan"].difference is None
+            assert found["failing"].correct is None and found["failing"].note == "rank 1: RuntimeError: not here"
+            assert found["none"].exposed_ms == 0 and found["none"].correct is None
+        for rows in ranks.run(trial, None, functools.partial(made_up, library_fails=True)):
+            assert not any(row.step_ms for row in rows)
+            assert {row.note.partition(": ")[2] for row in rows[1:4]} == {
+                "ValueError: the library has no result to compare with"
+            }
+        for (only,) in ranks.run(trial, None, refused):
+            assert (only.way, only.note) == ("gloo", "rank 0: ValueError: too many ranks") and not only.step_ms
