@@ -15,7 +15,13 @@ from torch import Tensor
 
 from sidelane import Communicator
 from sidelane.errors import MismatchError, PeerError
-from sidelane.ops import attention_function, library, sequence_parallel_attention, sequence_positions
+from sidelane.ops import (
+    attention_function,
+    library,
+    ring_attention,
+    sequence_parallel_attention,
+    sequence_positions,
+)
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest norm of a difference over the norm of what is right, by dtype."""
@@ -68,14 +74,13 @@ def is_close(found: Tensor, right: Tensor) -> bool:
 Attend = Callable[..., Tensor]
 
 
-def check(comm: Communicator, attend: Attend, shape: Shape, seed: int) -> None:
+def check(comm: Communicator, attend: Attend, shape: Shape, seed: int, **options: Any) -> None:
     """Compare a rank's part of the result and of the gradients with the whole attention."""
     whole = shape.whole(seed)
     own = sequence_positions(shape.positions, comm.world_size, comm.rank, order=shape.order)
     q, k, v, grad = (tensor[:, own].contiguous() for tensor in whole)
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    options: dict[str, Any] = {} if shape.order == "plain" else {"order": shape.order}
     found = attend(
         comm, q, k, v, is_causal=shape.is_causal, scale=shape.scale, sequence_length=shape.positions, **options
     )
@@ -108,6 +113,30 @@ def ulysses(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager"
             for turn in range(3):
                 check(comm, attend, shape, 10 * number + turn)
     return len(ULYSSES)
+
+
+RING = (
+    Shape(2, 8, 4, 4, 16),
+    Shape(1, 13, 5, 5, 8, is_causal=True),
+    Shape(2, 9, 8, 4, 8, is_causal=True, scale=0.3, order="zigzag"),
+    Shape(1, 17, 6, 2, 8, is_causal=True, order="zigzag", dtype=torch.float64),
+    Shape(1, 3, 2, 1, 8, is_causal=True, order="zigzag"),  # some ranks have no positions
+    Shape(1, 10, 3, 1, 4, order="zigzag"),
+    Shape(2, 33, 8, 8, 16, is_causal=True, dtype=torch.bfloat16),
+    Shape(2, 40, 8, 2, 16, is_causal=True, order="zigzag", dtype=torch.bfloat16),
+)
+
+
+def ring(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager") -> int:
+    """Shapes one after the other, three times each, with other numbers."""
+    with communicator(group) as comm:
+        library.number_of(comm)
+        for number, shape in enumerate(RING):
+            torch._dynamo.reset()
+            attend = torch.compile(ring_attention, backend=backend, fullgraph=True) if compiled else ring_attention
+            for turn in range(3):
+                check(comm, attend, shape, 10 * number + turn, order=shape.order)
+    return len(RING)
 
 
 def even_parts(group: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 
@@ -10,8 +11,14 @@ import pytest
 from marks import long
 from ranks import RankPool
 
+from sidelane.errors import ProgramError
 from sidelane.ops import sequence_positions
 from sidelane.ops.attention import repeats_of
+from sidelane.ops.ring import part_of
+from sidelane.program.ir import Program, Queue, Wait
+from sidelane.program.rotation import rotation_program
+from sidelane.program.transform import freeze
+from sidelane.program.verify import verify
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -24,6 +31,53 @@ def test_ulysses(pool: RankPool, n: int) -> None:
 
 def test_ulysses_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ulysses, 2, True)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_ring(pool: RankPool, n: int) -> None:
+    pool.run(attention_cases.ring, n, False)
+
+
+def test_ring_compiled(pool: RankPool) -> None:
+    pool.run(attention_cases.ring, 2, True)
+
+
+@pytest.mark.parametrize("turn", [1, 2, -1])
+@pytest.mark.parametrize("coming", [(8, 8, 8), (0, 24, 8), (0, 0, 0)])
+def test_a_rotation_is_proved(turn: int, coming: tuple[int, ...]) -> None:
+    program = rotation_program(turn, coming, 32)
+    verify(program)
+    verify(freeze(program))
+    assert not any(coming) or not set(without_waits(program).queues) & set(program.queues)
+
+
+def test_a_rotation_into_an_inbox_that_is_read_is_refused() -> None:
+    with pytest.raises(ProgramError, match="race on came"):
+        verify(without_waits(rotation_program(1, (8, 8, 8), 32)))
+
+
+def without_waits(program: Program) -> Program:
+    """The program of ranks that wait for nothing but the end of what comes."""
+    queues = []
+    for queue in program.queues:
+        first = next((command for command in queue.commands if isinstance(command, Wait)), None)
+        queues.append(Queue(queue.rank, queue.engine, tuple(one for one in queue.commands if one is not first)))
+    return dataclasses.replace(program, queues=tuple(queues))
+
+
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+@pytest.mark.parametrize(("length", "n"), [(16, 4), (13, 3), (3, 4), (0, 2)])
+def test_parts_are_the_pairs_that_the_mask_leaves(order: str, length: int, n: int) -> None:
+    positions = [sequence_positions(length, n, rank, order=order).tolist() for rank in range(n)]
+    for rank, source in itertools.product(range(n), repeat=2):
+        part = part_of(order, True, length, n, rank, source)
+        found = {
+            (query, key)
+            for at, query in enumerate(positions[rank])
+            for place, key in enumerate(positions[source][: part.count])
+            if at >= part.first and (place <= at or not part.is_causal)
+        }
+        assert found == {(query, key) for query in positions[rank] for key in positions[source] if key <= query}
 
 
 def test_parts_of_one_length(pool: RankPool) -> None:
@@ -44,13 +98,16 @@ REFUSALS = (
 )
 
 
-def test_what_is_refused_on_one_rank_is_told_to_the_others(pool: RankPool) -> None:
-    words = (
-        *REFUSALS,
-        "positions of rank 1 (value=3, allowed=",
-        "heads of q (value=1, allowed=2 and more)",
-    )
-    for texts in pool.run(attention_cases.refused, 2):
+@pytest.mark.parametrize(
+    ("attend", "last"),
+    [
+        ("sequence_parallel_attention", "heads of q (value=1, allowed=2 and more)"),
+        ("ring_attention", "order (value='spiral', allowed=plain, zigzag)"),
+    ],
+)
+def test_what_is_refused_on_one_rank_is_told_to_the_others(pool: RankPool, attend: str, last: str) -> None:
+    words = (*REFUSALS, "positions of rank 1 (value=3, allowed=5 of sequence_length=10 in", last)
+    for texts in pool.run(attention_cases.refused, 2, attend):
         for text, word in zip(texts, words, strict=True):
             assert word in text
 

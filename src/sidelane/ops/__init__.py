@@ -3,7 +3,12 @@
 from importlib import import_module
 from typing import Any
 
-from sidelane.ops.attention import attention_function, sequence_parallel_attention, sequence_positions
+from sidelane.ops.attention import (
+    attention_function,
+    ring_attention,
+    sequence_parallel_attention,
+    sequence_positions,
+)
 from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
@@ -49,6 +54,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "gemv_all_reduce",
     "reshard",
+    "ring_attention",
     "sequence_parallel_attention",
     "sequence_positions",
     "split_all_gather_gemm",

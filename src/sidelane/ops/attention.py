@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from sidelane.ops import library
 from sidelane.ops.handle import telling_refusals
-from sidelane.program.collective import split_evenly
+from sidelane.ops.ring import ORDERS, PLAIN, ZIGZAG, own_lengths
 from sidelane.session import Communicator
 
-NAME = "sequence_parallel_attention"
+NAME, RING = "sequence_parallel_attention", "ring_attention"
 
 _POSITIONS, _HEADS = 1, 2
 """Dimensions of q, k and v."""
@@ -91,6 +91,58 @@ def sequence_parallel_attention(
     rows = found.transpose(_POSITIONS, _HEADS).reshape(*found.shape[:1], length, there[1].shape[_HEADS], -1)
     (back,) = torch.ops.sidelane.reshard(number, [rows], _POSITIONS, _HEADS, [groups])
     result: Tensor = back.reshape(*q.shape[:-1], v.shape[-1])
+    return result
+
+
+def ring_attention(
+    comm: Communicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sequence_length: int | None = None,
+    order: str = ZIGZAG,
+) -> Tensor:
+    """Return this rank's positions of the attention over the positions of all ranks, by blocks that travel. Collective.
+
+    Equivalent: :func:`sequence_parallel_attention`, with any number of heads. Each rank computes its own positions of
+    all heads. Keys and values of the other ranks come by copy engines, one block at a time, while the block before is
+    computed; so do the gradients go back (``ops.ring`` has the timelines). It is one operator under ``torch.compile``.
+    Each shape keeps symmetric memory of three blocks of k and v of a rank, and of four more once it has had a backward.
+
+    Blocks are computed by PyTorch's flash attention on GPUs, for float16 and bfloat16 with heads of one size, a
+    multiple of 8 up to 256. Otherwise plain products are, with all weights of a block in memory. Sums are float32, or
+    float64.
+
+    Args:
+        comm: communicator of the ranks.
+        q: queries of this rank's positions, [B, S / N, H, D], of any floating dtype.
+        k: keys, [B, S / N, K, D]; K divides H.
+        v: values, [B, S / N, K, any size].
+        is_causal: a position attends to itself and the ones before it only.
+        scale: factor of the products; None for 1 / sqrt(D).
+        sequence_length: S; None: all ranks have as many positions.
+        order: order of the positions on the ranks, see :func:`sequence_positions`. ``zigzag`` gives all ranks as much
+            work under a causal mask; without one, both do. The caller splits tokens and their positions alike.
+
+    Returns:
+        Tensor [B, S / N, H, size of v's heads].
+
+    Raises:
+        ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
+        UnavailableError: a new shape inside of a capture.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, RING)
+    with telling:
+        _check_order(RING, order)
+        length = comm.world_size * q.shape[_POSITIONS] if sequence_length is None else sequence_length
+        check_attention(RING, comm, q, k, v, length, order)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    result: Tensor
+    result, _ = torch.ops.sidelane.ring_attention(library.number_of(comm), q, k, v, is_causal, factor, length, order)
     return result
 
 
@@ -169,15 +221,11 @@ def sequence_positions(length: int, world_size: int, rank: int, *, order: str = 
     >>> [sequence_positions(10, 2, rank, order="zigzag").tolist() for rank in range(2)]
     [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
     """
-    if order not in ORDERS:
-        raise ValueError(f"sequence_positions: order (value={order!r}, allowed={', '.join(ORDERS)})")
+    _check_order("sequence_positions", order)
     if order == PLAIN:
         return torch.arange(length).tensor_split(world_size)[rank]
     parts = torch.arange(length).tensor_split(2 * world_size)
     return torch.cat((parts[rank], parts[2 * world_size - 1 - rank]))
-
-
-PLAIN, ZIGZAG = ORDERS = "plain", "zigzag"
 
 
 def repeats_of(heads: int, kv_heads: int, world_size: int) -> int:
@@ -189,6 +237,11 @@ def repeats_of(heads: int, kv_heads: int, world_size: int) -> int:
     sharing = heads // kv_heads
     able = [each for each in range(1, sharing + 1) if sharing % each == 0 and kv_heads * each >= world_size]
     return min(able, key=lambda each: -(-kv_heads * each // world_size) * (sharing // each))
+
+
+def _check_order(name: str, order: str) -> None:
+    if order not in ORDERS:
+        raise ValueError(f"{name}: order (value={order!r}, allowed={', '.join(ORDERS)})")
 
 
 def check_attention(
@@ -209,17 +262,9 @@ def check_attention(
     if not k.shape[2] or heads % k.shape[2]:
         raise ValueError(f"{name}: heads of k and v (value={k.shape[2]}, allowed=a divisor of q's {heads})")
     if length is not None:
-        own = own_length(length, comm.world_size, comm.rank, order)
+        own = own_lengths(length, comm.world_size, order)[comm.rank]
         if positions != own:
             raise ValueError(
                 f"{name}: positions of rank {comm.rank} (value={positions}, "
                 f"allowed={own} of sequence_length={length} in {order} order)"
             )
-
-
-def own_length(length: int, world_size: int, rank: int, order: str) -> int:
-    """Return the number of a rank's positions; see :func:`sequence_positions`."""
-    if order == PLAIN:
-        return split_evenly(length, world_size)[rank]
-    parts = split_evenly(length, 2 * world_size)
-    return parts[rank] + parts[-1 - rank]
