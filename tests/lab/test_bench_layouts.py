@@ -63,7 +63,7 @@ def wrong_bytes_are_found(group: dist.ProcessGroup) -> list[str | None]:
     with communicator(group) as comm:
         case = LayoutCase((2, 8, 4, 4), 2, comm.rank, comm.world_size, comm.device)
         found: list[str | None] = []
-        for way in layouts.Exchanges(comm, case).ways(LAYOUTS, "nothing"):
+        for way in layouts.LayoutExchanges(comm, case).ways(LAYOUTS, "nothing"):
             if way.implementation == "auto":
                 way.fill(3)
                 way.run()

@@ -475,7 +475,7 @@ def ring_attention_backward(
     return found.backward(grad, q, k, v, result, logarithms, scale)
 
 
-def _ring(comm: int, k: Tensor, v: Tensor, is_causal: bool, length: int, order: str) -> ring.Ring:
+def _ring(comm: int, k: Tensor, v: Tensor, is_causal: bool, length: int, order: str) -> ring.RingAttention:
     batch, _, heads, size = k.shape
     shape = ring.RingShape(length, batch, heads, size, v.shape[3], k.dtype, order, is_causal)
     return ring.ring_of(communicator(comm), shape)

@@ -111,12 +111,12 @@ class RingShape:
     is_causal: bool
 
 
-def ring_of(comm: Communicator, shape: RingShape) -> Ring:
+def ring_of(comm: Communicator, shape: RingShape) -> RingAttention:
     """Return the buffers and programs for a shape; all ranks make them together on first use."""
-    return kept(comm, shape, lambda: Ring(comm, shape))
+    return kept(comm, shape, lambda: RingAttention(comm, shape))
 
 
-class Ring:
+class RingAttention:
     """Buffers and programs of ring attention for a shape. Collective.
 
     A block is [positions, B, K, size + value_size], so that its first positions are its first bytes.

@@ -184,7 +184,7 @@ class LayoutCase:
 Run = Callable[[], list[Tensor]]
 
 
-class Exchange:
+class LayoutExchange:
     """One way to make an exchange, with its tensors.
 
     Args:
@@ -294,7 +294,7 @@ def library_run(case: LayoutCase, layout: str, variant: str, given: Sequence[Ten
     return {EACH: each, GROUPED: grouped, TOGETHER: together}[variant]
 
 
-class Exchanges:
+class LayoutExchanges:
     """Ways to make the exchanges of a case. Collective.
 
     Args:
@@ -306,7 +306,7 @@ class Exchanges:
         self._comm, self._case = comm, case
         self._tensors: dict[tuple[str, str, bool], list[Tensor]] = {}
 
-    def ways(self, layouts: Sequence[str], beside: str) -> list[Exchange]:
+    def ways(self, layouts: Sequence[str], beside: str) -> list[LayoutExchange]:
         """Make all ways of some layouts; ``beside``: what Sidelane's calls are told of."""
         found = []
         for layout in layouts:
@@ -335,12 +335,12 @@ class Exchanges:
             self._tensors[key] = [make() for _ in range(self._case.tensors)]
         return self._tensors[key]
 
-    def _of_library(self, layout: str, variant: str) -> Exchange:
+    def _of_library(self, layout: str, variant: str) -> LayoutExchange:
         given, name = self._given(layout, ORDINARY), "gloo" if self._case.device.type == "cpu" else "nccl"
         run = library_run(self._case, layout, variant, given)
-        return Exchange(self._case, layout, name, ORDINARY, variant, given, run)
+        return LayoutExchange(self._case, layout, name, ORDINARY, variant, given, run)
 
-    def _own(self, layout: str, memory: str, beside: str) -> Exchange:
+    def _own(self, layout: str, memory: str, beside: str) -> LayoutExchange:
         given, output = self._given(layout, memory), self._given(layout, memory, is_output=True)
         dims = {THERE: {"scatter_dim": 2, "gather_dim": 1}, BACK: {"scatter_dim": 1, "gather_dim": 2}}.get(layout, {})
         options: dict[str, Any] = {**dims, "beside": beside}
@@ -354,7 +354,7 @@ class Exchanges:
             choice = self._comm.last_choice()
             return "" if choice is None else choice.candidate.variant
 
-        return Exchange(self._case, layout, "auto", memory, "", given, run, said)
+        return LayoutExchange(self._case, layout, "auto", memory, "", given, run, said)
 
 
 def shapes_of(options: LayoutOptions, rank: Rank) -> list[Shape]:
@@ -420,7 +420,7 @@ class _Study:
         chosen = self._options.launches or LAUNCHES
         launches = [one for one in chosen if one == LAUNCHES[0] or case.device.type != "cpu"]
         with self._meter.on_stream():
-            exchanges = Exchanges(self._comm, case)
+            exchanges = LayoutExchanges(self._comm, case)
             # One each for a launch: results of a graph lie where it was captured.
             ways = {(launch, *way.key): way for launch in launches for way in exchanges.ways(LAYOUTS, NOTHING)}
             for key, way in ways.items():
@@ -439,7 +439,7 @@ class _Study:
         gemm_of = gemm_on(case.device)
         problems: dict[tuple[str, ...], Problem] = {}
         with self._meter.on_stream(), Workers() as workers:
-            ways = {way.key: way for way in Exchanges(self._comm, case).ways((THERE, BACK), COMPUTE)}
+            ways = {way.key: way for way in LayoutExchanges(self._comm, case).ways((THERE, BACK), COMPUTE)}
             gemm = GemmRun(gemm_of, case.device)
             gemm.fill(next(self._seeds))
             pairs = Pairs(gemm, self._lanes, workers)
@@ -484,7 +484,7 @@ class _Study:
                 yield _row(case, LAUNCHES[0], names, both, problems.get(key), **columns)
                 way.close()
 
-    def _ready(self, way: Exchange, launch: str) -> tuple[Callable[[], object], int] | Problem:
+    def _ready(self, way: LayoutExchange, launch: str) -> tuple[Callable[[], object], int] | Problem:
         """Check a way, and bring it into the form that is timed: what runs, and how often."""
         problem = self._checked(way, way.run)
         if problem is not None:
@@ -498,7 +498,7 @@ class _Study:
             return Problem(refused)
         return self._checked(way, graphs[0].replay) or (graphs[0].replay, 1)
 
-    def _checked(self, way: Exchange, run: Callable[[], object], gemm: GemmRun | None = None) -> Problem | None:
+    def _checked(self, way: LayoutExchange, run: Callable[[], object], gemm: GemmRun | None = None) -> Problem | None:
         """Run on fresh inputs and poisoned outputs, and compare. Collective."""
         seed, label = next(self._seeds), ", ".join(way.key)
 
