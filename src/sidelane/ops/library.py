@@ -444,7 +444,7 @@ def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, .
 
 def _ring_like(comm: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     logarithms = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, positions, heads, _ = q.shape
+    batch, positions, heads = q.shape[:3]
     return q.new_empty(batch, positions, heads, v.shape[3]), q.new_empty(batch, heads, positions, dtype=logarithms)
 
 

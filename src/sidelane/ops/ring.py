@@ -20,12 +20,12 @@ Under a causal mask a rank needs only the beginning of most blocks, or none, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from sidelane.collectives.work import Work
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept
 from sidelane.program.collective import split_evenly
@@ -151,8 +151,8 @@ class RingAttention:
             self._fill(k, v)
             for turn, part, block in self._blocks():
                 if part.count and query.numel():
-                    taken = query[:, :, part.first :]
-                    found, logarithm = attend(taken, *self._keys_and_values(block, part), part.is_causal, scale)
+                    key, value = self._keys_and_values(block, part)
+                    found, logarithm = attend(query[:, :, part.first :], key, value, part.is_causal, scale)
                     _merge(total[:, :, part.first :], logarithms[:, :, part.first :], found, logarithm, turn == 0)
         return _copy(total.transpose(1, 2), q.dtype), logarithms
 
@@ -167,38 +167,43 @@ class RingAttention:
             if not self._outboxes:
                 self._make_backs()
             self._fill(k, v)
-            sent = None
+            sent: Work | None = None
             for turn, part, block in self._blocks():
                 if part.count and query.numel():
-                    given = [tensor[:, :, part.first :] for tensor in (grad, query, result, logarithms)]
-                    keys_and_values = self._keys_and_values(block, part)
-                    found = gradients(*given, *keys_and_values, part.is_causal, scale)
-                    of_query[:, :, part.first :] += found[0]
+                    rows = slice(part.first, None)
+                    found = gradients(
+                        *(grad[:, :, rows], query[:, :, rows], result[:, :, rows], logarithms[:, :, rows]),
+                        *self._keys_and_values(block, part),
+                        is_causal=part.is_causal,
+                        scale=scale,
+                    )
+                    of_query[:, :, rows] += found[0]
                     target = of_block if turn == 0 else self._outboxes[turn % 2]
                     for place, of_one in zip(self._keys_and_values(target, part), found[1:], strict=True):
                         place.copy_(of_one)
                 if turn:
                     work = self._backs[turn - 1](async_op=True)
-                    if sent is not None:
-                        self._add(of_block, turn - 1, sent)
+                    self._add(of_block, turn - 1, sent)
                     sent = work
-            if sent is not None:
-                self._add(of_block, self._comm.world_size - 1, sent)
+            self._add(of_block, self._comm.world_size - 1, sent)
         of_both = self._keys_and_values(of_block, self._part(self._comm.rank, 0))
         of_q, of_k, of_v = (_copy(tensor.transpose(1, 2), q.dtype) for tensor in (of_query, *of_both))
         return of_q, of_k, of_v
 
-    def _blocks(self) -> Any:
+    def _blocks(self) -> Iterator[tuple[int, Part, Tensor]]:
         """Iterate over turns, parts and blocks; the next block travels while the caller computes with one."""
-        works = [rotation(async_op=True) for rotation in self._rotations[:1]]
-        yield 0, self._part(self._comm.rank, 0), self._own
-        for turn in range(1, self._comm.world_size):
-            works[-1].wait()
-            works += [rotation(async_op=True) for rotation in self._rotations[turn : turn + 1]]
-            yield turn, self._part(self._comm.rank, turn), self._inboxes[turn % 2]
+        comm, work = self._comm, None
+        for turn in range(comm.world_size):
+            if work is not None:
+                work.wait()
+            if turn + 1 < comm.world_size:
+                work = self._rotations[turn](async_op=True)
+            yield turn, self._part(comm.rank, turn), self._inboxes[turn % 2] if turn else self._own
 
-    def _add(self, of_block: Tensor, turn: int, work: Any) -> None:
+    def _add(self, of_block: Tensor, turn: int, work: Work | None) -> None:
         """Add what came back at a turn."""
+        if work is None:
+            return
         work.wait()
         n = self._comm.world_size
         count = self._part((self._comm.rank + turn) % n, turn).count
@@ -229,10 +234,10 @@ class RingAttention:
         for place, given in zip(self._keys_and_values(self._own, own), (k, v), strict=True):
             place.copy_(given.transpose(1, 2))
 
-    def _keys_and_values(self, block: Tensor, part: Part) -> tuple[Tensor, ...]:
+    def _keys_and_values(self, block: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Return views [B, K, count, size] of a block's keys and values."""
         rows = block[: part.count].permute(1, 2, 0, 3)
-        return rows.split([self._shape.size, self._shape.value_size], -1)
+        return rows[..., : self._shape.size], rows[..., self._shape.size :]
 
 
 def _merge(total: Tensor, logarithms: Tensor, found: Tensor, logarithm: Tensor, is_first: bool) -> None:
@@ -277,6 +282,7 @@ def gradients(
     logarithms: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,7 +312,7 @@ def gradients(
 def _products(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
     """Return the scaled products of queries and keys, [B, K, H / K, S, positions], wide, -inf where masked."""
     taken = _wide(query).unflatten(1, (key.shape[1], -1))
-    products = scale * taken @ _wide(key).unsqueeze(2).transpose(-1, -2)
+    products: Tensor = scale * taken @ _wide(key).unsqueeze(2).transpose(-1, -2)
     if is_causal:
         later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
         products.masked_fill_(later, -torch.inf)
@@ -315,7 +321,8 @@ def _products(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tens
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a contiguous tensor in memory of its own."""
-    return tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    made: Tensor = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return made
 
 
 def _wide(tensor: Tensor) -> Tensor:

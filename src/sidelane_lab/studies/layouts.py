@@ -208,7 +208,7 @@ class LayoutExchange:
     ) -> None:
         self.case, self.layout, self.implementation, self.memory = case, layout, implementation, memory
         self.variant, self._given, self._run, self._said = variant, given, run, said
-        self.key = layout, implementation, memory, variant
+        self.key: tuple[str, ...] = (layout, implementation, memory, variant)
         self._results: list[Tensor] = []
         self._thread = ThreadPoolExecutor(1) if case.device.type == "cpu" else None
 
@@ -422,7 +422,9 @@ class _Study:
         with self._meter.on_stream():
             exchanges = LayoutExchanges(self._comm, case)
             # One each for a launch: results of a graph lie where it was captured.
-            ways = {(launch, *way.key): way for launch in launches for way in exchanges.ways(LAYOUTS, NOTHING)}
+            ways: dict[tuple[str, ...], LayoutExchange] = {
+                (launch, *way.key): way for launch in launches for way in exchanges.ways(LAYOUTS, NOTHING)
+            }
             for key, way in ways.items():
                 compared.add(key, self._ready(way, key[0]))
             jobs = {key: Job(run, repeats, calls_of(case)) for key, (run, repeats) in compared.ready.items()}
