@@ -181,12 +181,13 @@ def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_atte
     return texts
 
 
-def in_a_model(group: dist.ProcessGroup, length: int) -> None:
+def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = None) -> None:
     """A Llama of transformers whose ranks have parts of the tokens: equal logits and gradients to a whole one's."""
     import transformers
 
     with communicator(group) as comm:
-        transformers.AttentionInterface.register("sidelane", attention_function(comm, sequence_length=length))
+        attend = attention_function(comm, sequence_length=length, ring_order=ring_order)
+        transformers.AttentionInterface.register("sidelane", attend)
         config = transformers.LlamaConfig(
             vocab_size=64,
             hidden_size=32,
@@ -205,7 +206,7 @@ def in_a_model(group: dist.ProcessGroup, length: int) -> None:
         whole, split = models
         ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(4), device="cpu")
         ids = ids.to(torch.get_default_device())
-        own = sequence_positions(length, comm.world_size, comm.rank)
+        own = sequence_positions(length, comm.world_size, comm.rank, order=ring_order or "plain")
         right = whole(ids, use_cache=False).logits
         found = split(ids[:, own], position_ids=own[None].expand(2, -1), use_cache=False).logits
         torch.testing.assert_close(found, right[:, own], atol=1e-4, rtol=1e-4)

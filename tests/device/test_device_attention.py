@@ -21,8 +21,9 @@ def test_parts_of_one_length(ranks: Ranks) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_a_model_of_transformers(ranks: Ranks) -> None:
-    ranks.run(CASES + "of", "in_a_model", 13, timeout_s=120)
+@pytest.mark.parametrize("ring_order", [None, "zigzag"])
+def test_a_model_of_transformers(ranks: Ranks, ring_order: str | None) -> None:
+    ranks.run(CASES + "of", "in_a_model", 13, ring_order, timeout_s=120)
 
 
 @pytest.mark.parametrize("attend", ["sequence_parallel_attention", "ring_attention"])

@@ -85,9 +85,9 @@ def test_parts_of_one_length(pool: RankPool) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize(("n", "length"), [(2, 8), (3, 10)])
-def test_a_model_of_transformers(pool: RankPool, n: int, length: int) -> None:
-    pool.run(attention_cases.in_a_model, n, length)
+@pytest.mark.parametrize(("n", "length", "ring_order"), [(2, 8, None), (3, 10, None), (2, 9, "zigzag")])
+def test_a_model_of_transformers(pool: RankPool, n: int, length: int, ring_order: str | None) -> None:
+    pool.run(attention_cases.in_a_model, n, length, ring_order)
 
 
 REFUSALS = (

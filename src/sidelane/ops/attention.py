@@ -146,15 +146,17 @@ def ring_attention(
     return result
 
 
-def attention_function(comm: Communicator, *, sequence_length: int | None = None) -> Callable[..., tuple[Tensor, None]]:
-    """Make :func:`sequence_parallel_attention` an attention function of Hugging Face's transformers.
+def attention_function(
+    comm: Communicator, *, sequence_length: int | None = None, ring_order: str | None = None
+) -> Callable[..., tuple[Tensor, None]]:
+    """Make attention over the positions of all ranks an attention function of Hugging Face's transformers.
 
     ::
 
         transformers.AttentionInterface.register("sidelane", sidelane.ops.attention_function(comm))
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sidelane")
-        positions = sidelane.ops.sequence_positions(length, comm.world_size, comm.rank).to(comm.device)
-        logits = model(ids[:, positions], position_ids=positions[None]).logits  # of this rank's positions
+        own = sidelane.ops.sequence_positions(length, comm.world_size, comm.rank).to(ids.device)
+        logits = model(ids[:, own], position_ids=own[None], use_cache=False).logits  # of this rank's positions
 
     The caller gives each rank its part of the tokens with their numbers in the whole sequence as ``position_ids``, and
     labels that were shifted before they were split. No mask and no cache: sequences of one length, in training or in a
@@ -164,13 +166,16 @@ def attention_function(comm: Communicator, *, sequence_length: int | None = None
         comm: communicator of the ranks, open for as long as the model is used.
         sequence_length: number of positions of all ranks where it is no multiple of N. A model's call may give it as
             well, as ``sequence_length=``.
+        ring_order: None for :func:`sequence_parallel_attention`; an order of positions for :func:`ring_attention`.
 
     Returns:
         A function of (module, query, key, value, attention_mask), tensors of [B, H, S / N, D], and transformers'
         options. It returns [B, S / N, H, D] and None. It is causal as the module is.
     """
     library.number_of(comm)
-    of_all = sequence_length
+    of_all, name = sequence_length, NAME if ring_order is None else RING
+    if ring_order is not None:
+        _check_order("attention_function", ring_order)
 
     def attend(
         module: torch.nn.Module,
@@ -184,24 +189,23 @@ def attention_function(comm: Communicator, *, sequence_length: int | None = None
         sequence_length: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        refused = [name for name in ("softcap", "sliding_window", "position_bias", "s_aux") if options.get(name)]
-        if attention_mask is not None or refused:
-            error = ValueError(
-                f"{NAME}: options (value={refused or 'a mask'}, allowed=causal attention, or all to all)"
-            )
+        refused = [option for option in ("softcap", "sliding_window", "position_bias", "s_aux") if options.get(option)]
+        refused += ["a mask"] if attention_mask is not None else []
+        refused += ["dropout"] if dropout and ring_order is not None else []
+        if refused:
+            error = ValueError(f"{name}: options (value={refused}, allowed=attention that is causal or has no mask)")
             if not torch.compiler.is_compiling():
-                comm.refuse(NAME, error)
+                comm.refuse(name, error)
             raise error
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        found = sequence_parallel_attention(
-            comm,
-            *(tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value)),
-            is_causal=causal,
-            scale=scaling,
-            dropout_p=dropout,
-            sequence_length=of_all if sequence_length is None else sequence_length,
-        )
-        return found, None
+        q, k, v = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value))
+        given: dict[str, Any] = {
+            "is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            "scale": scaling,
+            "sequence_length": of_all if sequence_length is None else sequence_length,
+        }
+        if ring_order is not None:
+            return ring_attention(comm, q, k, v, order=ring_order, **given), None
+        return sequence_parallel_attention(comm, q, k, v, dropout_p=dropout, **given), None
 
     return attend
 
