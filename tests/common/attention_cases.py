@@ -139,6 +139,24 @@ def ring(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager") -
     return len(RING)
 
 
+def lengths_that_change(group: dist.ProcessGroup, name: str, most: int) -> None:
+    """Compiled code is made for two lengths at most, then for any, whatever else the communicator keeps meanwhile."""
+    from torch._dynamo.utils import counters
+
+    from sidelane import ops
+
+    attend, options = getattr(ops, name), {"order": "plain"} if name == "ring_attention" else {}
+    with communicator(group) as comm:
+        library.number_of(comm)
+        torch._dynamo.reset()
+        before = counters["stats"]["unique_graphs"]
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for seed, positions in enumerate((8, 11, 14, 23, 38)):
+            check(comm, compiled, Shape(1, positions, 4, 2, 8, is_causal=True), seed, **options)
+            comm.kept[seed] = None
+        assert counters["stats"]["unique_graphs"] - before <= most
+
+
 def even_parts(group: dist.ProcessGroup) -> None:
     """Without a length all ranks have as many positions; values may have heads of another size, and no gradients."""
     with communicator(group) as comm, torch.no_grad():

@@ -38,6 +38,11 @@ def test_ring(pool: RankPool, n: int) -> None:
     pool.run(attention_cases.ring, n, False)
 
 
+@pytest.mark.parametrize("name", ["sequence_parallel_attention", "ring_attention"])
+def test_compiled_code_takes_any_length(pool: RankPool, name: str) -> None:
+    pool.run(attention_cases.lengths_that_change, 2, name, 3)
+
+
 def test_ring_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ring, 2, True)
 

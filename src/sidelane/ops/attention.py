@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from sidelane.ops import library
 from sidelane.ops.handle import telling_refusals
-from sidelane.ops.ring import ORDERS, PLAIN, ZIGZAG, own_lengths
+from sidelane.ops.ring import ORDERS, PLAIN, ZIGZAG, own_length
 from sidelane.session import Communicator
 
 NAME, RING = "sequence_parallel_attention", "ring_attention"
@@ -266,7 +266,7 @@ def check_attention(
     if not k.shape[2] or heads % k.shape[2]:
         raise ValueError(f"{name}: heads of k and v (value={k.shape[2]}, allowed=a divisor of q's {heads})")
     if length is not None:
-        own = own_lengths(length, comm.world_size, order)[comm.rank]
+        own = own_length(length, comm.world_size, comm.rank, order)
         if positions != own:
             raise ValueError(
                 f"{name}: positions of rank {comm.rank} (value={positions}, "

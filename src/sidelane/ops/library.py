@@ -44,12 +44,15 @@ _communicators: weakref.WeakValueDictionary[int, Communicator | ScaleOut] = weak
 
 
 def number_of(comm: Communicator | ScaleOut) -> int:
-    """Return the number by which the operators know a communicator, or the ranks of several nodes, in this process."""
-    number: int | None = comm.kept.get(number_of)
-    if number is None:
-        number = comm.kept[number_of] = next(_numbers)
-        _communicators[number] = comm
-    return number
+    """Return the number by which the operators know a communicator, or the ranks of several nodes, in this process.
+
+    Compiled code is guarded by the attribute: by an entry of ``kept`` it would be compiled anew whenever that grows.
+    """
+    if comm.operator_number is None:
+        comm.operator_number = next(_numbers)
+        comm.kept[number_of] = comm.operator_number
+        _communicators[comm.operator_number] = comm
+    return comm.operator_number
 
 
 def communicator(number: int) -> Communicator:

@@ -55,16 +55,16 @@ class Part:
     is_causal: bool = False
 
 
-def own_lengths(length: int, world_size: int, order: str) -> tuple[int, ...]:
-    """Return the number of positions of each rank.
+def own_length(length: int, world_size: int, rank: int, order: str) -> int:
+    """Return the number of a rank's positions, by arithmetic that compilers trace with unknown lengths.
 
-    >>> own_lengths(10, 2, PLAIN), own_lengths(13, 2, ZIGZAG)
-    ((5, 5), (7, 6))
+    >>> [own_length(10, 2, rank, PLAIN) for rank in range(2)], [own_length(13, 2, rank, ZIGZAG) for rank in range(2)]
+    ([5, 5], [7, 6])
     """
     if order == PLAIN:
-        return split_evenly(length, world_size)
-    parts = split_evenly(length, 2 * world_size)
-    return tuple(parts[rank] + parts[-1 - rank] for rank in range(world_size))
+        return (length + world_size - 1 - rank) // world_size
+    parts = 2 * world_size
+    return (length + parts - 1 - rank) // parts + (length + rank) // parts
 
 
 def part_of(order: str, is_causal: bool, length: int, world_size: int, rank: int, source: int) -> Part:
@@ -75,8 +75,7 @@ def part_of(order: str, is_causal: bool, length: int, world_size: int, rank: int
     >>> show(0, 0), show(0, 1), show(1, 0)
     ((0, 8, True), (4, 8, False), (0, 4, False))
     """
-    lengths = own_lengths(length, world_size, order)
-    first, count = 0, lengths[source]
+    first, count = 0, own_length(length, world_size, source, order)
     if is_causal and rank != source:
         if order == PLAIN:
             count = count if source < rank else 0
@@ -84,7 +83,9 @@ def part_of(order: str, is_causal: bool, length: int, world_size: int, rank: int
             count = split_evenly(length, 2 * world_size)[source]
         else:  # this rank's early positions come before all of its
             first = split_evenly(length, 2 * world_size)[rank]
-    return Part(first, count if first < lengths[rank] else 0, is_causal and rank == source)
+    return Part(
+        first, count if first < own_length(length, world_size, rank, order) else 0, is_causal and rank == source
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,7 @@ class RingAttention:
     def __init__(self, comm: Communicator, shape: RingShape) -> None:
         self._comm, self._shape = comm, shape
         n = comm.world_size
-        self._lengths = own_lengths(shape.length, n, shape.order)
+        self._lengths = [own_length(shape.length, n, rank, shape.order) for rank in range(n)]
         self._row = shape.batch, shape.heads, shape.size + shape.value_size
         self._sum_dtype = torch.float64 if shape.dtype == torch.float64 else torch.float32
         self._own, *self._inboxes = (self._buffer() for _ in range(3))
