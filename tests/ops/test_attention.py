@@ -8,11 +8,13 @@ import itertools
 
 import attention_cases
 import pytest
+import torch
 from marks import long
 from ranks import RankPool
+from torch.nn.attention import SDPBackend
 
 from sidelane.errors import ProgramError
-from sidelane.ops import sequence_positions
+from sidelane.ops import ring, sequence_positions
 from sidelane.ops.attention import repeats_of
 from sidelane.ops.ring import part_of
 from sidelane.program.ir import Program, Queue, Wait
@@ -45,6 +47,19 @@ def test_compiled_code_takes_any_length(pool: RankPool, name: str) -> None:
 
 def test_ring_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ring, 2, True)
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_kernels_of_gpus_are_given_what_they_take(monkeypatch: pytest.MonkeyPatch, kernel: SDPBackend) -> None:
+    monkeypatch.setattr(ring, "kernel_for", lambda *_: kernel)
+    heads = 8 if kernel is SDPBackend.CUDNN_ATTENTION else 2  # torch's shapes for cuDNN know no shared heads
+    with torch.device("meta"):
+        query, grad = torch.empty(2, 2, 8, 5, 16, dtype=torch.bfloat16)
+        key, value = torch.empty(2, 2, heads, 7, 16, dtype=torch.bfloat16)
+        result, logarithms = ring.attend(query, key, value, False, 0.25)
+        assert result.shape == query.shape and logarithms.shape == (2, 8, 5)
+        found = ring.gradients(grad, query, result, logarithms, key, value, is_causal=False, scale=0.25)
+    assert [one.shape for one in found] == [query.shape, key.shape, value.shape]
 
 
 @pytest.mark.parametrize("turn", [1, 2, -1])

@@ -112,9 +112,9 @@ def ring_attention(
     computed; so do the gradients go back (``ops.ring`` has the timelines). It is one operator under ``torch.compile``.
     Each shape keeps symmetric memory of three blocks of k and v of a rank, and of four more once it has had a backward.
 
-    Blocks are computed by PyTorch's flash attention on GPUs, for float16 and bfloat16 with heads of one size, a
-    multiple of 8 up to 256. Otherwise plain products are, with all weights of a block in memory. Sums are float32, or
-    float64.
+    Blocks are computed by PyTorch's cuDNN or flash attention on GPUs, whichever it prefers
+    (``torch.nn.attention.sdpa_kernel``), for float16 and bfloat16 with heads of one size, a multiple of 8 up to 256.
+    Otherwise plain products are, with all weights of a block in memory. Sums are float32, or float64.
 
     Args:
         comm: communicator of the ranks.

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from sidelane.collectives.work import Work
 from sidelane.ops.buffer_turn import in_turn
@@ -36,8 +37,8 @@ PLAIN, ZIGZAG = ORDERS = "plain", "zigzag"
 """Orders of positions on ranks; see ``attention.sequence_positions``."""
 
 _HALVES = (torch.float16, torch.bfloat16)
-_FLASH_SIZES = range(8, 257, 8)
-"""Dtypes, and sizes of a head, that PyTorch's flash attention takes as they are."""
+_FLASH_SIZES, _CUDNN_SIZES = range(8, 257, 8), range(8, 129, 8)
+"""Dtypes, and sizes of a head, that kernels take as they are, backward too."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,11 +266,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     Returns:
         Tensors [B, H, S, size] and [B, H, S].
     """
-    if _is_for_flash(query, value):
-        result, logarithms, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, is_causal, False, scale=scale
-        )
-        return result, logarithms
+    kernel, aten, given = kernel_for(query, key, value, is_causal, scale), torch.ops.aten, (query, key, value)
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        found = aten._scaled_dot_product_cudnn_attention(*given, None, True, 0.0, is_causal, False, scale=scale)
+        return found[0], found[1].squeeze(-1)
+    if kernel is SDPBackend.FLASH_ATTENTION:
+        found = aten._scaled_dot_product_flash_attention(*given, 0.0, is_causal, False, scale=scale)
+        return found[0], found[1]
     products = _products(query, key, is_causal, scale)
     logarithms = products.logsumexp(-1)
     weights = (products - logarithms.unsqueeze(-1)).exp()
@@ -291,13 +294,20 @@ def gradients(
 
     ``result`` and ``logarithms`` are those of all blocks; shapes are those of :func:`attend`.
     """
-    if _is_for_flash(query, value):
-        # Without dropout the generator's state is not read. None: there are no parts of several lengths.
+    kernel, aten = kernel_for(query, key, value, is_causal, scale), torch.ops.aten
+    given, lengths = (grad, query, key, value, result), (None, None, query.shape[2], key.shape[2])
+    found: tuple[Tensor, Tensor, Tensor]
+    # Without dropout the state of its generator is not read. None: no bias, and no parts of several lengths.
+    if kernel is SDPBackend.CUDNN_ATTENTION:
+        state = torch.empty((), dtype=torch.int64, device=query.device)
+        found = aten._scaled_dot_product_cudnn_attention_backward(
+            *(*given, logarithms.unsqueeze(-1).contiguous(), state, state, None, *lengths, 0.0, is_causal), scale=scale
+        )
+        return found
+    if kernel is SDPBackend.FLASH_ATTENTION:
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, query, key, value, result, logarithms.contiguous(), None, None, query.shape[2], key.shape[2]),
-            *(0.0, is_causal, state, torch.empty((), dtype=torch.uint64, device=query.device)),
-            scale=scale,
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *(*given, logarithms.contiguous(), *lengths, 0.0, is_causal, state, state[0]), scale=scale
         )
         return found
     sharing = query.shape[1] // key.shape[1]
@@ -330,6 +340,14 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _is_for_flash(query: Tensor, value: Tensor) -> bool:
+def kernel_for(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> SDPBackend:
+    """Return what computes a block: cuDNN or flash attention, as PyTorch would choose here, or plain products."""
     size = query.shape[-1]
-    return query.is_cuda and query.dtype in _HALVES and size in _FLASH_SIZES and value.shape[-1] == size
+    if not query.is_cuda or query.dtype not in _HALVES or size not in _FLASH_SIZES or value.shape[-1] != size:
+        return SDPBackend.MATH
+    shares = query.shape[1] > key.shape[1]
+    options = (None, 0.0, is_causal)
+    chosen = SDPBackend(torch._fused_sdp_choice(query, key, value, *options, scale=scale, enable_gqa=shares))
+    if chosen is SDPBackend.CUDNN_ATTENTION:
+        return chosen if size in _CUDNN_SIZES else SDPBackend.FLASH_ATTENTION
+    return chosen if chosen is SDPBackend.FLASH_ATTENTION else SDPBackend.MATH
