@@ -24,7 +24,7 @@ from sidelane.ops import (
 )
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""Largest norm of a difference over the norm of what is right, by dtype."""
+"""Largest norm of a difference of a rank over the norm of what is right on all, by dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,10 @@ class Shape:
         return [result.detach(), *torch.autograd.grad(result, (q, k, v), grad)]
 
 
-def is_close(found: Tensor, right: Tensor) -> bool:
+def is_close(found: Tensor, right: Tensor, own: Tensor) -> bool:
+    """Compare a rank's positions with those of the whole, whose norm counts: some positions have gradients of zero."""
     norm = torch.linalg.vector_norm
-    return bool(norm(found.double() - right) <= TOLERANCES[found.dtype] * norm(right) + 1e-12)
+    return bool(norm(found.double() - right[:, own]) <= TOLERANCES[found.dtype] * norm(right))
 
 
 Attend = Callable[..., Tensor]
@@ -89,7 +90,7 @@ def check(comm: Communicator, attend: Attend, shape: Shape, seed: int, **options
     results = found.detach(), q.grad, k.grad, v.grad
     for name, result, right in zip(names, results, shape.right(whole), strict=True):
         assert result.dtype == shape.dtype, name
-        assert is_close(result, right[:, own]), (name, shape, comm.rank)
+        assert is_close(result, right, own), (name, shape, comm.rank)
 
 
 ULYSSES = (
@@ -99,6 +100,7 @@ ULYSSES = (
     Shape(1, 17, 12, 2, 8),  # k and v are sent several times
     Shape(1, 11, 6, 3, 4, is_causal=True, dtype=torch.float64),
     Shape(2, 16, 8, 8, 16, is_causal=True, dtype=torch.bfloat16),
+    Shape(1, 3, 8, 4, 8, is_causal=True),  # some ranks have no positions
 )
 
 
