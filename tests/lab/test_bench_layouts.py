@@ -15,8 +15,9 @@ from sidelane_lab.cli.layouts import LayoutOptions, parse_shape
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import read
-from sidelane_lab.studies import layouts
-from sidelane_lab.studies.layouts import CONTIGUOUS, LAYOUTS, LayoutCase, LayoutRow
+from sidelane_lab.studies.layouts.rows import CONTIGUOUS, LAYOUTS, LayoutRow
+from sidelane_lab.studies.layouts.study import shapes_of
+from sidelane_lab.studies.layouts.ways import LayoutCase, LayoutExchanges
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "warmup": 0, "repeats": 1, "timeout_s": 100.0}
 WAYS = [
@@ -63,7 +64,7 @@ def wrong_bytes_are_found(group: dist.ProcessGroup) -> list[str | None]:
     with communicator(group) as comm:
         case = LayoutCase((2, 8, 4, 4), 2, comm.rank, comm.world_size, comm.device)
         found: list[str | None] = []
-        for way in layouts.LayoutExchanges(comm, case).ways(LAYOUTS, "nothing"):
+        for way in LayoutExchanges(comm, case).ways(LAYOUTS, "nothing"):
             if way.implementation == "auto":
                 way.fill(3)
                 way.run()
@@ -92,7 +93,7 @@ def test_what_a_rank_gets_is_what_the_others_sent() -> None:
 
 def test_shapes_of_a_node_of_gpus() -> None:
     options, rank = LayoutOptions(), type("Rank", (), {"world_size": 8, "device": torch.device("cuda")})()
-    shapes = layouts.shapes_of(options, rank)
+    shapes = shapes_of(options, rank)
     assert shapes[:2] == [(1, 32760, 40, 128), (1, 8192, 32, 128)]
     rows = [LayoutCase(shape, 3, 0, 8, torch.device("cpu")).row_bytes for shape in shapes[1:]]
     assert rows == [1 << 10, 128, 512, 4 << 10, 16 << 10, 64 << 10]

@@ -32,7 +32,8 @@ from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.registration import register
 from sidelane.session import Communicator
 from sidelane_lab.studies.e2e.workload import Prepared
-from sidelane_lab.studies.layouts import BACK, THERE, merged, permuted
+from sidelane_lab.studies.layouts.rows import BACK, THERE
+from sidelane_lab.studies.layouts.ways import merged, permuted
 from sidelane_lab.studies.process_group.ways import library_of
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
