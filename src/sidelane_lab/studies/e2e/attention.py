@@ -30,6 +30,7 @@ from torch.nn import functional
 from sidelane import ops
 from sidelane.integrations.ledger import SIDELANE
 from sidelane.integrations.registration import register
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.studies.e2e.workload import Prepared
 from sidelane_lab.studies.layouts.rows import BACK, THERE
@@ -76,11 +77,11 @@ class AttentionSize:
         attention = self.hidden * self.size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + (2 + self.is_causal) * self.hidden * self.feed + 2 * self.hidden)
 
-    def sent_bytes(self, world_size: int, itemsize: int) -> int:
-        """Bytes that leave a GPU in a step by Ulysses: two exchanges forward, and as much backward."""
-        heads = 2 * self.heads + 2 * self.kv_heads
-        exchanged = self.tokens // world_size * heads * self.size * itemsize
-        return 2 * self.layers * exchanged * (world_size - 1) // world_size
+    def collectives(self, world_size: int, itemsize: int) -> list[tuple[Kind, int, int]]:
+        """Return the exchanges of a step by Ulysses, as ``Prepared`` has them: two forward, and as many backward."""
+        position = self.tokens // world_size * self.size * itemsize
+        counts = self.heads + 2 * self.kv_heads, self.heads
+        return [(Kind.ALL_TO_ALL, position * heads, 2 * self.layers) for heads in counts]
 
 
 class Blocks:
@@ -267,6 +268,7 @@ class AttentionWorkload:
             positions = ops.sequence_positions(size.tokens, n, comm.rank, order=placed).to(device)
             tokens, grad = (tensor[:, positions].contiguous() for tensor in (blocks.tokens, blocks.grad))
             steps[way] = functools.partial(blocks.step, attend, tokens, grad, summed)
+        exchanged = size.collectives(n, dtype.itemsize)
         return Prepared(
             steps=steps,
             tolerance=TOLERANCES[dtype],
@@ -274,8 +276,9 @@ class AttentionWorkload:
             facts={
                 "parameters": size.parameters,
                 "layers": size.layers,
-                "sent_bytes": size.sent_bytes(n, dtype.itemsize),
+                "sent_bytes": sum(nbytes * calls for _, nbytes, calls in exchanged) * (n - 1) // n,
             },
+            collectives=exchanged,
         )
 
 

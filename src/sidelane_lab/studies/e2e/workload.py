@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 
 
@@ -23,9 +24,12 @@ class Prepared:
     units: int
     """Tokens or samples that all ranks finish in a step."""
     facts: Mapping[str, float] = field(default_factory=dict)
-    """Bytes that leave a GPU (``sent_bytes``), parameters and the like, by name with the unit in it."""
+    """Bytes that leave a GPU, parameters and the like, by name with the unit in it."""
     uncapturable: frozenset[str] = frozenset()
     """Ways that a CUDA graph cannot hold."""
+    collectives: Sequence[tuple[Kind, int, int]] = ()
+    """Collectives of a step, from which exposed time is predicted: kind, bytes (the gathered ones of an all_gather, the
+    local buffer of others) and how often."""
 
 
 class EndToEndWorkload(Protocol):
