@@ -24,6 +24,7 @@ COMMANDS: dict[str, set[str]] = {
     f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal_library", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
     f"ordinary {ON_CPUS} --part alone --collective all_gather --max-bytes 64K --repeats 1 --warmup 0": STUDY,
+    f"layouts {ON_CPUS} --part alone --shape 1x8x4x8 --repeats 1 --warmup 0": STUDY,
     f"pg {ON_CPUS} --operations all_reduce --bytes 1K --repeats 1 --warmup 0 --no-first": STUDY,
     f"c3 256x256x256_4K {ON_CPUS} --collective all_gather --strategy serial --repeats 1 --warmup 0": STUDY,
     f"chain {ON_CPUS} --min-bytes 64K --max-bytes 64K --variants b2b --implementations dma": STUDY,

@@ -24,6 +24,7 @@ from sidelane_lab.cli.collectives import (
 from sidelane_lab.cli.e2e import EndToEndOptions
 from sidelane_lab.cli.fsdp import FsdpOptions
 from sidelane_lab.cli.gemms import GemmOptions
+from sidelane_lab.cli.layouts import LayoutOptions
 from sidelane_lab.cli.ordinary import OrdinaryOptions
 from sidelane_lab.cli.process_group import GroupOptions
 from sidelane_lab.cli.tuning import IsolatedOptions, TuneOptions
@@ -51,6 +52,7 @@ COMMANDS: dict[str, type[StudyOptions]] = {
     "fsdp": FsdpOptions,
     "fused": FusedOptions,
     "gemms": GemmOptions,
+    "layouts": LayoutOptions,
     "host": HostOptions,
     "ordinary": OrdinaryOptions,
     "pg": GroupOptions,

@@ -374,7 +374,18 @@ def test_the_list_has_every_part(tool: ModuleType, tmp_path: Path, capsys: pytes
 def test_all_that_is_asked_of_four_gpus_is_a_part(parts: ModuleType) -> None:
     made = parts.all_parts()
     files = {part.file for part in made}
-    wanted = ("collectives", "ordinary", "c3", "occupancy", "heuristics", "fused", "fsdp", "isolated", "claims")
+    wanted = (
+        "collectives",
+        "ordinary",
+        "layouts",
+        "c3",
+        "occupancy",
+        "heuristics",
+        "fused",
+        "fsdp",
+        "isolated",
+        "claims",
+    )
     assert {f"{name}.json" for name in (*wanted, "fsdp-profile", "process-group")} | {"device-tests.txt"} <= files
     assert len({part.name for part in made}) == len(made)
     seen: set[str] = set()

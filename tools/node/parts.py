@@ -194,6 +194,15 @@ def studies() -> Iterator[Part]:
             timeout_s=200,
             small=on_cpus(f"ordinary --part {part} {small[part]}"),
         )
+    for part in ("alone", "beside"):
+        yield Part(
+            name=f"layouts-{part}",
+            file="layouts.json",
+            command=sidelane(f"layouts --part {part}"),
+            seconds=60,
+            timeout_s=200,
+            small=on_cpus(f"layouts --part {part} --shape 1x8x4x8 {TINY_RUN}"),
+        )
     for op in FUSED_OPS:
         yield Part(
             name=f"fused-{op}",
@@ -269,7 +278,7 @@ TESTS_S = 600.0
 """Of a part's tests, one after another."""
 USUAL_TEST_S = 30.0
 TEST_SECONDS = {
-    "fused": 440, "kernels": 250, "reach": 190, "communicator": 150, "lists": 100, "crowd": 75,
+    "fused": 440, "kernels": 250, "reach": 190, "communicator": 150, "lists": 100, "attention": 90, "crowd": 75,
     "own_parts": 75, "failure": 65, "learning": 65, "nodes": 65, "prelaunch": 60, "process_group": 55,
 }  # fmt: skip
 """Of the longer files."""

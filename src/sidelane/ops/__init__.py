@@ -3,6 +3,12 @@
 from importlib import import_module
 from typing import Any
 
+from sidelane.ops.attention import (
+    attention_function,
+    ring_attention,
+    sequence_parallel_attention,
+    sequence_positions,
+)
 from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
@@ -39,6 +45,7 @@ __all__ = [
     "all_reduce_rms_norm",
     "all_to_all_gemm",
     "all_to_all_rows",
+    "attention_function",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
     "explain",
@@ -47,6 +54,9 @@ __all__ = [
     "gemm_reduce_scatter",
     "gemv_all_reduce",
     "reshard",
+    "ring_attention",
+    "sequence_parallel_attention",
+    "sequence_positions",
     "split_all_gather_gemm",
     "split_all_to_all_gemm",
     "split_gemm_all_reduce",

@@ -72,6 +72,7 @@ class Communicator:
     Attributes:
         abilities: implementations that ``auto`` chooses among.
         kept: cache in which operators that consist of calls keep objects until :meth:`close`, by their own keys.
+        operator_number: number by which operators of PyTorch know it; None before it has one (``ops.library``).
         profile: measured times of rank 0, by which ``auto`` chooses.
 
     Raises:
@@ -105,6 +106,7 @@ class Communicator:
         self._control, self._backend = lane.control, lane.backend
         self._barrier_tensor: torch.Tensor | None = None
         self.kept: dict[Hashable, Any] = {}
+        self.operator_number: int | None = None
 
     @entry
     def empty(self, *size: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype = torch.float32) -> torch.Tensor:

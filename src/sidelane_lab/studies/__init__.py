@@ -13,6 +13,7 @@ STUDIES = {
     "fused": "sidelane_lab.studies.fused.study",
     "gemms": "sidelane_lab.studies.gemms",
     "fsdp": "sidelane_lab.studies.fsdp.study",
+    "layouts": "sidelane_lab.studies.layouts.study",
     "ordinary": "sidelane_lab.studies.ordinary.study",
     "clients": "sidelane_lab.studies.clients.study",
     "e2e": "sidelane_lab.studies.e2e.study",

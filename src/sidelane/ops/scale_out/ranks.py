@@ -61,6 +61,7 @@ class ScaleOut:
         nears: number of each rank on this node; -1 for ranks on other ones.
         order: ranks in the order in which a kernel sends: other nodes first, this rank last.
         kept: operators' objects, by their own keys, until :meth:`close`.
+        operator_number: number by which operators of PyTorch know it; None before it has one.
 
     Raises:
         ValueError: the capacity is not allowed.
@@ -85,6 +86,7 @@ class ScaleOut:
         self.nears = tuple(own.index(other) if other in own else -1 for other in range(len(nodes)))
         self.order = (*self.fars, *(other for other in behind if other in own))
         self.kept: dict[Hashable, Any] = {}
+        self.operator_number: int | None = None
         self.owner = forks.Owner("ranks of several nodes")
         self._own, self._store, self._exchanges, self._handles = tuple(own), store, 0, 0
         self._is_closed = False

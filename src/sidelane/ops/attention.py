@@ -1,0 +1,275 @@
+"""sequence_parallel_attention: attention over a sequence whose positions lie on several ranks (Ulysses).
+
+Equivalent: gather q, k and v of all positions, ``torch.nn.functional.scaled_dot_product_attention``, and keep the own
+positions. Here every rank computes all positions of some heads (Jacobs et al., "DeepSpeed Ulysses", 2023)::
+
+    [B, S / N, H, D]  --exchange of q, k and v-->  [B, S, H / N, D]  --attention, exchange-->  [B, S / N, H, D]
+
+B: batch, S: positions of all ranks, N: ranks, H: heads of q, K: heads of k and v, D: size of a head.
+
+A *group* is a head of k and v with the H / K heads of q that read it. The exchange moves groups, so that they stay
+whole. Example of 3 ranks, H = 8 and K = 2: two groups do not go to three ranks, so each head of k and v is sent twice;
+four groups of two heads go to the ranks as 2, 1 and 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sidelane.ops import library
+from sidelane.ops.handle import telling_refusals
+from sidelane.ops.ring import ORDERS, PLAIN, ZIGZAG, own_length
+from sidelane.session import Communicator
+
+NAME, RING = "sequence_parallel_attention", "ring_attention"
+
+_POSITIONS, _HEADS = 1, 2
+"""Dimensions of q, k and v."""
+
+
+def sequence_parallel_attention(
+    comm: Communicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    sequence_length: int | None = None,
+) -> Tensor:
+    """Return this rank's positions of the attention over the positions of all ranks. Collective.
+
+    Two exchanges forward and two backward; q, k and v travel in one. It has gradients and is whole under
+    ``torch.compile``, for which the communicator needs a number (``library.number_of(comm)``). The caller embeds
+    positions (rotary, say) before, with the numbers that the positions have in the whole sequence: see
+    :func:`sidelane.ops.sequence_positions`.
+
+    Args:
+        comm: communicator of the ranks.
+        q: queries of this rank's positions, [B, S / N, H, D], of any dtype that the attention of PyTorch takes. H is N
+            or more, a multiple of K, and need not be a multiple of N.
+        k: keys, [B, S / N, K, D]. Where N does not divide K, heads of k and v are sent more than once if the rank with
+            most heads of q has fewer of them then.
+        v: values, [B, S / N, K, any size].
+        is_causal: a position attends to itself and the ones before it only.
+        scale: factor of the products; None for 1 / sqrt(D).
+        dropout_p: probability of dropping a weight, drawn by each rank's own generator.
+        sequence_length: S, split as ``torch.tensor_split`` does; None: all ranks have as many positions.
+
+    Returns:
+        Tensor [B, S / N, H, size of v's heads].
+
+    Raises:
+        ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, NAME)
+    with telling:
+        check_attention(NAME, comm, q, k, v, sequence_length)
+        if q.shape[_HEADS] < comm.world_size:
+            raise ValueError(f"{NAME}: heads of q (value={q.shape[_HEADS]}, allowed={comm.world_size} and more)")
+    n, positions, heads = comm.world_size, q.shape[_POSITIONS], q.shape[_HEADS]
+    length = n * positions if sequence_length is None else sequence_length
+    repeats = repeats_of(heads, k.shape[_HEADS], n)
+    if repeats > 1:
+        k, v = (tensor.repeat_interleave(repeats, _HEADS) for tensor in (k, v))
+    number, groups = library.number_of(comm), k.shape[_HEADS]
+    sharing = heads // groups
+    given = [q.reshape(*q.shape[:_HEADS], groups, sharing * q.shape[-1]), k, v]
+    there = torch.ops.sidelane.reshard(number, given, _HEADS, _POSITIONS, [length] * 3)
+    queries = there[0].unflatten(-1, (sharing, q.shape[-1])).flatten(_HEADS, _HEADS + 1)
+    query, key, value = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (queries, *there[1:]))
+    found = functional.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=sharing > 1
+    )
+    rows = found.transpose(_POSITIONS, _HEADS).unflatten(_HEADS, (-1, sharing)).flatten(_HEADS + 1)
+    (back,) = torch.ops.sidelane.reshard(number, [rows], _POSITIONS, _HEADS, [groups])
+    result: Tensor = back.reshape(*q.shape[:-1], v.shape[-1])
+    return result
+
+
+def ring_attention(
+    comm: Communicator,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sequence_length: int | None = None,
+    order: str = ZIGZAG,
+) -> Tensor:
+    """Return this rank's positions of the attention over the positions of all ranks, by blocks that travel. Collective.
+
+    Equivalent: :func:`sequence_parallel_attention`, with any number of heads. Each rank computes its own positions of
+    all heads. Keys and values of the other ranks come by copy engines, one block at a time, while the block before is
+    computed; so do the gradients go back (``ops.ring`` has the timelines). It is one operator under ``torch.compile``.
+    Each shape keeps symmetric memory of three blocks of k and v of a rank, and of four more once it has had a backward.
+
+    Blocks are computed by PyTorch's cuDNN or flash attention on GPUs, whichever it prefers
+    (``torch.nn.attention.sdpa_kernel``), for float16 and bfloat16 with heads of one size, a multiple of 8 up to 256.
+    Otherwise plain products are, with all weights of a block in memory. Sums are float32, or float64.
+
+    Args:
+        comm: communicator of the ranks.
+        q: queries of this rank's positions, [B, S / N, H, D], of any floating dtype.
+        k: keys, [B, S / N, K, D]; K divides H.
+        v: values, [B, S / N, K, any size].
+        is_causal: a position attends to itself and the ones before it only.
+        scale: factor of the products; None for 1 / sqrt(D).
+        sequence_length: S; None: all ranks have as many positions.
+        order: order of the positions on the ranks, see :func:`sequence_positions`. ``zigzag`` gives all ranks as much
+            work under a causal mask; without one, both do. The caller splits tokens and their positions alike.
+
+    Returns:
+        Tensor [B, S / N, H, size of v's heads].
+
+    Raises:
+        ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
+        UnavailableError: a new shape inside of a capture.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, RING)
+    with telling:
+        _check_order(RING, order)
+        length = comm.world_size * q.shape[_POSITIONS] if sequence_length is None else sequence_length
+        check_attention(RING, comm, q, k, v, length, order)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    result: Tensor
+    result, _ = torch.ops.sidelane.ring_attention(library.number_of(comm), q, k, v, is_causal, factor, length, order)
+    return result
+
+
+def attention_function(
+    comm: Communicator, *, sequence_length: int | None = None, ring_order: str | None = None
+) -> Callable[..., tuple[Tensor, None]]:
+    """Make attention over the positions of all ranks an attention function of Hugging Face's transformers.
+
+    ::
+
+        transformers.AttentionInterface.register("sidelane", sidelane.ops.attention_function(comm))
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sidelane")
+        own = sidelane.ops.sequence_positions(length, comm.world_size, comm.rank).to(ids.device)
+        logits = model(ids[:, own], position_ids=own[None], use_cache=False).logits  # of this rank's positions
+
+    The caller gives each rank its part of the tokens with their numbers in the whole sequence as ``position_ids``, and
+    labels that were shifted before they were split. No mask and no cache: sequences of one length, in training or in a
+    forward pass.
+
+    Args:
+        comm: communicator of the ranks, open for as long as the model is used.
+        sequence_length: number of positions of all ranks where it is no multiple of N. A model's call may give it as
+            well, as ``sequence_length=``.
+        ring_order: None for :func:`sequence_parallel_attention`; an order of positions for :func:`ring_attention`.
+
+    Returns:
+        A function of (module, query, key, value, attention_mask), tensors of [B, H, S / N, D], and transformers'
+        options. It returns [B, S / N, H, D] and None. It is causal as the module is.
+    """
+    library.number_of(comm)
+    of_all, name = sequence_length, NAME if ring_order is None else RING
+    if ring_order is not None:
+        _check_order("attention_function", ring_order)
+
+    def attend(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sequence_length: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        refused = [option for option in ("softcap", "sliding_window", "position_bias", "s_aux") if options.get(option)]
+        refused += ["a mask"] if attention_mask is not None else []
+        refused += ["dropout"] if dropout and ring_order is not None else []
+        if refused:
+            error = ValueError(f"{name}: options (value={refused}, allowed=attention that is causal or has no mask)")
+            if not torch.compiler.is_compiling():
+                comm.refuse(name, error)
+            raise error
+        q, k, v = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (query, key, value))
+        given: dict[str, Any] = {
+            "is_causal": getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            "scale": scaling,
+            "sequence_length": of_all if sequence_length is None else sequence_length,
+        }
+        if ring_order is not None:
+            return ring_attention(comm, q, k, v, order=ring_order, **given), None
+        return sequence_parallel_attention(comm, q, k, v, dropout_p=dropout, **given), None
+
+    return attend
+
+
+def sequence_positions(length: int, world_size: int, rank: int, *, order: str = "plain") -> Tensor:
+    """Return the numbers of a rank's positions in the whole sequence, int64[positions], in ascending order.
+
+    Args:
+        length: number of positions of all ranks.
+        world_size: number of ranks, N.
+        rank: number of the rank.
+        order: ``plain``: rank r has part r of N, as ``torch.tensor_split`` splits; ``zigzag``: parts r and 2 N - 1 - r
+            of 2 N, which have as much work for every rank under a causal mask.
+
+    >>> [sequence_positions(10, 2, rank).tolist() for rank in range(2)]
+    [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    >>> [sequence_positions(10, 2, rank, order="zigzag").tolist() for rank in range(2)]
+    [[0, 1, 2, 8, 9], [3, 4, 5, 6, 7]]
+    """
+    _check_order("sequence_positions", order)
+    if order == PLAIN:
+        return torch.arange(length).tensor_split(world_size)[rank]
+    parts = torch.arange(length).tensor_split(2 * world_size)
+    return torch.cat((parts[rank], parts[2 * world_size - 1 - rank]))
+
+
+def repeats_of(heads: int, kv_heads: int, world_size: int) -> int:
+    """Return how often each head of k and v is sent: the fewest times with which the busiest rank has fewest heads.
+
+    >>> [repeats_of(32, 8, n) for n in (2, 3, 8, 16)], repeats_of(8, 2, 3)
+    ([1, 1, 1, 2], 2)
+    """
+    sharing = heads // kv_heads
+    able = [each for each in range(1, sharing + 1) if sharing % each == 0 and kv_heads * each >= world_size]
+    return min(able, key=lambda each: -(-kv_heads * each // world_size) * (sharing // each))
+
+
+def _check_order(name: str, order: str) -> None:
+    if order not in ORDERS:
+        raise ValueError(f"{name}: order (value={order!r}, allowed={', '.join(ORDERS)})")
+
+
+def check_attention(
+    name: str, comm: Communicator, q: Tensor, k: Tensor, v: Tensor, length: int | None, order: str = PLAIN
+) -> None:
+    """Refuse tensors that are no q, k and v of this rank's positions. Raises ValueError."""
+    for what, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: dimensions of {what} (value={tensor.dim()}, allowed=4: [B, S / N, H, D])")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name}: dtype of {what} (value={tensor.dtype}, allowed={q.dtype}, q's)")
+    batch, positions, heads, size = q.shape
+    if k.shape[:2] != q.shape[:2] or v.shape[:3] != k.shape[:3] or k.shape[3] != size:
+        raise ValueError(
+            f"{name}: shapes of k and v (value={list(k.shape)}, {list(v.shape)}, "
+            f"allowed=[{batch}, {positions}, K, {size}], as q's {list(q.shape)})"
+        )
+    if not k.shape[2] or heads % k.shape[2]:
+        raise ValueError(f"{name}: heads of k and v (value={k.shape[2]}, allowed=a divisor of q's {heads})")
+    if length is not None:
+        own = own_length(length, comm.world_size, comm.rank, order)
+        if positions != own:
+            raise ValueError(
+                f"{name}: positions of rank {comm.rank} (value={positions}, "
+                f"allowed={own} of sequence_length={length} in {order} order)"
+            )

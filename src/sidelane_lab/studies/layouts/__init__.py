@@ -1,0 +1,1 @@
+"""The study of all-to-alls with a layout."""

@@ -1,0 +1,240 @@
+"""Cases that ranks execute in the tests of attention over sequences in parts, for CPU processes and for GPUs."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sweeps import communicator
+from torch import Tensor
+
+from sidelane import Communicator
+from sidelane.errors import MismatchError, PeerError
+from sidelane.ops import (
+    attention_function,
+    library,
+    ring_attention,
+    sequence_parallel_attention,
+    sequence_positions,
+)
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest norm of a difference of a rank over the norm of what is right on all, by dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Attention of all ranks: batch, positions, heads of q, heads of k and v, and their size."""
+
+    batch: int
+    positions: int
+    heads: int
+    kv_heads: int
+    size: int
+    is_causal: bool = False
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    order: str = "plain"
+
+    def whole(self, seed: int) -> list[Tensor]:
+        """q, k, v of all positions, and the gradient of the result, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed)
+        counts = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        drawn = [
+            torch.randn(self.batch, self.positions, count, self.size, generator=generator, device="cpu")
+            for count in counts
+        ]
+        return [tensor.to(self.dtype).to(torch.get_default_device()) for tensor in drawn]
+
+    def right(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The result, and the gradients of q, k and v, in float64 on one rank."""
+        *inputs, grad = (tensor.double() for tensor in given)
+        q, k, v = (tensor.requires_grad_() for tensor in inputs)
+        sharing = self.heads // self.kv_heads
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        key, value = (tensor.repeat_interleave(sharing, 1) for tensor in (key, value))
+        products = query @ key.transpose(-1, -2) * (self.size**-0.5 if self.scale is None else self.scale)
+        if self.is_causal:
+            later = torch.ones(self.positions, self.positions, dtype=torch.bool).triu(1)
+            products = products.masked_fill(later, -torch.inf)
+        result = (products.softmax(-1) @ value).transpose(1, 2)
+        return [result.detach(), *torch.autograd.grad(result, (q, k, v), grad)]
+
+
+def is_close(found: Tensor, right: Tensor, own: Tensor) -> bool:
+    """Compare a rank's positions with those of the whole, whose norm counts: some positions have gradients of zero."""
+    norm = torch.linalg.vector_norm
+    return bool(norm(found.double() - right[:, own]) <= TOLERANCES[found.dtype] * norm(right))
+
+
+Attend = Callable[..., Tensor]
+
+
+def check(comm: Communicator, attend: Attend, shape: Shape, seed: int, **options: Any) -> None:
+    """Compare a rank's part of the result and of the gradients with the whole attention."""
+    whole = shape.whole(seed)
+    own = sequence_positions(shape.positions, comm.world_size, comm.rank, order=shape.order)
+    q, k, v, grad = (tensor[:, own].contiguous() for tensor in whole)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    found = attend(
+        comm, q, k, v, is_causal=shape.is_causal, scale=shape.scale, sequence_length=shape.positions, **options
+    )
+    found.backward(grad)
+    names = "result", "q", "k", "v"
+    results = found.detach(), q.grad, k.grad, v.grad
+    for name, result, right in zip(names, results, shape.right(whole), strict=True):
+        assert result.dtype == shape.dtype, name
+        assert is_close(result, right, own), (name, shape, comm.rank)
+
+
+ULYSSES = (
+    Shape(2, 8, 4, 4, 16),
+    Shape(1, 13, 5, 5, 8, is_causal=True),
+    Shape(2, 9, 8, 4, 8, is_causal=True, scale=0.3),
+    Shape(1, 17, 12, 2, 8),  # k and v are sent several times
+    Shape(1, 11, 6, 3, 4, is_causal=True, dtype=torch.float64),
+    Shape(2, 16, 8, 8, 16, is_causal=True, dtype=torch.bfloat16),
+    Shape(1, 3, 8, 4, 8, is_causal=True),  # some ranks have no positions
+)
+
+
+def ulysses(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager") -> int:
+    """Shapes one after the other, three times each, with other numbers."""
+    run = sequence_parallel_attention
+    with communicator(group) as comm:
+        library.number_of(comm)
+        for number, shape in enumerate(ULYSSES):
+            torch._dynamo.reset()
+            attend = torch.compile(run, backend=backend, fullgraph=True) if compiled else run
+            for turn in range(3):
+                check(comm, attend, shape, 10 * number + turn)
+    return len(ULYSSES)
+
+
+RING = (
+    Shape(2, 8, 4, 4, 16),
+    Shape(1, 13, 5, 5, 8, is_causal=True),
+    Shape(2, 9, 8, 4, 8, is_causal=True, scale=0.3, order="zigzag"),
+    Shape(1, 17, 6, 2, 8, is_causal=True, order="zigzag", dtype=torch.float64),
+    Shape(1, 3, 2, 1, 8, is_causal=True, order="zigzag"),  # some ranks have no positions
+    Shape(1, 10, 3, 1, 4, order="zigzag"),
+    Shape(2, 33, 8, 8, 16, is_causal=True, dtype=torch.bfloat16),
+    Shape(2, 40, 8, 2, 16, is_causal=True, order="zigzag", dtype=torch.bfloat16),
+)
+
+
+def ring(group: dist.ProcessGroup, compiled: bool, backend: str = "aot_eager") -> int:
+    """Shapes one after the other, three times each, with other numbers."""
+    with communicator(group) as comm:
+        library.number_of(comm)
+        for number, shape in enumerate(RING):
+            torch._dynamo.reset()
+            attend = torch.compile(ring_attention, backend=backend, fullgraph=True) if compiled else ring_attention
+            for turn in range(3):
+                check(comm, attend, shape, 10 * number + turn, order=shape.order)
+    return len(RING)
+
+
+def lengths_that_change(group: dist.ProcessGroup, name: str, most: int) -> None:
+    """Compiled code is made for two lengths at most, then for any, whatever else the communicator keeps meanwhile."""
+    from torch._dynamo.utils import counters
+
+    from sidelane import ops
+
+    attend, options = getattr(ops, name), {"order": "plain"} if name == "ring_attention" else {}
+    with communicator(group) as comm:
+        library.number_of(comm)
+        torch._dynamo.reset()
+        before = counters["stats"]["unique_graphs"]
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        for seed, positions in enumerate((8, 11, 14, 23, 38)):
+            check(comm, compiled, Shape(1, positions, 4, 2, 8, is_causal=True), seed, **options)
+            comm.kept[seed] = None
+        assert counters["stats"]["unique_graphs"] - before <= most
+
+
+def even_parts(group: dist.ProcessGroup) -> None:
+    """Without a length all ranks have as many positions; values may have heads of another size, and no gradients."""
+    with communicator(group) as comm, torch.no_grad():
+        shape = Shape(2, 3 * comm.world_size, 8, 4, 8)
+        whole = shape.whole(1)[:3]
+        whole[2] = whole[2][..., :6]
+        own = [tensor.tensor_split(comm.world_size, 1)[comm.rank] for tensor in whole]
+        found = sequence_parallel_attention(comm, *own)
+        query, key, value = (tensor.transpose(1, 2) for tensor in whole)
+        right = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+        torch.testing.assert_close(found, right.tensor_split(comm.world_size, 1)[comm.rank])
+
+
+def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_attention") -> list[str]:
+    """Mistakes of the last rank alone are told to the others; then a call goes well."""
+    from sidelane import ops
+
+    attend: Attend = getattr(ops, attend_name)
+    texts = []
+    with communicator(group) as comm:
+        q, k = torch.randn(1, 3, 4, 8), torch.randn(1, 3, 2, 8)
+        few = torch.randn(1, 3, 1, 8)
+        wrong: list[tuple[tuple[Tensor, ...], dict[str, Any]]] = [
+            ((q[0], k, k), {}),
+            ((q, k.double(), k), {}),
+            ((q, k[:, :2], k), {}),
+            ((q, q[:, :, :3], q[:, :, :3]), {}),
+            ((q, k, k), {"sequence_length": 3 * comm.world_size + 4}),
+        ]
+        if attend is sequence_parallel_attention:
+            wrong.append(((few, few, few), {}))
+        else:
+            wrong.append(((q, k, k), {"order": "spiral"}))
+        for tensors, options in wrong:
+            is_wrong = comm.rank == comm.world_size - 1
+            with pytest.raises((ValueError, PeerError, MismatchError)) as caught:
+                attend(comm, *(tensors if is_wrong else (q, k, k)), **(options if is_wrong else {}))
+            texts.append(str(caught.value))
+        assert attend(comm, q, k, k).shape == q.shape
+    return texts
+
+
+def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = None) -> None:
+    """A Llama of transformers whose ranks have parts of the tokens: equal logits and gradients to a whole one's."""
+    import transformers
+
+    with communicator(group) as comm:
+        attend = attention_function(comm, sequence_length=length, ring_order=ring_order)
+        transformers.AttentionInterface.register("sidelane", attend)
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+        )
+        models = []
+        for implementation in ("eager", "sidelane"):
+            torch.manual_seed(3)
+            models.append(
+                transformers.LlamaForCausalLM._from_config(copy.copy(config), attn_implementation=implementation)
+            )
+        whole, split = models
+        ids = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(4), device="cpu")
+        ids = ids.to(torch.get_default_device())
+        own = sequence_positions(length, comm.world_size, comm.rank, order=ring_order or "plain")
+        right = whole(ids, use_cache=False).logits
+        found = split(ids[:, own], position_ids=own[None].expand(2, -1), use_cache=False).logits
+        torch.testing.assert_close(found, right[:, own], atol=1e-4, rtol=1e-4)
+        right.square().sum().backward()
+        found.square().sum().backward()
+        for (name, parameter), other in zip(whole.named_parameters(), split.parameters(), strict=True):
+            total = other.grad.clone()
+            comm.all_reduce(total)
+            torch.testing.assert_close(
+                total, parameter.grad, atol=1e-3, rtol=1e-3, msg=lambda text, name=name: name + text
+            )
