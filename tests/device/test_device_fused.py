@@ -24,6 +24,8 @@ CASES = "fused_cases."
         ("fused_gemm_family", "reductions_back_to_back", 60),
         ("fused_gemm_family", "gathers_back_to_back", 60),
         ("fused_gemms", "dispatches_back_to_back", 40),
+        ("fused_tokens", "sums_back_to_back", 40),
+        ("fused_tokens", "there_and_back", 20),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
@@ -60,6 +62,7 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
         ("fused_gemm_family", "wrong_gathers"),
         ("fused_gemms", "wrong_dispatches"),
         ("fused_gemms", "wrong_split_dispatches"),
+        ("fused_tokens", "wrong_calls"),
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
@@ -71,7 +74,7 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
 
 
 NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "split"]
-NAMES += ["dispatch_gemm", "experts_unfused", "counts_of_the_host"]
+NAMES += ["dispatch_gemm", "experts_unfused", "counts_of_the_host", "tokens_once"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gemv_of_one_token", "rms_norm_pushed"])

@@ -23,6 +23,7 @@ import fused_modules
 import fused_ops
 import fused_shadows
 import fused_timelines
+import fused_tokens
 
 LLAMAS = [  # shape, trains, sequence, bias, dtype, dynamic
     ((8, 1), False, False, False, torch.bfloat16, False),
@@ -121,7 +122,7 @@ def test_slices_as_they_come(four: Crew) -> None:
         *(fused_ops.gemv_calls, fused_ops.rms_norm_calls, fused_embeddings.embedding_calls),
         *(fused_gemms.wrong_calls, fused_gemms.wrong_splits),
         *(fused_gemm_family.wrong_reductions, fused_gemm_family.wrong_gathers),
-        *(fused_gemms.wrong_dispatches, fused_gemms.wrong_split_dispatches),
+        *(fused_gemms.wrong_dispatches, fused_gemms.wrong_split_dispatches, fused_tokens.wrong_calls),
     ],
 )
 def test_what_is_refused(four: Crew, calls: Callable[..., object]) -> None:

@@ -7,6 +7,7 @@ from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
+from sidelane.ops.experts import ExpertRoutes, combine_tokens, dispatch_tokens, route_experts
 from sidelane.ops.gather_gemm import all_gather_gemm, split_all_gather_gemm
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemm_reduce import (
@@ -31,6 +32,7 @@ __all__ = [
     "EmbeddingBagAllToAll",
     "ExpertCombine",
     "ExpertDispatch",
+    "ExpertRoutes",
     "GemmAllToAll",
     "GemvAllReduce",
     "RowParallelLinear",
@@ -39,6 +41,8 @@ __all__ = [
     "all_reduce_rms_norm",
     "all_to_all_gemm",
     "all_to_all_rows",
+    "combine_tokens",
+    "dispatch_tokens",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
     "explain",
@@ -47,6 +51,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "gemv_all_reduce",
     "reshard",
+    "route_experts",
     "split_all_gather_gemm",
     "split_all_to_all_gemm",
     "split_gemm_all_reduce",
