@@ -303,7 +303,7 @@ def tokens_once(comm: Communicator) -> Case:
     numbers = torch.arange(70, device=device)[:, None] + torch.tensor([0, n + 1], device=device)
 
     def change(step: int) -> None:
-        chosen.copy_((numbers * (step % 4) % (3 * n) if step % 5 else torch.full_like(numbers, -1)))
+        chosen.copy_(numbers * (step % 4) % (3 * n) if step % 5 else torch.full_like(numbers, -1))
 
     def call() -> list[torch.Tensor]:
         routes = ops.route_experts(comm, chosen, gates, experts=3)
