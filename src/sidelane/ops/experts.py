@@ -167,13 +167,13 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     return found
 
 
-def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None) -> Tensor:
+def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Return sums of rows of ``x``, [rows, H], on this rank; :func:`all_to_all_rows` has ``terms`` and ``factors``.
 
-    Rows without terms are zeros.
+    Rows without terms are zeros. ``out`` is contiguous.
     """
     (rows, summed), columns = terms.shape, x.shape[1]
-    output = x.new_empty(rows, columns)
+    output = x.new_empty(rows, columns) if out is None else out
     grid = -(-rows // ROWS), -(-columns // COLS)
     arguments = x, output, terms, factors, rows, columns, x.stride(0)
     if rows:

@@ -1,0 +1,1 @@
+"""End-to-end study: whole steps of models by several ways of communicating."""

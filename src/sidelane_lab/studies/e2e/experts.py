@@ -1,0 +1,284 @@
+"""Experts in DeepEP's shape: tokens to the ranks of their experts, grouped products, and weighted sums back.
+
+Ways, of which only the exchange differs. Places are known in advance, which favours the first three: their split sizes
+are numbers of the host, so that without that knowledge they would wait for the device.
+
+=================  =====================================================================================================
+nccl               each token once a rank: index, ``all_to_all_single``, index; ``embedding_bag`` for weighted sums
+nccl, our sums     the same, with the library's kernel for all rows that move on a rank
+nccl, gathered     an all-gather of all tokens, and a reduce-scatter of sums; constant shapes
+copies             "nccl, our sums", with the communicator's all-to-all
+operators          ``dispatch_tokens`` and ``combine_tokens``
+operators, routed  the same, with ``route_experts`` in each step
+none               no tokens move between ranks: the products alone
+=================  =====================================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from sidelane import Communicator, ops
+from sidelane.ops.experts import ExpertRoutes, sum_rows
+from sidelane_lab.baselines.candidate import all_gather, reduce_scatter
+from sidelane_lab.studies.e2e.workload import Prepared
+
+LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
+ROOM = 128
+"""Rows whose multiple an expert's room for rows is."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertSize:
+    """Parameters of a layer of experts.
+
+    Attributes:
+        tokens: number of tokens of a rank.
+        hidden: number of elements of a token.
+        inner: number of hidden features of an expert.
+        experts: number of experts of all ranks.
+        top_k: number of experts of a token.
+        part: the whole layer, or one direction of its exchange alone.
+        skew: exponent by which an expert's popularity falls with its number; 0 for none, as DeepEP's tests draw them.
+    """
+
+    tokens: int
+    hidden: int = 7168
+    inner: int = 2048
+    experts: int = 256
+    top_k: int = 8
+    part: str = LAYER
+    skew: float = 0.0
+
+
+class Exchange:
+    """Tokens of one rank to experts and back, with places that are known in advance."""
+
+    def __init__(self, size: ExpertSize, comm: Communicator, device: torch.device) -> None:
+        n, rank = comm.world_size, comm.rank
+        draw = torch.Generator(device).manual_seed(3)  # all ranks draw the tokens of all
+        likes = torch.arange(1, size.experts + 1, device=device).float().pow(-size.skew)
+        shape = n * size.tokens, size.experts
+        # The largest of exponential variates, each over its weight: draws without putting back.
+        keys = likes / torch.empty(shape, device=device).exponential_(generator=draw)
+        weights, self.of_all = keys.topk(size.top_k)
+        self.gates_of_all = (weights.log1p() + 1).softmax(-1)
+        own = slice(rank * size.tokens, (rank + 1) * size.tokens)
+        self.chosen, self.gates = self.of_all[own].contiguous(), self.gates_of_all[own].contiguous()
+        self.each = size.experts // n
+        self.comm, self.size, self.device = comm, size, device
+        there = (self.of_all[:, :, None] // self.each == torch.arange(n, device=device)).any(1)
+        self.arriving = there.view(n, size.tokens, n)
+        """Whether the tokens of a rank travel to another, [N, T, N]."""
+        self.splits = self.arriving.sum(1).tolist()
+        busiest = max(int((self.of_all // self.each == peer).sum()) for peer in range(n))
+        self.most_rows = -(-busiest // ROOM) * ROOM
+        self.routes = self.route()
+
+    def route(self) -> ExpertRoutes:
+        """Find the places of this rank, with an all-gather."""
+        return ops.route_experts(self.comm, self.chosen, self.gates, experts=self.each, most_rows=self.most_rows)
+
+
+class Known:
+    """Split sizes and indices of exchanges whose rows lie one after the other, without empty places."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        rank, routes = exchange.comm.rank, exchange.routes
+        self.sent, self.came = exchange.splits[rank], [row[rank] for row in exchange.splits]
+        leaving = routes.leaving.flatten()
+        is_sent, did_arrive = leaving >= 0, exchange.arriving[:, :, rank].flatten()
+        self.leaving = leaving[is_sent][:, None].contiguous()
+        """Tokens in the order in which they leave."""
+        places_sent, places_came = (mask.cumsum(0).int() - 1 for mask in (is_sent, did_arrive))
+        total = int(routes.ends[-1])
+        self.rows = places_came[routes.rows[:total].long()].contiguous()
+        """Row that arrived, of each expert's row."""
+        self.results = routes.results[did_arrive].contiguous()
+        """Experts' rows of each row that arrived."""
+        self.gates = routes.gates[did_arrive].contiguous()
+        returned = routes.returned.long()
+        self.returned = torch.where(returned >= 0, places_sent[returned.clamp(min=0)], -1).contiguous()
+        """Rows that come back for each token."""
+        self.bags_of_results = Bags(self.results, self.gates)
+        self.bags_of_returned = Bags(self.returned)
+        self.bags_of_all = Bags(routes.results, routes.gates)
+
+
+class Bags:
+    """Terms of sums for ``embedding_bag``, PyTorch's weighted sum of rows in one kernel."""
+
+    def __init__(self, terms: Tensor, factors: Tensor | None = None) -> None:
+        mask = terms >= 0
+        self._terms = terms[mask].contiguous()
+        self._offsets = functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(terms.dtype)
+        self._factors = None if factors is None else factors[mask].contiguous()
+        self._cast: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._factors is not None and self._cast is None:
+            self._cast = self._factors.to(x.dtype)
+        options: dict[str, Any] = {"mode": "sum", "per_sample_weights": self._cast, "include_last_offset": True}
+        return functional.embedding_bag(self._terms, x, self._offsets, **options)
+
+
+Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+"""Type of a way: from tokens to rows of experts, and from their results to tokens."""
+
+
+def ways_of(exchange: Exchange, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Way]:
+    """Return the ways by name; each has buffers of its own."""
+    comm, size, routes = exchange.comm, exchange.size, exchange.routes
+    known = Known(exchange)
+
+    def rows(count: int, *, symmetric: bool = False) -> Tensor:
+        shape = count, size.hidden
+        return comm.empty(*shape, dtype=dtype) if symmetric else torch.empty(shape, dtype=dtype, device=exchange.device)
+
+    came, back = rows(sum(known.came)), rows(sum(known.sent))
+    most = max(map(sum, (*exchange.splits, *zip(*exchange.splits, strict=True))))
+    buffers = [rows(most, symmetric=True) for _ in range(4)]
+    own_sent, own_came = buffers[0][: sum(known.sent)], buffers[1][: sum(known.came)]
+    own_results, own_back = buffers[2][: sum(known.came)], buffers[3][: sum(known.sent)]
+    gathered, returned = rows(len(routes.leaving)), rows(size.tokens)
+    leaving, known_rows = known.leaving.flatten(), known.rows.flatten()
+    of_rows = routes.rows[: len(known.rows)].flatten()
+
+    def there(x: Tensor) -> Tensor:
+        dist.all_to_all_single(came, x, known.came, known.sent, group=group)
+        return came
+
+    def again(x: Tensor) -> Tensor:
+        dist.all_to_all_single(back, x, known.sent, known.came, group=group)
+        return back
+
+    def there_by_copies(x: Tensor) -> Tensor:
+        sum_rows(x, known.leaving, out=own_sent)
+        options: dict[str, Any] = {"output_split_sizes": known.came, "input_split_sizes": known.sent}
+        comm.all_to_all(own_came, own_sent, **options)
+        return sum_rows(own_came, known.rows)
+
+    def again_by_copies(results: Tensor) -> Tensor:
+        sum_rows(results, known.results, known.gates, out=own_results)
+        options: dict[str, Any] = {"output_split_sizes": known.sent, "input_split_sizes": known.came}
+        comm.all_to_all(own_back, own_results, **options)
+        return sum_rows(own_back, known.returned)
+
+    def gather(x: Tensor) -> Tensor:
+        all_gather(gathered, x, group=group)
+        return gathered[of_rows]
+
+    def scatter(results: Tensor) -> Tensor:
+        reduce_scatter(returned, known.bags_of_all(results), group=group)
+        return returned
+
+    def routed(x: Tensor) -> Tensor:
+        latest[0] = exchange.route()
+        return ops.dispatch_tokens(comm, x, latest[0])
+
+    latest = [routes]
+    return {
+        "nccl": (
+            lambda x: there(x[leaving])[known_rows],
+            lambda results: known.bags_of_returned(again(known.bags_of_results(results))),
+        ),
+        "nccl, our sums": (
+            lambda x: sum_rows(there(sum_rows(x, known.leaving)), known.rows),
+            lambda results: sum_rows(again(sum_rows(results, known.results, known.gates)), known.returned),
+        ),
+        "nccl, gathered": (gather, scatter),
+        "copies": (there_by_copies, again_by_copies),
+        "operators": (
+            lambda x: ops.dispatch_tokens(comm, x, routes),
+            lambda results: ops.combine_tokens(comm, results, routes),
+        ),
+        "operators, routed": (routed, lambda results: ops.combine_tokens(comm, results, latest[0])),
+    }
+
+
+_TINY = ExpertSize(tokens=6, hidden=16, inner=8, experts=12, top_k=3, skew=0.5)
+SIZES: dict[str, object] = {
+    "tiny": _TINY,
+    "tiny, dispatch": dataclasses.replace(_TINY, part=DISPATCH),
+    "tiny, combine": dataclasses.replace(_TINY, part=COMBINE),
+    **{
+        f"{tokens} tokens{'' if part == LAYER else f', {part}'}": ExpertSize(tokens, part=part)
+        for tokens, part in itertools.product((128, 4096), (LAYER, DISPATCH, COMBINE))
+    },
+    "4096 tokens, skewed": ExpertSize(4096, skew=0.5),
+}
+"""Parameters by name."""
+
+
+class Experts:
+    """Layer of experts; see the module."""
+
+    name, unit, sizes = "experts", "tokens", SIZES
+
+    def prepare(self, size: object, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
+        """Make the steps of a size; collective."""
+        assert isinstance(size, ExpertSize)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        exchange = Exchange(size, comm, device)
+        draw = torch.Generator(device).manual_seed(10 + comm.rank)
+
+        def values(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale, generator=draw)
+
+        x, total = values(size.tokens, size.hidden), int(exchange.routes.ends[-1])
+        results = values(exchange.most_rows, size.hidden)
+        ways = ways_of(exchange, group, dtype)
+        steps: dict[str, Callable[[], Tensor]] = {}
+        if size.part == LAYER:
+            up = values(exchange.each, 2 * size.inner, size.hidden, scale=size.hidden**-0.5)
+            down = values(exchange.each, size.hidden, size.inner, scale=size.inner**-0.5)
+
+            def compute(rows: Tensor) -> Tensor:
+                gate, other = functional.grouped_mm(rows, up.transpose(1, 2), offs=exchange.routes.ends).chunk(2, -1)
+                inner = functional.silu(gate) * other
+                return functional.grouped_mm(inner, down.transpose(1, 2), offs=exchange.routes.ends)
+
+            for name, (there, back) in ways.items():
+                steps[name] = lambda there=there, back=back: back(compute(there(x)))  # type: ignore[misc]
+            steps["none"] = lambda: compute(results)
+        elif size.part == DISPATCH:
+            for name, (there, _) in ways.items():
+                steps[name] = lambda there=there: there(x)[:total]  # type: ignore[misc]
+        else:
+            del ways["operators, routed"]  # which routes before it dispatches
+            for name, (_, back) in ways.items():
+                steps[name] = lambda back=back: back(results)  # type: ignore[misc]
+        return Prepared(
+            {name: torch.no_grad()(step) for name, step in steps.items()},
+            tolerance=1e-5 if dtype == torch.float32 else 1e-2,
+            units=comm.world_size * size.tokens,
+            facts=facts_of(exchange, dtype),
+        )
+
+
+def facts_of(exchange: Exchange, dtype: torch.dtype) -> dict[str, float]:
+    """Return bytes by which times become GB/s: those that leave a GPU, and all that arrive, as DeepEP counts them."""
+    rank, size, splits = exchange.comm.rank, exchange.size, exchange.splits
+    row = size.hidden * dtype.itemsize
+    leaving = sum(count for peer, count in enumerate(splits[rank]) if peer != rank)
+    arriving = sum(line[rank] for line in splits)
+    parameters = 3 * size.hidden * size.inner * exchange.each
+    return {
+        "dispatch_leaving_bytes": leaving * row,
+        "dispatch_arriving_bytes": arriving * row,
+        "combine_leaving_bytes": (arriving - splits[rank][rank]) * row,
+        "expert_rows": float(exchange.routes.ends[-1]),
+        "experts_of_a_rank": exchange.each,
+        "parameter_bytes": parameters * dtype.itemsize,
+    }
+
+
+WORKLOAD = Experts()
