@@ -7,12 +7,12 @@ import importlib
 import torch.distributed as dist
 from fused_ops import communicator
 
-from sidelane_lab.studies.e2e.workload import Prepared, Workload
+from sidelane_lab.studies.e2e.workload import Prepared
 
 
 def tiny_steps(group: dist.ProcessGroup, name: str) -> dict[str, list[str]]:
     """Ways of a workload, by small size; each way's result is close to the first one's, twice."""
-    workload: Workload = importlib.import_module(f"sidelane_lab.studies.e2e.{name}").WORKLOAD
+    workload = importlib.import_module(f"sidelane_lab.studies.e2e.{name}").WORKLOAD
     found = {}
     with communicator(group) as comm:
         for size in (one for one in workload.sizes if one.startswith("tiny")):

@@ -59,7 +59,7 @@ class ExpertSize:
     skew: float = 0.0
 
 
-class Exchange:
+class RoutedTokens:
     """Tokens of one rank to experts and back, with places that are known in advance."""
 
     def __init__(self, size: ExpertSize, comm: Communicator, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Exchange:
         self.comm, self.size, self.device = comm, size, device
         there = (self.of_all[:, :, None] // self.each == torch.arange(n, device=device)).any(1)
         self.arriving = there.view(n, size.tokens, n)
-        """Whether the tokens of a rank travel to another, [N, T, N]."""
+        """Mask of the tokens of each rank that travel to another, [N, T, N]."""
         self.splits = self.arriving.sum(1).tolist()
         busiest = max(int((self.of_all // self.each == peer).sum()) for peer in range(n))
         self.most_rows = -(-busiest // ROOM) * ROOM
@@ -91,11 +91,11 @@ class Exchange:
 class Known:
     """Split sizes and indices of exchanges whose rows lie one after the other, without empty places."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        rank, routes = exchange.comm.rank, exchange.routes
-        self.sent, self.came = exchange.splits[rank], [row[rank] for row in exchange.splits]
+    def __init__(self, routed: RoutedTokens) -> None:
+        rank, routes = routed.comm.rank, routed.routes
+        self.sent, self.came = routed.splits[rank], [row[rank] for row in routed.splits]
         leaving = routes.leaving.flatten()
-        is_sent, did_arrive = leaving >= 0, exchange.arriving[:, :, rank].flatten()
+        is_sent, did_arrive = leaving >= 0, routed.arriving[:, :, rank].flatten()
         self.leaving = leaving[is_sent][:, None].contiguous()
         """Tokens in the order in which they leave."""
         places_sent, places_came = (mask.cumsum(0).int() - 1 for mask in (is_sent, did_arrive))
@@ -134,17 +134,17 @@ Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 """Type of a way: from tokens to rows of experts, and from their results to tokens."""
 
 
-def ways_of(exchange: Exchange, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Way]:
+def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Way]:
     """Return the ways by name; each has buffers of its own."""
-    comm, size, routes = exchange.comm, exchange.size, exchange.routes
-    known = Known(exchange)
+    comm, size, routes = routed.comm, routed.size, routed.routes
+    known = Known(routed)
 
     def rows(count: int, *, symmetric: bool = False) -> Tensor:
         shape = count, size.hidden
-        return comm.empty(*shape, dtype=dtype) if symmetric else torch.empty(shape, dtype=dtype, device=exchange.device)
+        return comm.empty(*shape, dtype=dtype) if symmetric else torch.empty(shape, dtype=dtype, device=routed.device)
 
     came, back = rows(sum(known.came)), rows(sum(known.sent))
-    most = max(map(sum, (*exchange.splits, *zip(*exchange.splits, strict=True))))
+    most = max(map(sum, (*routed.splits, *zip(*routed.splits, strict=True))))
     buffers = [rows(most, symmetric=True) for _ in range(4)]
     own_sent, own_came = buffers[0][: sum(known.sent)], buffers[1][: sum(known.came)]
     own_results, own_back = buffers[2][: sum(known.came)], buffers[3][: sum(known.sent)]
@@ -180,8 +180,8 @@ def ways_of(exchange: Exchange, group: dist.ProcessGroup, dtype: torch.dtype) ->
         reduce_scatter(returned, known.bags_of_all(results), group=group)
         return returned
 
-    def routed(x: Tensor) -> Tensor:
-        latest[0] = exchange.route()
+    def dispatch_routed(x: Tensor) -> Tensor:
+        latest[0] = routed.route()
         return ops.dispatch_tokens(comm, x, latest[0])
 
     latest = [routes]
@@ -200,7 +200,7 @@ def ways_of(exchange: Exchange, group: dist.ProcessGroup, dtype: torch.dtype) ->
             lambda x: ops.dispatch_tokens(comm, x, routes),
             lambda results: ops.combine_tokens(comm, results, routes),
         ),
-        "operators, routed": (routed, lambda results: ops.combine_tokens(comm, results, latest[0])),
+        "operators, routed": (dispatch_routed, lambda results: ops.combine_tokens(comm, results, latest[0])),
     }
 
 
@@ -227,24 +227,24 @@ class Experts:
         """Make the steps of a size; collective."""
         assert isinstance(size, ExpertSize)
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        exchange = Exchange(size, comm, device)
+        routed = RoutedTokens(size, comm, device)
         draw = torch.Generator(device).manual_seed(10 + comm.rank)
 
         def values(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale, generator=draw)
 
-        x, total = values(size.tokens, size.hidden), int(exchange.routes.ends[-1])
-        results = values(exchange.most_rows, size.hidden)
-        ways = ways_of(exchange, group, dtype)
+        x, total = values(size.tokens, size.hidden), int(routed.routes.ends[-1])
+        results = values(routed.most_rows, size.hidden)
+        ways = ways_of(routed, group, dtype)
         steps: dict[str, Callable[[], Tensor]] = {}
         if size.part == LAYER:
-            up = values(exchange.each, 2 * size.inner, size.hidden, scale=size.hidden**-0.5)
-            down = values(exchange.each, size.hidden, size.inner, scale=size.inner**-0.5)
+            up = values(routed.each, 2 * size.inner, size.hidden, scale=size.hidden**-0.5)
+            down = values(routed.each, size.hidden, size.inner, scale=size.inner**-0.5)
 
             def compute(rows: Tensor) -> Tensor:
-                gate, other = functional.grouped_mm(rows, up.transpose(1, 2), offs=exchange.routes.ends).chunk(2, -1)
+                gate, other = functional.grouped_mm(rows, up.transpose(1, 2), offs=routed.routes.ends).chunk(2, -1)
                 inner = functional.silu(gate) * other
-                return functional.grouped_mm(inner, down.transpose(1, 2), offs=exchange.routes.ends)
+                return functional.grouped_mm(inner, down.transpose(1, 2), offs=routed.routes.ends)
 
             for name, (there, back) in ways.items():
                 steps[name] = lambda there=there, back=back: back(compute(there(x)))  # type: ignore[misc]
@@ -260,23 +260,23 @@ class Experts:
             {name: torch.no_grad()(step) for name, step in steps.items()},
             tolerance=1e-5 if dtype == torch.float32 else 1e-2,
             units=comm.world_size * size.tokens,
-            facts=facts_of(exchange, dtype),
+            facts=facts_of(routed, dtype),
         )
 
 
-def facts_of(exchange: Exchange, dtype: torch.dtype) -> dict[str, float]:
+def facts_of(routed: RoutedTokens, dtype: torch.dtype) -> dict[str, float]:
     """Return bytes by which times become GB/s: those that leave a GPU, and all that arrive, as DeepEP counts them."""
-    rank, size, splits = exchange.comm.rank, exchange.size, exchange.splits
+    rank, size, splits = routed.comm.rank, routed.size, routed.splits
     row = size.hidden * dtype.itemsize
     leaving = sum(count for peer, count in enumerate(splits[rank]) if peer != rank)
     arriving = sum(line[rank] for line in splits)
-    parameters = 3 * size.hidden * size.inner * exchange.each
+    parameters = 3 * size.hidden * size.inner * routed.each
     return {
         "dispatch_leaving_bytes": leaving * row,
         "dispatch_arriving_bytes": arriving * row,
         "combine_leaving_bytes": (arriving - splits[rank][rank]) * row,
-        "expert_rows": float(exchange.routes.ends[-1]),
-        "experts_of_a_rank": exchange.each,
+        "expert_rows": float(routed.routes.ends[-1]),
+        "experts_of_a_rank": routed.each,
         "parameter_bytes": parameters * dtype.itemsize,
     }
 

@@ -127,7 +127,7 @@ class Exchanged(torch.autograd.Function):
     """All-to-all of equal parts by the process group of a step, which waits for it where it needs the result."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, step: Step) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, step: Recommender) -> Tensor:
         ctx.step = step
         came = torch.empty_like(sent)
         step.work = dist.all_to_all_single(came, sent, group=step.group, async_op=True)
@@ -143,7 +143,7 @@ class Exchanged(torch.autograd.Function):
         return back, None
 
 
-class Step:
+class Recommender:
     """Steps of a size by several ways, on the same tables, model and samples.
 
     Attributes:
@@ -371,7 +371,7 @@ class Recommendation:
     def prepare(self, size: object, group: dist.ProcessGroup, comm: Communicator, device: torch.device) -> Prepared:
         """Make the steps of a size; collective."""
         assert isinstance(size, RecommendationSize)
-        step = Step(size, group, comm, device)
+        step = Recommender(size, group, comm, device)
         element = step.whole.element_size()
         pooled = (comm.world_size - 1) * step.part * size.tables * size.dim * element
         layers = sum(parameter.numel() for parameter in step.model.parameters())

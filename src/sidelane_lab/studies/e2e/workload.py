@@ -1,4 +1,4 @@
-"""What the end-to-end study asks of a workload: a model's step by several ways of communicating."""
+"""The protocol of the end-to-end study's workloads: a model's step by several ways of communicating."""
 
 from __future__ import annotations
 
