@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fused_ops import DTYPES, Calls, Draws, check_close, communicator
+from fused_ops import DTYPES, TOLERANCE, Calls, Draws, check_close, communicator
 
 from sidelane import Communicator, ops
 from sidelane.ops import library
@@ -172,3 +172,44 @@ def wrong_calls(comm: Communicator) -> Calls:
         route(chosen, gates, most_rows=0),
     ]
     return wrong, rows(terms=terms, factors=factors)
+
+
+def by_float8(group: dist.ProcessGroup) -> int:
+    """Tokens that travel in float8 are those of torch, with a scale for each 128 elements, and so is what is made of
+    them; gradients are those of tokens that travel as they are.
+    """
+    with communicator(group) as comm:
+        n, device, draws = comm.world_size, comm.device, Draws(11, comm.rank)
+        done = 0
+        for columns, dtype in ((300, torch.bfloat16), (128, torch.float32), (5, torch.float16)):
+            xs = draws.normal(n, 5, columns).to(dtype)
+            xs[:, :, ::7] *= 30
+            xs[0, 0] = 0
+            chosen = torch.tensor([draws.sizes.sample(range(2 * n), 2) for _ in range(5 * n)], device="cpu").view(
+                n, 5, 2
+            )
+            gates = torch.ones(5, 2, device=device)
+            routes = ops.route_experts(comm, chosen[comm.rank].to(device), gates, experts=2)
+            x = xs[comm.rank].to(device).requires_grad_()
+            rows = ops.dispatch_tokens(comm, x, routes, wire=torch.float8_e4m3fn)
+            rows.sum().backward()
+            plain = ops.dispatch_tokens(comm, quantized(x.detach().float()).to(dtype), routes)
+            comm.synchronize()
+            assert (
+                torch.isclose(rows.detach(), plain, rtol=TOLERANCE[dtype]).float().mean() > 0.999
+            )  # others are next to a middle
+            torch.testing.assert_close(rows.detach(), plain, rtol=0.15, atol=1e-2)
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.full_like(x, 2))
+            assert rows[int(routes.ends[-1]) :].abs().sum() == 0
+            done += 1
+    return done
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    """Of float32 what comes back from float8."""
+    parts = []
+    for part in x.split(128, dim=1):
+        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-4)
+        parts.append((part * (448 / largest)).to(torch.float8_e4m3fn).float() * (largest / 448))
+    return torch.cat(parts, dim=1)

@@ -259,6 +259,22 @@ def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
+@pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
+def test_rows_of_float8_compile(dtype: str) -> None:
+    constants: dict[str, object] = {"GROUPS": 8, "SCALED": 128, "LARGEST": 448.0, "LEAST": 1e-4}
+    known = ("x", "values", "scales", "output", "columns", "x_stride", "width", "first_scale")
+    kinds, names = f"*{dtype} *fp8e4nv *fp32 i32 i32 i32 i32", [name for name in known if name != "output"]
+    text, _, stack = compiled(experts.QUANTIZE, kinds, constants, 4, multiples=names)
+    assert stack <= 8 and "cvt.rn.satfinite.e4m3x2.f32" in text
+    assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+    kinds, names = (
+        f"*fp8e4nv *fp32 *{dtype} *i32 i32 i32 i32",
+        [name for name in known if name not in ("x", "x_stride")],
+    )
+    text, _, stack = compiled(experts.DEQUANTIZE, kinds, {"COLS": 1024, "SCALED": 128}, 4, multiples=names)
+    assert stack <= 8 and re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
+
+
 @pytest.mark.parametrize(("terms", "has_factors"), [(1, False), (8, True), long(8, False), long(2, False)])
 def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
     tiles = gemm.SUM_TILES if terms > 1 else gemm.ROW_TILES

@@ -99,6 +99,10 @@ def test_tokens_without_room_are_left_out(four: Crew) -> None:
     assert four.run(fused_tokens.left_out, 3) == [3] * 3
 
 
+def test_tokens_travel_in_float8(four: Crew) -> None:
+    assert four.run(fused_tokens.by_float8, 2, timeout_s=110) == [3] * 2
+
+
 @pytest.mark.long
 def test_experts_of_tokens_are_compiled_whole(four: Crew) -> None:
     assert four.run(fused_tokens.there_and_back, 2, 5, 1, "aot_eager", timeout_s=110) == [3] * 2
