@@ -88,6 +88,11 @@ def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_experts_of_tokens_are_compiled_whole(ranks: Ranks, backend: str) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_tokens", "there_and_back", 5, 1, backend, timeout_s=170))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "norm", "gemms", "reduced", "dispatch"])
 def test_layers_are_trained_and_compiled_whole(ranks: Ranks, name: str, backend: str) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_modules", name, backend, timeout_s=170))
@@ -106,6 +111,10 @@ def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
 
 def test_several_experts_by_every_way(ranks: Ranks) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_experts", "back_to_back", 5, 8, timeout_s=170))
+
+
+def test_tokens_travel_in_float8(ranks: Ranks) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_tokens", "by_float8", timeout_s=120))
 
 
 def test_experts_without_the_host(ranks: Ranks) -> None:

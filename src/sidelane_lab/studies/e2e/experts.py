@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sidelane import Communicator, ops
-from sidelane.ops.experts import ExpertRoutes, sum_rows
+from sidelane.ops.experts import SCALED, ExpertRoutes, dequantized_rows, quantized_rows, sum_rows
 from sidelane_lab.baselines.candidate import all_gather, reduce_scatter
 from sidelane_lab.studies.e2e.workload import Prepared
 
@@ -47,6 +47,7 @@ class ExpertSize:
         experts: number of experts of all ranks.
         top_k: number of experts of a token.
         part: the whole layer, or one direction of its exchange alone.
+        float8: tokens travel to experts in float8 with scales, by all ways, made by the library's kernels.
         skew: exponent by which an expert's popularity falls with its number; 0 for none, as DeepEP's tests draw them.
     """
 
@@ -56,6 +57,7 @@ class ExpertSize:
     experts: int = 256
     top_k: int = 8
     part: str = LAYER
+    float8: bool = False
     skew: float = 0.0
 
 
@@ -139,18 +141,29 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
     comm, size, routes = routed.comm, routed.size, routed.routes
     known = Known(routed)
 
-    def rows(count: int, *, symmetric: bool = False) -> Tensor:
-        shape = count, size.hidden
-        return comm.empty(*shape, dtype=dtype) if symmetric else torch.empty(shape, dtype=dtype, device=routed.device)
-
-    came, back = rows(sum(known.came)), rows(sum(known.sent))
+    sent, arrived = sum(known.sent), sum(known.came)
     most = max(map(sum, (*routed.splits, *zip(*routed.splits, strict=True))))
-    buffers = [rows(most, symmetric=True) for _ in range(4)]
-    own_sent, own_came = buffers[0][: sum(known.sent)], buffers[1][: sum(known.came)]
-    own_results, own_back = buffers[2][: sum(known.came)], buffers[3][: sum(known.sent)]
-    gathered, returned = rows(len(routes.leaving)), rows(size.tokens)
-    leaving, known_rows = known.leaving.flatten(), known.rows.flatten()
-    of_rows = routes.rows[: len(known.rows)].flatten()
+
+    def pack(x: Tensor) -> Tensor:
+        return quantized_rows(x) if size.float8 else x
+
+    def copied(came: Tensor, rows: Tensor) -> Tensor:
+        """Copy rows that arrived for each expert."""
+        return dequantized_rows(came, rows, size.hidden, dtype) if size.float8 else sum_rows(came, rows)
+
+    def indexed(came: Tensor, rows: Tensor) -> Tensor:
+        """Do the same by PyTorch, which has nothing of the kind for float8."""
+        return copied(came, rows) if size.float8 else came[rows.flatten()]
+
+    packed = pack(torch.zeros(1, size.hidden, dtype=dtype, device=routed.device))
+    came, gathered = (packed.new_empty(count, packed.shape[1]) for count in (arrived, len(routes.leaving)))
+    back, returned = (
+        torch.empty(count, size.hidden, dtype=dtype, device=routed.device) for count in (sent, size.tokens)
+    )
+    own_sent, own_came = (comm.empty(most, packed.shape[1], dtype=packed.dtype)[:count] for count in (sent, arrived))
+    own_results, own_back = (comm.empty(most, size.hidden, dtype=dtype)[:count] for count in (arrived, sent))
+    leaving, of_rows = known.leaving.flatten(), routes.rows[: len(known.rows)].contiguous()
+    wire = torch.float8_e4m3fn if size.float8 else None
 
     def there(x: Tensor) -> Tensor:
         dist.all_to_all_single(came, x, known.came, known.sent, group=group)
@@ -161,10 +174,10 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
         return back
 
     def there_by_copies(x: Tensor) -> Tensor:
-        sum_rows(x, known.leaving, out=own_sent)
+        sum_rows(pack(x), known.leaving, out=own_sent)
         options: dict[str, Any] = {"output_split_sizes": known.came, "input_split_sizes": known.sent}
         comm.all_to_all(own_came, own_sent, **options)
-        return sum_rows(own_came, known.rows)
+        return copied(own_came, known.rows)
 
     def again_by_copies(results: Tensor) -> Tensor:
         sum_rows(results, known.results, known.gates, out=own_results)
@@ -173,8 +186,8 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
         return sum_rows(own_back, known.returned)
 
     def gather(x: Tensor) -> Tensor:
-        all_gather(gathered, x, group=group)
-        return gathered[of_rows]
+        all_gather(gathered, pack(x), group=group)
+        return indexed(gathered, of_rows)
 
     def scatter(results: Tensor) -> Tensor:
         reduce_scatter(returned, known.bags_of_all(results), group=group)
@@ -182,22 +195,22 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
 
     def dispatch_routed(x: Tensor) -> Tensor:
         latest[0] = routed.route()
-        return ops.dispatch_tokens(comm, x, latest[0])
+        return ops.dispatch_tokens(comm, x, latest[0], wire=wire)
 
     latest = [routes]
     return {
         "nccl": (
-            lambda x: there(x[leaving])[known_rows],
+            lambda x: indexed(there(pack(x)[leaving]), known.rows),
             lambda results: known.bags_of_returned(again(known.bags_of_results(results))),
         ),
         "nccl, our sums": (
-            lambda x: sum_rows(there(sum_rows(x, known.leaving)), known.rows),
+            lambda x: copied(there(sum_rows(pack(x), known.leaving)), known.rows),
             lambda results: sum_rows(again(sum_rows(results, known.results, known.gates)), known.returned),
         ),
         "nccl, gathered": (gather, scatter),
         "copies": (there_by_copies, again_by_copies),
         "operators": (
-            lambda x: ops.dispatch_tokens(comm, x, routes),
+            lambda x: ops.dispatch_tokens(comm, x, routes, wire=wire),
             lambda results: ops.combine_tokens(comm, results, routes),
         ),
         "operators, routed": (dispatch_routed, lambda results: ops.combine_tokens(comm, results, latest[0])),
@@ -207,12 +220,17 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
 _TINY = ExpertSize(tokens=6, hidden=16, inner=8, experts=12, top_k=3, skew=0.5)
 SIZES: dict[str, object] = {
     "tiny": _TINY,
+    "tiny, float8": dataclasses.replace(_TINY, float8=True),
     "tiny, dispatch": dataclasses.replace(_TINY, part=DISPATCH),
     "tiny, combine": dataclasses.replace(_TINY, part=COMBINE),
     **{
         f"{tokens} tokens{'' if part == LAYER else f', {part}'}": ExpertSize(tokens, part=part)
         for tokens, part in itertools.product((128, 4096), (LAYER, DISPATCH, COMBINE))
     },
+    **{
+        f"{tokens} tokens, {DISPATCH}, float8": ExpertSize(tokens, part=DISPATCH, float8=True) for tokens in (128, 4096)
+    },
+    "4096 tokens, float8": ExpertSize(4096, float8=True),
     "4096 tokens, skewed": ExpertSize(4096, skew=0.5),
 }
 """Parameters by name."""
@@ -268,12 +286,13 @@ def facts_of(routed: RoutedTokens, dtype: torch.dtype) -> dict[str, float]:
     """Return bytes by which times become GB/s: those that leave a GPU, and all that arrive, as DeepEP counts them."""
     rank, size, splits = routed.comm.rank, routed.size, routed.splits
     row = size.hidden * dtype.itemsize
+    wire = size.hidden + 4 * (size.hidden // SCALED) if size.float8 else row
     leaving = sum(count for peer, count in enumerate(splits[rank]) if peer != rank)
     arriving = sum(line[rank] for line in splits)
     parameters = 3 * size.hidden * size.inner * routed.each
     return {
-        "dispatch_leaving_bytes": leaving * row,
-        "dispatch_arriving_bytes": arriving * row,
+        "dispatch_leaving_bytes": leaving * wire,
+        "dispatch_arriving_bytes": arriving * wire,
         "combine_leaving_bytes": (arriving - splits[rank][rank]) * row,
         "expert_rows": float(routed.routes.ends[-1]),
         "experts_of_a_rank": routed.each,
