@@ -106,7 +106,7 @@ def route_experts(
         if experts < 1 or most_rows < 1:
             raise ValueError(f"{NAME}: experts, most_rows (value={experts}, {most_rows}, allowed=1 and more)")
     n, rank, device = comm.world_size, comm.rank, comm.device
-    everyone, gates = routing_of_all(number_of(comm), chosen.int(), gates.float())
+    gates, everyone = routing_of_all(number_of(comm), chosen.int(), gates.float())
 
     place = torch.arange(n * tokens, device=device, dtype=torch.int32)
     expert = everyone - rank * experts
@@ -255,26 +255,27 @@ def _to_tokens(comm: int, rows: Tensor, places: Any, gates: Tensor | None = None
 
 def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     n = communicator(comm).world_size
-    return tuple(part.new_empty(n * part.shape[0], part.shape[1]) for part in (chosen, gates))  # type: ignore[return-value]
+    return tuple(part.new_empty(n * part.shape[0], part.shape[1]) for part in (gates, chosen))  # type: ignore[return-value]
 
 
 def _routing_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.comm = inputs[0]
+    ctx.mark_non_differentiable(output[1])
 
 
-def _routing_backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _routing_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, own_sums(ctx.comm, grad)
 
 
 @operator(_routing_like, _routing_backward, _routing_saves)
 def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the experts of all ranks' tokens, int32[N * T, k], and their gates, float32: one all-gather."""
+    """Return the gates of all ranks' tokens, float32[N * T, k], and their experts, int32: one all-gather."""
     ranks, (tokens, k) = communicator(comm), chosen.shape
     own = torch.stack([chosen, gates.contiguous().view(torch.int32)])
     gathered = own.new_empty(ranks.world_size, 2, tokens, k)
     ranks.all_gather(gathered, own)
     everyone, of_gates = (part.clone().view(-1, k) for part in gathered.unbind(1))  # memory of their own
-    return everyone, of_gates.view(torch.float32)
+    return of_gates.view(torch.float32), everyone
 
 
 @operator(lambda comm, parts: parts.new_empty(parts.shape[0] // communicator(comm).world_size, parts.shape[1]))
