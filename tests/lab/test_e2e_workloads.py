@@ -22,5 +22,5 @@ WAYS = {
 def test_ways_of_a_workload_agree(four: Crew, name: str, world_size: int) -> None:
     for found in four.run(e2e_steps.tiny_steps, world_size, name, timeout_s=110):
         assert found["tiny"] == WAYS[name]
-        assert len(found) == {"experts": 4, "recommendation": 3}[name]
+        assert len(found) == {"experts": 7, "recommendation": 3}[name]
         assert all(ways[0] == "nccl" and "operators" in ways for ways in found.values())

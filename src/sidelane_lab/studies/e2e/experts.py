@@ -31,7 +31,13 @@ from sidelane.ops.experts import SCALED, ExpertRoutes, dequantized_rows, quantiz
 from sidelane_lab.baselines.candidate import all_gather, reduce_scatter
 from sidelane_lab.studies.e2e.workload import Prepared
 
-LAYER, DISPATCH, COMBINE = "layer", "dispatch", "combine"
+LAYER, DISPATCH, COMBINE, ROWS_THERE, ROWS_BACK = "layer", "dispatch", "combine", "rows there", "rows back"
+"""Parts of a layer: a dispatch ends with a row for each expert of a token, and a combine begins there. "Rows there" and
+"rows back" are what DeepEP calls dispatch and combine: one row of a token on each rank, and sums over ranks."""
+
+SAMPLED = 16
+"""Number of rows that are compared of those that have arrived, as ways have other places for them."""
+
 ROOM = 128
 """Rows whose multiple an expert's room for rows is."""
 
@@ -46,7 +52,7 @@ class ExpertSize:
         inner: number of hidden features of an expert.
         experts: number of experts of all ranks.
         top_k: number of experts of a token.
-        part: the whole layer, or one direction of its exchange alone.
+        part: the whole layer, or a part of it.
         float8: tokens travel to experts in float8 with scales, by all ways, made by the library's kernels.
         skew: exponent by which an expert's popularity falls with its number; 0 for none, as DeepEP's tests draw them.
     """
@@ -100,6 +106,8 @@ class Known:
         is_sent, did_arrive = leaving >= 0, routed.arriving[:, :, rank].flatten()
         self.leaving = leaving[is_sent][:, None].contiguous()
         """Tokens in the order in which they leave."""
+        self.did_arrive = did_arrive
+        """Mask of the places at which tokens arrive."""
         places_sent, places_came = (mask.cumsum(0).int() - 1 for mask in (is_sent, did_arrive))
         total = int(routes.ends[-1])
         self.rows = places_came[routes.rows[:total].long()].contiguous()
@@ -132,11 +140,29 @@ class Bags:
         return functional.embedding_bag(self._terms, x, self._offsets, **options)
 
 
-Way = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-"""Type of a way: from tokens to rows of experts, and from their results to tokens."""
+Step = Callable[[Tensor], Tensor]
 
 
-def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Way]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertWay:
+    """Functions of a way.
+
+    Attributes:
+        dispatch: from tokens to rows of experts.
+        combine: from results of experts to tokens.
+        there: from tokens to some of the rows that arrive, once for each rank.
+        back: from ``rows``, sums over the experts of a rank, to tokens.
+        rows: rows that travel back, where this way has them.
+    """
+
+    dispatch: Step
+    combine: Step
+    there: Step
+    back: Step
+    rows: Tensor
+
+
+def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, ExpertWay]:
     """Return the ways by name; each has buffers of its own."""
     comm, size, routes = routed.comm, routed.size, routed.routes
     known = Known(routed)
@@ -173,18 +199,6 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
         dist.all_to_all_single(back, x, known.sent, known.came, group=group)
         return back
 
-    def there_by_copies(x: Tensor) -> Tensor:
-        sum_rows(pack(x), known.leaving, out=own_sent)
-        options: dict[str, Any] = {"output_split_sizes": known.came, "input_split_sizes": known.sent}
-        comm.all_to_all(own_came, own_sent, **options)
-        return copied(own_came, known.rows)
-
-    def again_by_copies(results: Tensor) -> Tensor:
-        sum_rows(results, known.results, known.gates, out=own_results)
-        options: dict[str, Any] = {"output_split_sizes": known.sent, "input_split_sizes": known.came}
-        comm.all_to_all(own_back, own_results, **options)
-        return sum_rows(own_back, known.returned)
-
     def gather(x: Tensor) -> Tensor:
         all_gather(gathered, pack(x), group=group)
         return indexed(gathered, of_rows)
@@ -197,38 +211,96 @@ def ways_of(routed: RoutedTokens, group: dist.ProcessGroup, dtype: torch.dtype) 
         latest[0] = routed.route()
         return ops.dispatch_tokens(comm, x, latest[0], wire=wire)
 
+    def sampled(came: Tensor, places: Tensor) -> Tensor:
+        some = came[places]
+        return some.view(torch.float8_e4m3fn)[:, : size.hidden].float() if size.float8 else some
+
+    def rows_by_operator(x: Tensor, terms: Tensor) -> Tensor:
+        return ops.all_to_all_rows(comm, x, routes.counts, most_rows=len(terms), terms=terms)
+
+    # One row of each place: zeros where nobody has asked for the token.
+    draw = torch.Generator(routed.device).manual_seed(40 + comm.rank)
+    shape = len(routes.leaving), size.hidden
+    padded = torch.empty(shape, dtype=dtype, device=routed.device).normal_(generator=draw)
+    padded[~known.did_arrive] = 0
+    compact = padded[known.did_arrive]
+    in_place = torch.where(known.did_arrive, torch.arange(len(padded), device=routed.device, dtype=torch.int32), -1)[
+        :, None
+    ]
+    places = known.did_arrive.nonzero()[:, 0]
+    some = torch.arange(0, arrived, max(1, arrived // SAMPLED), device=routed.device)
     latest = [routes]
+
+    def all_reduced(results: Tensor) -> Tensor:
+        reduce_scatter(returned, results, group=group)
+        return returned
+
+    def back_by_copies(results: Tensor) -> Tensor:
+        options: dict[str, Any] = {"output_split_sizes": known.sent, "input_split_sizes": known.came}
+        comm.all_to_all(own_back, results, **options)
+        return sum_rows(own_back, known.returned)
+
+    def gather_rows(x: Tensor) -> Tensor:
+        all_gather(gathered, pack(x), group=group)
+        return sampled(gathered, places[some])
+
+    def send_by_copies(x: Tensor) -> Tensor:
+        sum_rows(pack(x), known.leaving, out=own_sent)
+        options: dict[str, Any] = {"output_split_sizes": known.came, "input_split_sizes": known.sent}
+        comm.all_to_all(own_came, own_sent, **options)
+        return own_came
+
+    operators = ExpertWay(
+        lambda x: ops.dispatch_tokens(comm, x, routes, wire=wire),
+        lambda results: ops.combine_tokens(comm, results, routes),
+        lambda x: sampled(rows_by_operator(pack(x), routes.leaving), places[some]),
+        lambda rows: sum_rows(rows_by_operator(rows, in_place), routes.returned),
+        padded,
+    )
     return {
-        "nccl": (
+        "nccl": ExpertWay(
             lambda x: indexed(there(pack(x)[leaving]), known.rows),
             lambda results: known.bags_of_returned(again(known.bags_of_results(results))),
+            lambda x: sampled(there(pack(x)[leaving]), some),
+            lambda rows: known.bags_of_returned(again(rows)),
+            compact,
         ),
-        "nccl, our sums": (
+        "nccl, our sums": ExpertWay(
             lambda x: copied(there(sum_rows(pack(x), known.leaving)), known.rows),
             lambda results: sum_rows(again(sum_rows(results, known.results, known.gates)), known.returned),
+            lambda x: sampled(there(sum_rows(pack(x), known.leaving)), some),
+            lambda rows: sum_rows(again(rows), known.returned),
+            compact,
         ),
-        "nccl, gathered": (gather, scatter),
-        "copies": (there_by_copies, again_by_copies),
-        "operators": (
-            lambda x: ops.dispatch_tokens(comm, x, routes, wire=wire),
-            lambda results: ops.combine_tokens(comm, results, routes),
+        "nccl, gathered": ExpertWay(gather, scatter, gather_rows, all_reduced, padded),
+        "copies": ExpertWay(
+            lambda x: copied(send_by_copies(x), known.rows),
+            lambda results: back_by_copies(sum_rows(results, known.results, known.gates, out=own_results)),
+            lambda x: sampled(send_by_copies(x), some),
+            back_by_copies,
+            own_results.copy_(compact) if size.part == ROWS_BACK else own_results,
         ),
-        "operators, routed": (dispatch_routed, lambda results: ops.combine_tokens(comm, results, latest[0])),
+        "operators": operators,
+        "operators, routed": dataclasses.replace(
+            operators, dispatch=dispatch_routed, combine=lambda results: ops.combine_tokens(comm, results, latest[0])
+        ),
     }
 
 
 _TINY = ExpertSize(tokens=6, hidden=16, inner=8, experts=12, top_k=3, skew=0.5)
+PARTS = LAYER, DISPATCH, COMBINE, ROWS_THERE, ROWS_BACK
 SIZES: dict[str, object] = {
     "tiny": _TINY,
     "tiny, float8": dataclasses.replace(_TINY, float8=True),
-    "tiny, dispatch": dataclasses.replace(_TINY, part=DISPATCH),
-    "tiny, combine": dataclasses.replace(_TINY, part=COMBINE),
+    "tiny, rows there, float8": dataclasses.replace(_TINY, part=ROWS_THERE, float8=True),
+    **{f"tiny, {part}": dataclasses.replace(_TINY, part=part) for part in PARTS[1:]},
     **{
         f"{tokens} tokens{'' if part == LAYER else f', {part}'}": ExpertSize(tokens, part=part)
-        for tokens, part in itertools.product((128, 4096), (LAYER, DISPATCH, COMBINE))
+        for tokens, part in itertools.product((128, 4096), PARTS)
     },
     **{
-        f"{tokens} tokens, {DISPATCH}, float8": ExpertSize(tokens, part=DISPATCH, float8=True) for tokens in (128, 4096)
+        f"{tokens} tokens, {part}, float8": ExpertSize(tokens, part=part, float8=True)
+        for tokens, part in itertools.product((128, 4096), (DISPATCH, ROWS_THERE))
     },
     "4096 tokens, float8": ExpertSize(4096, float8=True),
     "4096 tokens, skewed": ExpertSize(4096, skew=0.5),
@@ -264,16 +336,20 @@ class Experts:
                 inner = functional.silu(gate) * other
                 return functional.grouped_mm(inner, down.transpose(1, 2), offs=routed.routes.ends)
 
-            for name, (there, back) in ways.items():
-                steps[name] = lambda there=there, back=back: back(compute(there(x)))  # type: ignore[misc]
+            for name, way in ways.items():
+                steps[name] = lambda way=way: way.combine(compute(way.dispatch(x)))  # type: ignore[misc]
             steps["none"] = lambda: compute(results)
         elif size.part == DISPATCH:
-            for name, (there, _) in ways.items():
-                steps[name] = lambda there=there: there(x)[:total]  # type: ignore[misc]
+            for name, way in ways.items():
+                steps[name] = lambda way=way: way.dispatch(x)[:total]  # type: ignore[misc]
         else:
             del ways["operators, routed"]  # which routes before it dispatches
-            for name, (_, back) in ways.items():
-                steps[name] = lambda back=back: back(results)  # type: ignore[misc]
+            for name, way in ways.items():
+                steps[name] = {
+                    COMBINE: lambda way=way: way.combine(results),
+                    ROWS_THERE: lambda way=way: way.there(x),
+                    ROWS_BACK: lambda way=way: way.back(way.rows),
+                }[size.part]
         return Prepared(
             {name: torch.no_grad()(step) for name, step in steps.items()},
             tolerance=1e-5 if dtype == torch.float32 else 1e-2,
