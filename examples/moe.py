@@ -126,7 +126,8 @@ def train(
         if number == BATCHES:
             if captures:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+                options = {"stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}  # NCCL's asks
+                with torch.cuda.graph(graph, **options):
                     step()  # is not run here
             torch.cuda.synchronize() if gpu else None
             began = time.perf_counter()

@@ -80,8 +80,8 @@ def route_experts(
 
     Args:
         comm: communicator of the ranks.
-        chosen: numbers of each token's experts among those of all ranks, rank 0's first, [T, k], int32 or int64; a
-            negative one stands for none. T and k are alike on all ranks: fill up with negative ones.
+        chosen: numbers of each token's experts, all different, among those of all ranks, rank 0's first, [T, k], int32
+            or int64; a negative one stands for none. T and k are alike on all ranks: fill up with negative ones.
         gates: factors of their results, [T, k].
         experts: E, number of experts of each rank.
         most_rows: C, largest number of rows of a rank's experts; what more there is for the last experts is left out,
@@ -102,7 +102,7 @@ def route_experts(
             )
             raise ValueError(f"{NAME}: shapes of chosen and gates ({text})")
         room = comm.world_size * tokens * min(k, max(1, experts))
-        most_rows = room if most_rows is None else most_rows
+        most_rows = room if most_rows is None else min(most_rows, room)
         if experts < 1 or most_rows < 1:
             raise ValueError(f"{NAME}: experts, most_rows (value={experts}, {most_rows}, allowed=1 and more)")
     n, rank, device = comm.world_size, comm.rank, comm.device
