@@ -18,7 +18,7 @@ Example: 2 ranks with 2 experts each, 1 token a rank, top-2: token 0 wants exper
 0 gets token 0 for expert 1; rank 1 gets both, and has rows of tokens 0 and 1 for expert 2, and of token 1 for expert 3.
 Rank 0 returns one row, and rank 1 two.
 
-Tokens may travel as float8, with a scale for each 128 elements behind them in the same row (DeepEP's format).
+Tokens may travel in float8 (``float8_rows``).
 
 Legend: N ranks; T tokens of a rank; H elements of a row; E experts of a rank; k experts of a token; C rows that experts
 of a rank have room for; TERMS terms of a sum, in tiles of ROWS rows and COLS columns.
@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
-from sidelane.ops import reference
+from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import sum_of_terms
 from sidelane.ops.handle import check_tensor, telling_refusals
 from sidelane.ops.library import communicator, in_rows, number_of, operator
@@ -45,9 +45,6 @@ from sidelane.session import Communicator
 NAME = "route_experts"
 ROWS, COLS = 4, 1024
 """Rows and columns that a program sums."""
-
-SCALED = 128
-"""Number of elements that share a scale in float8."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,47 +191,6 @@ def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Te
     return output
 
 
-def quantized_rows(x: Tensor) -> Tensor:
-    """Return rows in float8 with their scales behind them, as float16 for what moves rows and reads no numbers.
-
-    An element is its float8 times the scale, which is a 448th of the largest of 128 elements.
-    """
-    rows, columns = x.shape
-    first_scale, width = _widths(columns)
-    packed = x.new_empty(rows, width, dtype=torch.uint8)
-    values, places = packed.view(torch.float8_e4m3fn), packed.view(torch.float32)
-    if x.device.type == "cpu":  # Triton's interpreter rounds to float8 without carrying
-        scaled, scales = reference.float8_and_scales(x, SCALED)
-        values[:, :columns] = scaled
-        places[:, first_scale // 4 : first_scale // 4 + scales.shape[1]] = scales
-    elif rows:
-        arguments = x, values, places, columns, x.stride(0), width, first_scale
-        options = {"GROUPS": COLS // SCALED, "SCALED": SCALED, "LARGEST": reference.LARGEST_FLOAT8}
-        launch(_quantize, (rows, -(-columns // COLS)), arguments, {**options, "LEAST": reference.LEAST_LARGEST})
-    return packed.view(torch.float16)
-
-
-def dequantized_rows(packed: Tensor, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return rows of what :func:`quantized_rows` made, by their numbers [rows, 1], -1 for zeros."""
-    first_scale, width = _widths(columns)
-    packed = packed.view(torch.uint8)
-    output = packed.new_empty(len(rows), columns, dtype=dtype)
-    arguments = packed.view(torch.float8_e4m3fn), packed.view(torch.float32), output, rows, columns, width, first_scale
-    if len(rows):
-        launch(_dequantize, (len(rows), -(-columns // COLS)), arguments, {"COLS": COLS, "SCALED": SCALED})
-    return output
-
-
-def _widths(columns: int) -> tuple[int, int]:
-    """Return where scales begin in a row of float8, and where it ends, in bytes: multiples of 16.
-
-    >>> _widths(7168), _widths(40)
-    ((7168, 7392), (48, 64))
-    """
-    first = -(-columns // 16) * 16
-    return first, first + -(-4 * -(-columns // SCALED) // 16) * 16
-
-
 def _places(routes: ExpertRoutes) -> tuple[Tensor, ...]:
     return routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
 
@@ -371,37 +327,4 @@ def _sum_rows(
     tl.store(output + place, values.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["x_stride"])
-def _quantize(
-    x, values, scales, columns, x_stride, width, first_scale,
-    GROUPS: tl.constexpr, SCALED: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
-    inside = column < columns
-    wide = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), axis=1), LEAST)
-    small = (wide * (LARGEST / largest)[:, None]).to(values.dtype.element_ty)
-    tl.store(values + row * width + column, small, mask=inside)
-    tl.store(scales + (row * width + first_scale) // 4 + group, largest / LARGEST, mask=group * SCALED < columns)
-
-
-@triton.jit
-def _dequantize(
-    values, scales, output, rows, columns, width, first_scale,
-    COLS: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    source = tl.load(rows + row).to(tl.int64)
-    inside = column < columns
-    place = source * width + column
-    is_there = inside & (place >= 0)  # a row that is none begins at -width
-    wide = tl.load(values + place, mask=is_there).to(tl.float32)  # the interpreter has no 0 of float8
-    scale = tl.load(scales + (source * width + first_scale) // 4 + column // SCALED, mask=is_there, other=0)
-    found = tl.where(is_there, wide * scale, 0.0)
-    tl.store(output + row * columns + column, found.to(output.dtype.element_ty), mask=inside)
-
-
-KERNEL, QUANTIZE, DEQUANTIZE = _sum_rows, _quantize, _dequantize
+KERNEL = _sum_rows

@@ -137,7 +137,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def float8_and_scales(x: torch.Tensor, scaled: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows as float8_e4m3fn, and a float32 scale for every so many elements; see ``experts.quantized_rows``."""
+    """Return rows as float8_e4m3fn, and a float32 scale for every so many elements; see ``float8_rows``."""
     rows, columns = x.shape
     parts = functional.pad(x.float(), (0, -columns % scaled)).view(rows, -1, scaled)
     largest = parts.abs().amax(-1).clamp(min=LEAST_LARGEST)

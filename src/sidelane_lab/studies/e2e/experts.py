@@ -26,8 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from sidelane import Communicator, ops
-from sidelane.ops.experts import SCALED, ExpertRoutes, dequantized_rows, quantized_rows, sum_rows
+from sidelane import ops
+from sidelane.ops.experts import ExpertRoutes, sum_rows
+from sidelane.ops.float8_rows import SCALED, dequantized_rows, quantized_rows
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import all_gather, reduce_scatter
 from sidelane_lab.studies.e2e.workload import Prepared
 

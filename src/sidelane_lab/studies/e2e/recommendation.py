@@ -32,8 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sidelane import Communicator, ops
+from sidelane import ops
 from sidelane.ops import library
+from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import reduce_scatter
 from sidelane_lab.studies.e2e.workload import Prepared
 from sidelane_lab.studies.fused.single_rank import BagKernel

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sidelane import Communicator
+from sidelane.session import Communicator
 
 
 @dataclass(frozen=True)
