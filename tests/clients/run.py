@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 OUT = "CLIENTS_OUT"
-SHARED = ("client", "patches", "run")
+SHARED = ("client", "patches", "run", "torchrec_parts")
 DISTRIBUTIONS = {"megatron": "megatron-core"}  # where a package's name is not the first word of the client's
 VARIANTS = {"torchtitan_train": ("fsdp", "tensor", "context")}
 ENABLED = (

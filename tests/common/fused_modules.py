@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidelane import Communicator, ops
-from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear, library
+from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear, experts, library
 from sidelane.ops import fusion as fusing
 from sidelane.ops.fusion import Fusion
 
@@ -615,6 +615,17 @@ def checked(group: dist.ProcessGroup) -> int:
             (library.gemm_all_to_all, (number, even, weight, torch.ones(n, n).long(), 2 * n)),
             (library.all_to_all_gemm, (number, even, weight, torch.ones(n, n).long(), 2 * n, 2 * n)),
             (library.gemm_all_to_all_evenly, (number, even.detach(), weight.detach())),
+        ]
+        routes = ops.route_experts(comm, torch.arange(3)[:, None], x[:, :1].detach(), experts=2)
+        places = routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
+        values, parts = torch.randn(len(routes.rows), 8, requires_grad=True), torch.randn(3 * n, 1)
+        calls += [
+            (experts.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
+            (experts.own_sums, (number, parts.detach())),
+            (experts.tokens_to_experts, (number, x, *places, False)),
+            (experts.tokens_to_experts, (number, x, *places, True)),
+            (experts.rows_to_tokens, (number, values.detach(), *places)),
+            (experts.experts_to_tokens, (number, values, parts.requires_grad_(), *places)),
         ]
         for operator, arguments in calls:
             torch.library.opcheck(operator, arguments)

@@ -294,6 +294,26 @@ def experts_unfused(comm: Communicator) -> Case:
     return lambda step: counts.copy_(numbers * 37 * (step + 1) % 70), call
 
 
+def tokens_once(comm: Communicator) -> Case:
+    """Routing that changes between replays: evenly, all for one expert, none at all; forward and backward."""
+    n, device = comm.world_size, comm.device
+    x = torch.randn(70, 264, device=device).bfloat16().requires_grad_()
+    gates = torch.rand(70, 2, device=device, requires_grad=True)
+    chosen = torch.zeros(70, 2, dtype=torch.int64, device=device)
+    numbers = torch.arange(70, device=device)[:, None] + torch.tensor([0, n + 1], device=device)
+
+    def change(step: int) -> None:
+        chosen.copy_(numbers * (step % 4) % (3 * n) if step % 5 else torch.full_like(numbers, -1))
+
+    def call() -> list[torch.Tensor]:
+        routes = ops.route_experts(comm, chosen, gates, experts=3)
+        rows = ops.dispatch_tokens(comm, x, routes)
+        y = ops.combine_tokens(comm, rows.sin(), routes)
+        return [routes.ends, rows.detach(), y.detach(), *torch.autograd.grad(y.float().square().sum(), (x, gates))]
+
+    return change, call
+
+
 def counts_of_the_host(comm: Communicator) -> Case:
     """Those of the capture, by every way: a graph takes parts that were made before."""
     n, device = comm.world_size, comm.device
@@ -343,4 +363,5 @@ CALLS: dict[str, Callable[[Communicator], Case]] = {
     "dispatch_gemm": dispatch_gemm,
     "experts_unfused": experts_unfused,
     "counts_of_the_host": counts_of_the_host,
+    "tokens_once": tokens_once,
 }

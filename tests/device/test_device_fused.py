@@ -24,6 +24,8 @@ CASES = "fused_cases."
         ("fused_gemm_family", "reductions_back_to_back", 60),
         ("fused_gemm_family", "gathers_back_to_back", 60),
         ("fused_gemms", "dispatches_back_to_back", 40),
+        ("fused_tokens", "sums_back_to_back", 40),
+        ("fused_tokens", "there_and_back", 20),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:
@@ -65,6 +67,7 @@ def test_slices_as_they_come(ranks: Ranks) -> None:
         ("fused_gemm_family", "wrong_gathers"),
         ("fused_gemms", "wrong_dispatches"),
         ("fused_gemms", "wrong_split_dispatches"),
+        ("fused_tokens", "wrong_calls"),
     ],
 )
 def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
@@ -76,7 +79,7 @@ def test_what_is_refused(ranks: Ranks, module: str, name: str) -> None:
 
 
 NAMES = ["gemv", "rms_norm", "embedding", "embedding_backward", "gemm", "gemm_reduce", "gather_gemm", "split"]
-NAMES += ["dispatch_gemm", "experts_unfused", "counts_of_the_host"]
+NAMES += ["dispatch_gemm", "experts_unfused", "counts_of_the_host", "tokens_once"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gemv_of_one_token", "rms_norm_pushed"])
@@ -87,6 +90,11 @@ def test_in_a_graph(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
     assert all(ranks.run("fused_cases.on_several_streams", captured, timeout_s=120))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_experts_of_tokens_are_compiled_whole(ranks: Ranks, backend: str) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_tokens", "there_and_back", 5, 1, backend, timeout_s=170))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -108,6 +116,10 @@ def test_patterns_are_replaced(fresh_pool: type[Pool], name: str) -> None:
 
 def test_several_experts_by_every_way(ranks: Ranks) -> None:
     assert all(ranks.run(CASES + "as_on_cpus", "fused_experts", "back_to_back", 5, 8, timeout_s=170))
+
+
+def test_tokens_travel_in_float8(ranks: Ranks) -> None:
+    assert all(ranks.run(CASES + "as_on_cpus", "fused_tokens", "by_float8", timeout_s=120))
 
 
 def test_experts_without_the_host(ranks: Ranks) -> None:

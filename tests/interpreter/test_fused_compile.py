@@ -30,6 +30,8 @@ from sidelane.ops import (
     embedding_backward,
     embedding_tables,
     expert_products,
+    experts,
+    float8_rows,
     gemm,
     gemv,
     gemv_cells,
@@ -43,7 +45,7 @@ from sidelane_lab.studies.fused import single_rank
 
 H200 = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-OPTIONAL = {"stamps", "scale", "moved", "quantized", "own_scales"}
+OPTIONAL = {"stamps", "scale", "moved", "quantized", "own_scales", "terms", "factors"}
 """Arguments that may be None, and are unless a test says that they are there (...)."""
 
 MOST_STACK_BYTES = 128
@@ -286,7 +288,7 @@ def test_gemm_all_to_all_compiles(dtype: str, experts: int) -> None:
     element = {"bf16": triton.language.bfloat16, "fp16": triton.language.float16}.get(dtype, triton.language.float32)
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": wide, "GROUP": tiles.group}
     constants |= {"DTYPE": element, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True, "EP": experts}
-    constants |= {"TAKEN": False, **({"experts": 1} if experts == 1 else {})}
+    constants |= {"TAKEN": False, "TERMS": 0, **({"experts": 1} if experts == 1 else {})}
     kinds = f"*i64 *i64 *i32 *{dtype} *{dtype} *i64 i32 i32 i32 i32 i32 i32 i32{'' if experts == 1 else ' i32'}"
     known = ("x", "weight", "depth", "columns", "x_stride", "weight_stride", "expert_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
@@ -301,13 +303,55 @@ def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
     tiles = gemm.ROW_TILES
     constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
     constants |= {"DTYPE": triton.language.bfloat16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True}
-    constants |= {"TAKEN": taken, "EP": experts, **({"experts": 1} if experts == 1 else {"moved": ...})}
+    constants |= {"TAKEN": taken, "TERMS": 0, "EP": experts, **({"experts": 1} if experts == 1 else {"moved": ...})}
     kinds = f"*i64 *i64 *i32 *bf16 *i64{'' if experts == 1 else ' *i32'} i32 i32 i32 i32 i32 i32 i32"
     kinds += "" if experts == 1 else " i32"
     known = ("x", "depth", "columns", "x_stride")
     text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
+def test_rows_of_float8_compile(dtype: str) -> None:
+    constants: dict[str, object] = {"GROUPS": 8, "SCALED": 128, "LARGEST": 448.0, "LEAST": 1e-4}
+    known = ("x", "values", "scales", "output", "columns", "x_stride", "width", "first_scale")
+    kinds, names = f"*{dtype} *fp8e4nv *fp32 i32 i32 i32 i32", [name for name in known if name != "output"]
+    text, _, stack = compiled(float8_rows.QUANTIZE, kinds, constants, 4, multiples=names)
+    assert stack <= 8 and "cvt.rn.satfinite.e4m3x2.f32" in text
+    assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+    kinds, names = (
+        f"*fp8e4nv *fp32 *{dtype} *i32 i32 i32 i32",
+        [name for name in known if name not in ("x", "x_stride")],
+    )
+    text, _, stack = compiled(float8_rows.DEQUANTIZE, kinds, {"COLS": 1024, "SCALED": 128}, 4, multiples=names)
+    assert stack <= 8 and re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
+
+
+@pytest.mark.parametrize(("terms", "has_factors"), [(1, False), (8, True), long(8, False), long(2, False)])
+def test_rows_that_are_sums_compile(terms: int, has_factors: bool) -> None:
+    tiles = gemm.SUM_TILES if terms > 1 else gemm.ROW_TILES
+    constants = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False, "GROUP": tiles.group}
+    constants |= {"DTYPE": BF16, "REMOTE_FIRST": True, "WHOLE": True, "ALIGNED": True, "TAKEN": False, "EP": 1}
+    constants |= {
+        "TERMS": terms,
+        "experts": 1,
+        "weight": None,
+        "terms": ...,
+        **({"factors": ...} if has_factors else {}),
+    }
+    kinds = f"*i64 *i64 *i32 *bf16 *i32 *i32{' *fp32' if has_factors else ''} i32 i32 i32 i32 i32 i32 i32"
+    known = ("x", "depth", "columns", "x_stride")
+    text, registers, stack = compiled(gemm.KERNEL, kinds, constants, tiles.warps, multiples=known)
+    assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
+    assert re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+    constants = {"TERMS": terms, "ROWS": experts.ROWS, "COLS": experts.COLS}
+    constants |= {} if has_factors else {"factors": None}
+    kinds = f"*bf16 *bf16 *i32{' *fp32' if has_factors else ''} i32 i32 i32"
+    known = ("x", "output", "columns", "x_stride")
+    text, registers, stack = compiled(experts.KERNEL, kinds, constants, 4, multiples=known)
+    assert stack <= 8 and registers <= 128, (registers, stack)
+    assert re.search(r"st\.global\.v4\.b32", text), "rows go in wide stores"
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -406,7 +450,7 @@ BAGS = {"D": 1, "DP": 1, "L": 8, "DTYPE": BF16, "ALIGNED": False, "MEAN": True, 
             gemm.KERNEL,
             "*i64 *i64 *i32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32 i32 i32 i32",
             {"ROWS": 64, "COLS": 64, "DEPTH": 32, "WIDE": False, "DTYPE": BF16, "REMOTE_FIRST": True}
-            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TAKEN": False},
+            | {"GROUP": 8, "WHOLE": False, "ALIGNED": False, "EP": 1, "TAKEN": False, "TERMS": 0},
         ),
         (
             dispatch_gemm.KERNEL,
@@ -434,7 +478,7 @@ def test_groups_of_one_expert_of_one_rank_compile(taken: bool) -> None:
     tiles, sizes = gemm.ROW_TILES, ("rows", "depth", "columns", "x_stride", "weight_stride", "experts", "expert_stride")
     constants: dict[str, object] = {"ROWS": tiles.rows, "COLS": tiles.columns, "DEPTH": tiles.depth, "WIDE": False}
     constants |= {"GROUP": tiles.group, "DTYPE": BF16, "REMOTE_FIRST": True, "WHOLE": False, "ALIGNED": True, "EP": 1}
-    constants |= {"TAKEN": taken, "weight": None, "moved": ..., "most_rows": 1, **dict.fromkeys(sizes, 1)}
+    constants |= {"TAKEN": taken, "TERMS": 0, "weight": None, "moved": ..., "most_rows": 1, **dict.fromkeys(sizes, 1)}
     compiled(gemm.KERNEL, "*i64 *i64 *i32 *bf16 *i64 *i32", constants, tiles.warps)
     compiled(
         expert_products.GROUPS,

@@ -13,6 +13,7 @@ if importlib.util.find_spec("triton") is None:
 
 import fused_experts
 import fused_gemms
+import fused_tokens
 
 from sidelane.ops.split_gemm import MOST_TABLES
 
@@ -81,3 +82,27 @@ def test_counts_of_the_host_in_captures(four: Crew) -> None:
 def test_programs_that_a_graph_holds_stay(four: Crew) -> None:
     found = four.run(fused_gemms.routings_that_are_kept, 2, timeout_s=110)
     assert found == [(False, True, MOST_TABLES, True, True)] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, long(2), 3])
+def test_rows_are_sums_of_rows(four: Crew, world_size: int) -> None:
+    assert all(four.run(fused_tokens.sums_back_to_back, world_size, world_size, 4, timeout_s=110))
+
+
+@pytest.mark.parametrize(("world_size", "calls"), [(1, 1), (2, 2), long(3, 3), long(4, 2)])
+def test_tokens_travel_once_and_come_back_as_sums(four: Crew, world_size: int, calls: int) -> None:
+    done = four.run(fused_tokens.there_and_back, world_size, world_size, calls, timeout_s=110)
+    assert done == [3 * calls] * world_size
+
+
+def test_tokens_without_room_are_left_out(four: Crew) -> None:
+    assert four.run(fused_tokens.left_out, 3) == [3] * 3
+
+
+def test_tokens_travel_in_float8(four: Crew) -> None:
+    assert four.run(fused_tokens.by_float8, 2, timeout_s=110) == [3] * 2
+
+
+@pytest.mark.long
+def test_experts_of_tokens_are_compiled_whole(four: Crew) -> None:
+    assert four.run(fused_tokens.there_and_back, 2, 5, 1, "aot_eager", timeout_s=110) == [3] * 2

@@ -13,6 +13,7 @@ from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
+from sidelane.ops.experts import ExpertRoutes, combine_tokens, dispatch_tokens, route_experts
 from sidelane.ops.gather_gemm import all_gather_gemm, split_all_gather_gemm
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemm_reduce import (
@@ -37,6 +38,7 @@ __all__ = [
     "EmbeddingBagAllToAll",
     "ExpertCombine",
     "ExpertDispatch",
+    "ExpertRoutes",
     "GemmAllToAll",
     "GemvAllReduce",
     "RowParallelLinear",
@@ -46,6 +48,8 @@ __all__ = [
     "all_to_all_gemm",
     "all_to_all_rows",
     "attention_function",
+    "combine_tokens",
+    "dispatch_tokens",
     "embedding_all_to_all",
     "embedding_all_to_all_backward",
     "explain",
@@ -55,6 +59,7 @@ __all__ = [
     "gemv_all_reduce",
     "reshard",
     "ring_attention",
+    "route_experts",
     "sequence_parallel_attention",
     "sequence_positions",
     "split_all_gather_gemm",

@@ -5,7 +5,7 @@
 
 Equivalent: ``y = x @ weight.T``, then an all-to-all with split sizes (``reference.gemm_all_to_all``; the fused
 operators paper, section III). The numbers of rows between ranks may be known on the device only, so that routing may
-change without the host, and inside of a graph. Without a weight rows go unchanged (``rows``).
+change without the host, and inside of a graph. Without a weight rows go unchanged, or sums of rows (``rows``).
 
 Any block of two ranks, ``remote_first``::
 
@@ -20,6 +20,7 @@ to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
 Legend: N ranks; K columns of ``x``; H columns of the result; C rows that an output has room for; a tile is ROWS rows
 and COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a rank. ``x`` [rows, K], ``weight``
 [E, H, K], ``outputs`` [C, H], ``counts`` [N, N, E]: rows for a rank are those of its first expert, then the next.
+A sent row may be the sum of TERMS rows of ``x``, with numbers ``terms`` and factors ``factors``, [rows, TERMS].
 """
 
 from __future__ import annotations
@@ -127,6 +128,9 @@ class TileSizes:
 ROW_TILES = TileSizes(rows=32, depth=16, stages=1, per_unit=2)
 """Tile sizes for rows that are sent unchanged."""
 
+SUM_TILES = dataclasses.replace(ROW_TILES, rows=16)
+"""Tile sizes for sums of rows, whose terms are loaded at a time."""
+
 
 class GemmAllToAll(KernelHandle):
     """Flags, counters and output of :func:`gemm_all_to_all` for one shape. Collective: alike on all ranks.
@@ -186,9 +190,15 @@ class GemmAllToAll(KernelHandle):
         counts: torch.Tensor,
         order: str = REMOTE_FIRST,
         groups: ExpertGroups | None = None,
+        terms: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the operator with arguments that were checked; rows without a weight come from or go to ``groups``."""
-        comm, tiles, experts = self.comm, self._tiles, experts_of(weight, counts)
+        """Run the operator with arguments that were checked; rows without a weight come from or go to ``groups``, or
+        are sums of ``terms``.
+        """
+        comm, experts = self.comm, experts_of(weight, counts)
+        summed = 0 if terms is None else terms.shape[1]
+        tiles = SUM_TILES if summed > 1 else self._tiles
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
@@ -198,7 +208,9 @@ class GemmAllToAll(KernelHandle):
             weight,
             counts,
             None if groups is None else groups.moved,
-            x.shape[0],
+            terms,
+            factors,
+            x.shape[0] if terms is None else terms.shape[0],
             x.shape[1],
             self.columns,
             x.stride(0),
@@ -207,10 +219,11 @@ class GemmAllToAll(KernelHandle):
             weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
             stamps,
-            alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}{stamped}",
+            alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{stamped}",
             REMOTE_FIRST=order == REMOTE_FIRST,
             EP=power_of_two(experts or 1),
             TAKEN=groups is not None and groups.are_sent,
+            TERMS=summed,
             **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return self._output
@@ -334,12 +347,41 @@ def tile_at(number, row_tiles, across, GROUP: tl.constexpr):
 
 
 @triton.jit
+def sum_of_terms(
+    x, terms, factors, row, column, row_mask, columns, x_stride,
+    ROWS: tl.constexpr, COLS: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Return sums of rows of ``x``, [ROWS, COLS], and a mask of those with a term. One term without a factor stays as
+    it is, in its dtype; other sums are float32.
+    """
+    if TERMS == 1 and factors is None:
+        source = tl.load(terms + row, mask=row_mask, other=-1).to(tl.int64)
+        is_there = source >= 0
+        inside = is_there[:, None] & (column < columns)[None, :]
+        result = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside)
+    else:
+        result = tl.zeros([ROWS, COLS], tl.float32)
+        is_there = row_mask & (row < 0)
+        for term in tl.static_range(TERMS):
+            place = row.to(tl.int64) * TERMS + term
+            source = tl.load(terms + place, mask=row_mask, other=-1).to(tl.int64)
+            has_term = source >= 0
+            inside = has_term[:, None] & (column < columns)[None, :]
+            values = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+            if factors is not None:
+                values *= tl.load(factors + place, mask=has_term, other=0)[:, None]
+            result += values
+            is_there = is_there | has_term
+    return result, is_there
+
+
+@triton.jit
 def _gemm_all_to_all(
-    context, outputs, counters, x, weight, counts, moved, rows, depth, columns, x_stride, weight_stride,
+    context, outputs, counters, x, weight, counts, moved, terms, factors, rows, depth, columns, x_stride, weight_stride,
     experts, expert_stride, most_rows, stamps,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     ALIGNED: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr, REMOTE_FIRST: tl.constexpr, EP: tl.constexpr,
-    TAKEN: tl.constexpr,
+    TAKEN: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     rank, ranks = rank_of(context), world_size_of(context)
@@ -377,7 +419,10 @@ def _gemm_all_to_all(
                 column = column_tile * COLS + tl.arange(0, COLS)
                 row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
                 stamp(stamps, COMPUTE, peer)
-                if weight is None:
+                if TERMS > 0:
+                    values, row_mask = sum_of_terms(x, terms, factors, first + row, column, row_mask, columns, x_stride,
+                                                    ROWS, COLS, TERMS)  # fmt: skip
+                elif weight is None:
                     inside = row_mask[:, None] & (column < columns)[None, :]
                     values = tl.load(x + (first + row).to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside)
                 else:

@@ -86,7 +86,7 @@ def _of_nodes(ranks: Communicator | ScaleOut, function: Callable[..., Any]) -> C
     return found
 
 
-def _operator(
+def operator(
     fake: Callable[..., Any], backward: Callable[..., Any] | None = None, saves: Callable[..., None] | None = None
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Register a function as an operator of PyTorch, under its name.
@@ -123,7 +123,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, grad @ weight if for_x else None, grad.T @ x if for_weight else None
 
 
-@_operator(_product_like, _linear_backward, _saves)
+@operator(_product_like, _linear_backward, _saves)
 def row_parallel_linear(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_reduce(x @ weight.T)`` of [T, K] and [M, K] by ``auto``: a GEMV up to 16 tokens, else a GEMM."""
     ranks, (tokens, columns), rows = communicator(comm), x.shape, weight.shape[0]
@@ -158,7 +158,7 @@ def _norm_backward(ctx: Any, grad: Tensor, grad_total: Tensor) -> tuple[Tensor |
     return None, of_total, of_total.clone() if ctx.needs_input_grad[2] else None, of_weight, None
 
 
-@_operator(lambda comm, x, *_: (torch.empty_like(x), torch.empty_like(x)), _norm_backward, _norm_saves)
+@operator(lambda comm, x, *_: (torch.empty_like(x), torch.empty_like(x)), _norm_backward, _norm_saves)
 def all_reduce_rms_norm(
     comm: int, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -195,7 +195,7 @@ def _embedding_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return None, found[: len(tables)], None, None, of_weights, None, None  # torch omits attributes at their defaults
 
 
-@_operator(_embedding_like, _embedding_gradients, _embedding_saves)
+@operator(_embedding_like, _embedding_gradients, _embedding_saves)
 def embedding_all_to_all(
     comm: int,
     tables: list[Tensor],
@@ -232,7 +232,7 @@ def _gradients_like(
     return [torch.empty_like(part) for part in (tables if weights is None else [*tables, weights])]
 
 
-@_operator(_gradients_like)
+@operator(_gradients_like)
 def embedding_all_to_all_backward(
     comm: int,
     grad: Tensor,
@@ -260,7 +260,7 @@ def _reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     return None, of_all @ weight if for_x else None, of_all.T @ x if for_weight else None
 
 
-@_operator(_scattered_like, _reduce_scatter_backward, _saves)
+@operator(_scattered_like, _reduce_scatter_backward, _saves)
 def gemm_reduce_scatter(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's rows of the sum of ``x @ weight.T`` of [M, K] and [H, K]."""
     return gemm_reduce.gemm_reduce_scatter(communicator(comm), in_rows(x), in_rows_or_columns(weight))
@@ -277,13 +277,13 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x, grad.T @ all_gather_rows(ctx.comm, x) if for_weight else None
 
 
-@_operator(_gathered_like, _all_gather_backward, _saves)
+@operator(_gathered_like, _all_gather_backward, _saves)
 def all_gather_gemm(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``all_gather(x) @ weight.T`` of [M, K] and [H, K]."""
     return gather_gemm.all_gather_gemm(communicator(comm), in_rows(x), in_rows_or_columns(weight))
 
 
-@_operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
+@operator(lambda comm, x, weight: (_gathered_like(comm, x, weight), _gathered_like(comm, x, x.T)))
 def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``all_gather(x) @ weight.T``, and ``all_gather(x)`` for other products. It has no gradients."""
     ranks = communicator(comm)
@@ -292,7 +292,7 @@ def all_gather_gemm_and_rows(comm: int, x: Tensor, weight: Tensor) -> tuple[Tens
     return product, rows
 
 
-@_operator(lambda comm, x: x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1]))
+@operator(lambda comm, x: x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1]))
 def all_gather_rows(comm: int, x: Tensor) -> Tensor:
     """Return the rows of all ranks, for gradients of weights."""
     gathered = x.new_empty(x.shape[0] * communicator(comm).world_size, x.shape[1])
@@ -300,7 +300,7 @@ def all_gather_rows(comm: int, x: Tensor) -> Tensor:
     return gathered
 
 
-@_operator(_product_like, _linear_backward, _saves)
+@operator(_product_like, _linear_backward, _saves)
 def gemm_all_reduce(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return the sum of ``x @ weight.T`` of [M, K] and [H, K], on all ranks."""
     ranks = communicator(comm)
@@ -327,7 +327,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x if for_x else None, torch.stack(of_weight) if for_weight else None, None, None
 
 
-@_operator(_routed_like, _all_to_all_backward, _saves)
+@operator(_routed_like, _all_to_all_backward, _saves)
 def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """See :func:`sidelane.ops.gemm_all_to_all`; behind the rows that arrived are zeros."""
     ranks = ranks_of(comm)
@@ -336,7 +336,7 @@ def gemm_all_to_all(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
     return _with_zeros(came, counts[:, ranks.rank].sum())
 
 
-@_operator(_product_like)
+@operator(_product_like)
 def gemm_all_to_all_evenly(comm: int, x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x @ weight.T`` of [M, K] and [H, K], M / N rows of which go to each rank; M is the same on all."""
     ranks, rows = communicator(comm), x.shape[0]
@@ -370,7 +370,7 @@ def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, of_x, of_weight, None, None, None
 
 
-@_operator(_routed_like, _dispatch_backward, _dispatch_saves)
+@operator(_routed_like, _dispatch_backward, _dispatch_saves)
 def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_rows: int, most_sent: int) -> Tensor:
     """See :func:`sidelane.ops.all_to_all_gemm`; behind the results are zeros. Gradients come back to no more than
     ``most_sent`` rows of any rank, alike on all.
@@ -380,14 +380,14 @@ def all_to_all_gemm(comm: int, x: Tensor, weight: Tensor, counts: Tensor, most_r
     return _with_zeros(found, counts[:, ranks.rank].sum())
 
 
-@_operator(lambda comm, x, counts, most_rows: x.new_empty(most_rows, x.shape[1]))
+@operator(lambda comm, x, counts, most_rows: x.new_empty(most_rows, x.shape[1]))
 def rows_there(comm: int, x: Tensor, counts: Tensor, most_rows: int) -> Tensor:
     """Return the rows of all ranks for this one, [most_rows, K], and zeros, for gradients of its weight."""
     ranks = communicator(comm)
     return _with_zeros(all_to_all_rows(ranks, in_rows(x), counts, most_rows=most_rows), counts[:, ranks.rank].sum())
 
 
-@_operator(lambda comm, rows, counts, sent: rows.new_empty(sent, rows.shape[1]))
+@operator(lambda comm, rows, counts, sent: rows.new_empty(sent, rows.shape[1]))
 def rows_back(comm: int, rows: Tensor, counts: Tensor, sent: int) -> Tensor:
     """Return rows to the ranks that they came from, [sent, H]: the way back of ``gemm_all_to_all``; zeros for unsent
     ones.
@@ -426,7 +426,7 @@ def _reshard_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return None, reshard(ctx.comm, grads, ctx.gather_dim, ctx.scatter_dim, ctx.lengths), None, None, None
 
 
-@_operator(_resharded_like, _reshard_backward, _reshard_saves)
+@operator(_resharded_like, _reshard_backward, _reshard_saves)
 def reshard(comm: int, tensors: list[Tensor], scatter_dim: int, gather_dim: int, lengths: list[int]) -> list[Tensor]:
     """See :func:`sidelane.ops.reshard`; ``lengths``: those of ``gather_dim`` in each result."""
     results = _resharded_like(comm, tensors, scatter_dim, gather_dim, lengths)

@@ -199,9 +199,18 @@ def check_most_rows(name: str, most_rows: int, columns: int) -> None:
 
 
 def check_rows(
-    name: str, comm: Communicator, x: object, counts: object, most_rows: int, order: str, experts: int | None = None
+    name: str,
+    comm: Communicator,
+    x: object,
+    counts: object,
+    most_rows: int,
+    order: str,
+    experts: int | None = None,
+    *,
+    sent: int | None = None,
 ) -> None:
-    """Refuse rows and counts that cannot be sent. With ``experts`` of a rank, each has counts of its own.
+    """Refuse rows and counts that cannot be sent. With ``experts`` of a rank, each has counts of its own. ``sent``:
+    number of rows that may leave; None for those of ``x``.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -218,9 +227,10 @@ def check_rows(
     check_neighbours(name, x=x)
     if comm.config.debug and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         table = counts.view(n, n, -1).sum(-1).tolist()
-        sent, got = sum(table[comm.rank]), max(map(sum, zip(*table, strict=True)))
-        if int(counts.min()) < 0 or sent > x.shape[0] or got > most_rows:
-            given, room = f"{sent} sent, {got} to one rank", f"up to {x.shape[0]}, up to {most_rows}"
+        sent, rows = sum(table[comm.rank]), x.shape[0] if sent is None else sent
+        got = max(map(sum, zip(*table, strict=True)))
+        if int(counts.min()) < 0 or sent > rows or got > most_rows:
+            given, room = f"{sent} sent, {got} to one rank", f"up to {rows}, up to {most_rows}"
             raise ValueError(f"{name}: counts (value={given}, allowed={room}, none negative)")
 
 

@@ -13,6 +13,12 @@ from torch.nn import functional
 from sidelane.program.collective import split_evenly
 from sidelane.session import Communicator
 
+LARGEST_FLOAT8 = 448.0
+"""Largest number of float8_e4m3fn."""
+
+LEAST_LARGEST = 1e-4
+"""Least value to which a largest element is taken, so that zeros have a scale."""
+
 
 def gemv_all_reduce(
     comm: Communicator, weight: torch.Tensor, x: torch.Tensor, *, scale: torch.Tensor | None = None
@@ -141,3 +147,12 @@ def all_gather_gemm(
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``linear(x, weight)`` by ``mm``, for matrices: ``linear`` takes the host twice as long."""
     return torch.mm(x, weight.t()) if x.dim() == 2 else functional.linear(x, weight)
+
+
+def float8_and_scales(x: torch.Tensor, scaled: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows as float8_e4m3fn, and a float32 scale for every so many elements; see ``float8_rows``."""
+    rows, columns = x.shape
+    parts = functional.pad(x.float(), (0, -columns % scaled)).view(rows, -1, scaled)
+    largest = parts.abs().amax(-1).clamp(min=LEAST_LARGEST)
+    values = (parts * (LARGEST_FLOAT8 / largest)[..., None]).to(torch.float8_e4m3fn)
+    return values.view(rows, -1)[:, :columns], largest / LARGEST_FLOAT8

@@ -1,0 +1,330 @@
+# Kernels are Triton's language, which Python's type checker cannot read.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+
+"""dispatch_tokens and combine_tokens: tokens to the ranks of their experts and back, once for each rank.
+
+Equivalent: a row for each pair of a token and an expert, an all-to-all, and the other way round a sum of k rows for
+each token. Here a token that several experts of a rank want travels there once, and comes back as one row: the sum of
+its experts' results there, times their gates. Both are ``all_to_all_rows`` and a kernel that sums rows of one's own::
+
+    dispatch   rows of tokens, from where they lie -> the rank of an expert | a copy for each of its experts, by expert
+    combine    sums over the experts of a rank -> the token's rank          | sums over ranks
+
+Each is the other's transpose, and so its backward. Every rank knows all routing, so that no host waits: a rank has T
+places for the tokens of each rank, and those that it does not want stay empty. Hence counts are constant, and a graph
+may hold the calls while routing changes.
+
+Example: 2 ranks with 2 experts each, 1 token a rank, top-2: token 0 wants experts 1 and 2, token 1 wants 2 and 3. Rank
+0 gets token 0 for expert 1; rank 1 gets both, and has rows of tokens 0 and 1 for expert 2, and of token 1 for expert 3.
+Rank 0 returns one row, and rank 1 two.
+
+Tokens may travel in float8 (``float8_rows``).
+
+Legend: N ranks; T tokens of a rank; H elements of a row; E experts of a rank; k experts of a token; C rows that experts
+of a rank have room for; TERMS terms of a sum, in tiles of ROWS rows and COLS columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sidelane.device.triton_interpreter import launch
+from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
+from sidelane.ops.gemm import sum_of_terms
+from sidelane.ops.handle import check_tensor, telling_refusals
+from sidelane.ops.library import communicator, in_rows, number_of, operator
+from sidelane.ops.rows import MOST_TERMS, all_to_all_rows
+from sidelane.session import Communicator
+
+NAME = "route_experts"
+ROWS, COLS = 4, 1024
+"""Rows and columns that a program sums."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExpertRoutes:
+    """Places of tokens and of experts' rows on this rank for one routing, all on the device; as in the module.
+
+    Attributes:
+        gates: gates of all ranks' tokens, float32[N * T, k], with gradients.
+        ends: number of rows of the experts up to each one, int32[E]: ``offs`` of a grouped product.
+        leaving: token of each row that leaves, those for rank 0 first, int32[N * T, 1]; -1 for none.
+        returned: rows that come back for each token, int32[T, N]; -1 for none.
+        rows: row that arrived for each expert's row, int32[C, 1]; -1 for none.
+        results: experts' rows of each row that arrived, int32[N * T, k]; -1 for none.
+        counts: number of places of each rank at each other, int32[N, N].
+    """
+
+    gates: Tensor
+    ends: Tensor
+    leaving: Tensor
+    returned: Tensor
+    rows: Tensor
+    results: Tensor
+    counts: Tensor
+
+
+def route_experts(
+    comm: Communicator, chosen: Tensor, gates: Tensor, *, experts: int, most_rows: int | None = None
+) -> ExpertRoutes:
+    """Find the places of all tokens for a routing, without the host: one all-gather, and work on the device.
+
+    Args:
+        comm: communicator of the ranks.
+        chosen: numbers of each token's experts, all different, among those of all ranks, rank 0's first, [T, k], int32
+            or int64; a negative one stands for none. T and k are alike on all ranks: fill up with negative ones.
+        gates: factors of their results, [T, k].
+        experts: E, number of experts of each rank.
+        most_rows: C, largest number of rows of a rank's experts; what more there is for the last experts is left out,
+            as if it had not been chosen. None: room for any routing, N * T * min(k, E).
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        chosen = check_tensor(NAME, "chosen", chosen, comm.device, (torch.int32, torch.int64), (2,))
+        floats = torch.float32, torch.float16, torch.bfloat16
+        gates = check_tensor(NAME, "gates", gates, comm.device, floats, (2,))
+        tokens, k = chosen.shape
+        if gates.shape != chosen.shape or not tokens or not 1 <= k <= MOST_TERMS:
+            text = (
+                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=alike, 1..{MOST_TERMS} experts of a token"
+            )
+            raise ValueError(f"{NAME}: shapes of chosen and gates ({text})")
+        room = comm.world_size * tokens * min(k, max(1, experts))
+        most_rows = room if most_rows is None else min(most_rows, room)
+        if experts < 1 or most_rows < 1:
+            raise ValueError(f"{NAME}: experts, most_rows (value={experts}, {most_rows}, allowed=1 and more)")
+    n, rank, device = comm.world_size, comm.rank, comm.device
+    gates, everyone = routing_of_all(number_of(comm), chosen.int(), gates.float())
+
+    place = torch.arange(n * tokens, device=device, dtype=torch.int32)
+    expert = everyone - rank * experts
+    key = torch.where((expert >= 0) & (expert < experts), expert, experts).flatten()
+    by_expert, order = key.sort(stable=True)
+    numbers = torch.arange(experts, device=device, dtype=torch.int32)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    ends.clamp_(max=most_rows)
+    number = torch.arange(n * tokens * k, device=device, dtype=torch.int32)
+    at = torch.empty_like(number).scatter_(0, order, number)
+    results = torch.where((key < experts) & (at < most_rows), at, -1).view(-1, k)
+    order = order[:most_rows]
+    rows = torch.where(number[: len(order)] < ends[-1], order // k, -1).int()
+
+    there = (chosen[:, :, None] // experts == torch.arange(n, device=device)).any(1)  # [T, N]
+    leaving = torch.where(there.T, place[:tokens], -1).reshape(-1, 1)
+    returned = torch.where(there, place.view(n, tokens).T, -1)
+    counts = torch.full((n, n), tokens, dtype=torch.int32, device=device)
+    return ExpertRoutes(gates, ends, leaving, returned.contiguous(), rows[:, None], results, counts)
+
+
+def dispatch_tokens(
+    comm: Communicator, tokens: Tensor, routes: ExpertRoutes, *, wire: torch.dtype | None = None
+) -> Tensor:
+    """Send tokens to the ranks of their experts, each once, and copy them there for each expert. With gradients.
+
+    The first call of a shape makes its resources, with all ranks; later ones may be captured, with other routes.
+
+    Args:
+        comm: communicator of the ranks.
+        tokens: this rank's tokens, [T, H]; float32, float16 or bfloat16.
+        routes: places for this routing.
+        wire: dtype in which tokens travel, ``torch.float8_e4m3fn`` with a float32 scale for each 128 elements; None for
+            their own. Gradients travel in their own.
+
+    Returns:
+        Tensor [C, H]: rows by expert, in the order of ranks and tokens; zeros behind ``routes.ends[-1]``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing has been moved.
+        UnavailableError: a new shape inside of a capture; a device that cannot run it.
+        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+    """
+    with telling_refusals(comm, NAME):
+        if wire not in (None, torch.float8_e4m3fn):
+            raise ValueError(f"dispatch_tokens: wire (value={wire}, allowed=None, {torch.float8_e4m3fn})")
+    found: Tensor = tokens_to_experts(number_of(comm), tokens, *_places(routes), wire is not None)
+    return found
+
+
+def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Tensor:
+    """Return each token's sum of its experts' results times their gates. With gradients, also of ``routes.gates``.
+
+    Each rank sums the results of its experts for a token before it sends them, in float32, rounded once; the token's
+    rank sums those of the ranks, in their order.
+
+    Args:
+        comm: communicator of the ranks.
+        rows: results of this rank's experts, [C, H], in the order of :func:`dispatch_tokens`; what lies behind
+            ``routes.ends[-1]`` is not read.
+        routes: places for this routing.
+
+    Returns:
+        Tensor [T, H].
+
+    Raises:
+        ValueError, TypeError, UnavailableError, MismatchError, PeerError, PeerTimeoutError: as in
+            :func:`dispatch_tokens`.
+    """
+    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes))
+    return found
+
+
+def sum_rows(x: Tensor, terms: Tensor, factors: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Return sums of rows of ``x``, [rows, H], on this rank; :func:`all_to_all_rows` has ``terms`` and ``factors``.
+
+    Rows without terms are zeros. ``out`` is contiguous.
+    """
+    (rows, summed), columns = terms.shape, x.shape[1]
+    output = x.new_empty(rows, columns) if out is None else out
+    grid = -(-rows // ROWS), -(-columns // COLS)
+    arguments = x, output, terms, factors, rows, columns, x.stride(0)
+    if rows:
+        launch(_sum_rows, grid, arguments, {"TERMS": summed, "ROWS": ROWS, "COLS": COLS})
+    return output
+
+
+def _places(routes: ExpertRoutes) -> tuple[Tensor, ...]:
+    return routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
+
+
+def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool) -> Tensor:
+    leaving, _, rows, results, counts = places
+    sent = quantized_rows(in_rows(tokens)) if quantized else in_rows(tokens)
+    came = all_to_all_rows(communicator(comm), sent, counts, most_rows=len(results), terms=leaving)
+    return dequantized_rows(came, rows, tokens.shape[1], tokens.dtype) if quantized else sum_rows(came, rows)
+
+
+def _to_tokens(comm: int, rows: Tensor, places: Any, gates: Tensor | None = None) -> Tensor:
+    leaving, returned, _, results, counts = places
+    most = len(leaving)
+    sent = all_to_all_rows(communicator(comm), in_rows(rows), counts, most_rows=most, terms=results, factors=gates)
+    return sum_rows(sent, returned)
+
+
+def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    n = communicator(comm).world_size
+    return tuple(part.new_empty(n * part.shape[0], part.shape[1]) for part in (gates, chosen))  # type: ignore[return-value]
+
+
+def _routing_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.comm = inputs[0]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _routing_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return None, None, own_sums(ctx.comm, grad)
+
+
+@operator(_routing_like, _routing_backward, _routing_saves)
+def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gates of all ranks' tokens, float32[N * T, k], and their experts, int32: one all-gather."""
+    ranks, (tokens, k) = communicator(comm), chosen.shape
+    own = torch.stack([chosen, gates.contiguous().view(torch.int32)])
+    gathered = own.new_empty(ranks.world_size, 2, tokens, k)
+    ranks.all_gather(gathered, own)
+    everyone, of_gates = (part.clone().view(-1, k) for part in gathered.unbind(1))  # memory of their own
+    return of_gates.view(torch.float32), everyone
+
+
+@operator(lambda comm, parts: parts.new_empty(parts.shape[0] // communicator(comm).world_size, parts.shape[1]))
+def own_sums(comm: int, parts: Tensor) -> Tensor:
+    """Return the sums over the ranks of this rank's part of the rows."""
+    ranks = communicator(comm)
+    output = parts.new_empty(parts.shape[0] // ranks.world_size, parts.shape[1])
+    ranks.reduce_scatter(output, parts.contiguous())
+    return output
+
+
+def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.comm = inputs[0]
+    ctx.save_for_backward(*inputs[2:7])
+
+
+def _combine_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.comm = inputs[0]
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return (None, rows_to_tokens(ctx.comm, grad, *ctx.saved_tensors), *[None] * 6)
+
+
+@operator(lambda comm, tokens, leaving, returned, rows, *_: tokens.new_empty(rows.shape[0], tokens.shape[1]),
+          _dispatch_backward, _dispatch_saves)  # fmt: skip
+def tokens_to_experts(
+    comm: int,
+    tokens: Tensor,
+    leaving: Tensor,
+    returned: Tensor,
+    rows: Tensor,
+    results: Tensor,
+    counts: Tensor,
+    quantized: bool,
+) -> Tensor:
+    """See :func:`dispatch_tokens`; ``quantized``: tokens travel in float8."""
+    return _to_experts(comm, tokens, (leaving, returned, rows, results, counts), quantized)
+
+
+@operator(lambda comm, results_of, leaving, returned, *_: results_of.new_empty(returned.shape[0], results_of.shape[1]))
+def rows_to_tokens(
+    comm: int, results_of: Tensor, leaving: Tensor, returned: Tensor, rows: Tensor, results: Tensor, counts: Tensor
+) -> Tensor:
+    """Return sums of experts' rows for each token, without gates: gradients of dispatched tokens."""
+    return _to_tokens(comm, results_of, (leaving, returned, rows, results, counts))
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    values, gates, *places = ctx.saved_tensors
+    rows, results = places[2], places[3]
+    for_token = tokens_to_experts(ctx.comm, grad, *places, False)  # for each expert's row, the gradient of its token
+    _, for_values, for_gates, *_ = ctx.needs_input_grad
+    of_values = of_gates = None
+    if for_values:
+        arrived = torch.where(results >= 0, results, len(values)).flatten().long()  # one place more for what is none
+        gate = gates.new_zeros(len(values) + 1).scatter_(0, arrived, gates.flatten())[:-1]
+        of_values = (for_token * gate[:, None]).to(values.dtype)
+    if for_gates:
+        product = (for_token.float() * torch.where(rows >= 0, values, 0).float()).sum(-1)
+        of_gates = torch.where(results >= 0, product[results.clamp(min=0)], 0)
+    return (None, of_values, of_gates, *[None] * 5)
+
+
+@operator(lambda comm, values, gates, leaving, returned, *_: values.new_empty(returned.shape[0], values.shape[1]),
+          _combine_backward, _combine_saves)  # fmt: skip
+def experts_to_tokens(
+    comm: int,
+    values: Tensor,
+    gates: Tensor,
+    leaving: Tensor,
+    returned: Tensor,
+    rows: Tensor,
+    results: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """See :func:`combine_tokens`."""
+    return _to_tokens(comm, values, (leaving, returned, rows, results, counts), gates)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_rows(
+    x, output, terms, factors, rows, columns, x_stride,
+    TERMS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    values, is_there = sum_of_terms(x, terms, factors, row, column, row < rows, columns, x_stride, ROWS, COLS, TERMS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.where(is_there[:, None], values, tl.zeros_like(values))
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(output + place, values.to(output.dtype.element_ty), mask=inside)
+
+
+KERNEL = _sum_rows

@@ -1,0 +1,215 @@
+"""What ranks do with tokens that travel to their experts' ranks once, and back as sums; see ``fused_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fused_ops import DTYPES, TOLERANCE, Calls, Draws, check_close, communicator
+
+from sidelane import Communicator, ops
+from sidelane.ops import library
+
+
+def sums_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
+    """Rows that are sums of rows, with factors and without, and bits of a row that is no number."""
+    with communicator(group, debug=True) as comm:
+        n, rank, draws, done = comm.world_size, comm.rank, Draws(seed, comm.rank), 0
+        for number in range(calls):
+            dtype, columns, k = DTYPES[number % 3], draws.sizes.choice((5, 16, 300)), draws.sizes.choice((1, 2, 5))
+            counts = [[draws.sizes.choice((0, 1, 7, 40)) for _ in range(n)] for _ in range(n)]
+            xs = [draws.normal(11, columns).to(dtype) for _ in range(n)]
+            terms = [torch.tensor([[draws.sizes.randrange(-4, 11) for _ in range(k)] for _ in range(sum(row) + 1)])
+                     for row in counts]  # fmt: skip
+            factors = [draws.normal(*part.shape) for part in terms] if number % 2 else None
+            most = 40 * n
+            kind = draws.sizes.choice((torch.int32, torch.int64))
+            given = terms[rank].to(comm.device, kind), None if factors is None else factors[rank].to(comm.device)
+            draws.late()
+            found = ops.all_to_all_rows(comm, xs[rank].to(comm.device), torch.tensor(counts, device=comm.device),
+                                        most_rows=most, terms=given[0], factors=given[1])  # fmt: skip
+            came = found.clone()
+            comm.synchronize()
+            at = 0
+            for sender in range(n):
+                first = sum(counts[sender][:rank])
+                for row in range(first, first + counts[sender][rank]):
+                    own = [(one, factors[sender][row, c].double() if factors else 1.0)
+                           for c, one in enumerate(terms[sender][row].tolist()) if one >= 0]  # fmt: skip
+                    if own:
+                        wanted = sum(xs[sender][one].double() * factor for one, factor in own)
+                        assert isinstance(wanted, torch.Tensor)
+                        check_close(came[at], wanted, (number, sender, row), scale=10.0)
+                        done += 1
+                    at += 1
+        bits = torch.arange(-(2**15), 2**15, device=comm.device).short().view(-1, 256).view(torch.float16)
+        counts = torch.full((n, n), len(bits) // n, device=comm.device)
+        terms = torch.arange(len(bits), device=comm.device)[:, None]
+        came = ops.all_to_all_rows(comm, bits, counts, most_rows=len(bits), terms=terms).clone()
+        comm.synchronize()
+        own = bits[rank * (len(bits) // n) : (rank + 1) * (len(bits) // n)].repeat(n, 1)
+        assert torch.equal(came[: len(own)].view(torch.int16), own.view(torch.int16))
+    return done
+
+
+def routings(draws: Draws, n: int, each: int) -> list[torch.Tensor]:
+    """Experts of all ranks' tokens, [N, T, k]: evenly, for one rank's only, and hardly any."""
+    found = []
+    for tokens, k, experts in ((5, min(3, n * each), range(n * each)), (9, min(2, each), range(each)), (4, 1, (0, -1))):
+        rows = [draws.sizes.sample(list(experts), k) for _ in range(n * tokens)]
+        found.append(torch.tensor(rows, device="cpu").view(n, tokens, k))
+    found[0][0, 1] = -1  # a token that nobody wants
+    return found
+
+
+def there_and_back(group: dist.ProcessGroup, seed: int, calls: int, backend: str | None = None) -> int:
+    """Forward and backward of experts behind a dispatch and before a combine, against float64 on one rank."""
+    done = 0
+    with communicator(group) as comm:
+        n, draws = comm.world_size, Draws(seed, comm.rank)
+        library.number_of(comm)  # no compiler makes it
+        for number in range(calls):
+            each = (2, 3, 1)[number % 3]
+            for chosen in routings(draws, n, each):
+                dtype = DTYPES[(number + done) % 3]
+                columns = (8, 13, 40)[number % 3]
+                xs = draws.normal(*chosen.shape[:2], columns).to(dtype)
+                gates = draws.normal(*chosen.shape)
+                weights = draws.normal(n * each, columns)
+                one_step(comm, chosen, xs, gates, weights, each, backend)
+                done += 1
+    return done
+
+
+def one_step(
+    comm: Communicator,
+    chosen: torch.Tensor,
+    xs: torch.Tensor,
+    gates: torch.Tensor,
+    weights: torch.Tensor,
+    each: int,
+    backend: str | None,
+) -> None:
+    """Experts multiply elements by their weight and square them."""
+    rank, device = comm.rank, comm.device
+    wide = [part.double().requires_grad_() for part in (xs, gates, weights)]
+    hidden = (wide[0][:, :, None] * wide[2][chosen.clamp(min=0)]).square()
+    expected = (hidden * wide[1][..., None] * (chosen >= 0)[..., None]).sum(2)
+    expected.square().sum().backward()
+
+    def call(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        routes = ops.route_experts(comm, own, gate, experts=each)
+        rows = ops.dispatch_tokens(comm, x, routes)
+        place = torch.arange(len(rows), device=device, dtype=torch.int32)
+        expert = torch.searchsorted(routes.ends, place, right=True).clamp(max=each - 1)
+        return ops.combine_tokens(comm, (rows * weight[expert]).square(), routes)
+
+    run: Callable[..., torch.Tensor] = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+    mine = [part.detach().clone().to(device).requires_grad_() for part in (xs[rank], gates[rank])]
+    own = weights.view(-1, each, weights.shape[1])[rank].to(device, xs.dtype).requires_grad_()
+    result = run(*mine, own, chosen[rank].to(device))
+    result.float().square().sum().backward()
+    comm.synchronize()
+    wanted = [part.grad for part in wide]
+    where = chosen.shape, xs.dtype
+    for found, other in (
+        (result.detach(), expected.detach()[rank]),
+        (mine[0].grad, wanted[0][rank]),
+        (mine[1].grad, wanted[1][rank]),
+        (own.grad, wanted[2].view(-1, each, weights.shape[1])[rank]),
+    ):
+        # Roundings of four steps, and gates whose gradients are sums of results in the tokens' dtype.
+        loose = 8 if found.dtype == xs.dtype else 8e3 if xs.dtype == torch.bfloat16 else 8e2
+        largest = max(1e-3, float(other.abs().max()))
+        check_close(found, other, where, scale=loose * largest)
+
+
+def left_out(group: dist.ProcessGroup) -> int:
+    """What experts have no room for counts as not chosen: the last rows of the last experts."""
+    with communicator(group) as comm:
+        n, device = comm.world_size, comm.device
+        chosen = torch.zeros(4, 1, dtype=torch.int64, device=device)  # all tokens of all ranks, for the first expert
+        gates = torch.ones(4, 1, device=device)
+        routes = ops.route_experts(comm, chosen, gates, experts=2, most_rows=6)
+        x = torch.ones(4, 3, device=device, requires_grad=True)
+        y = ops.combine_tokens(comm, ops.dispatch_tokens(comm, x, routes), routes)
+        y.sum().backward()
+        comm.synchronize()
+        kept = max(0, min(4, 6 - 4 * comm.rank))
+        assert routes.ends.tolist() == ([min(6, 4 * n)] * 2 if comm.rank == 0 else [0, 0])
+        assert x.grad is not None
+        for found in (y.detach(), x.grad):
+            assert found.sum(1).tolist() == [3.0] * kept + [0.0] * (4 - kept), found
+    return n
+
+
+def wrong_calls(comm: Communicator) -> Calls:
+    """Calls that are refused, and one that is right."""
+    n, device = comm.world_size, comm.device
+    x, counts = torch.ones(4, 8, device=device), torch.ones(n, n, dtype=torch.int64, device=device)
+    terms, factors = torch.zeros(n, 2, dtype=torch.int64, device=device), torch.ones(n, 2, device=device)
+
+    def rows(**given: Any) -> Callable[[], Any]:
+        return lambda: ops.all_to_all_rows(comm, x, counts, most_rows=n, **given)
+
+    def route(*given: Any, experts: int = 2, **options: Any) -> Callable[[], Any]:
+        return lambda: ops.route_experts(comm, *given, experts=experts, **options)
+
+    chosen, gates = terms[:1], factors[:1]
+    wrong = [
+        rows(factors=factors),
+        rows(terms=terms.float()),
+        rows(terms=terms[0]),
+        rows(terms=terms.T.contiguous().T if n > 1 else terms[:, :0]),
+        rows(terms=terms + len(x)),
+        rows(terms=terms, factors=factors.double()),
+        rows(terms=terms, factors=factors[:, :1].contiguous()),
+        route(chosen.float(), gates),
+        route(chosen, gates[:, :1]),
+        route(chosen, gates, experts=0),
+        route(chosen, gates, most_rows=0),
+    ]
+    return wrong, rows(terms=terms, factors=factors)
+
+
+def by_float8(group: dist.ProcessGroup) -> int:
+    """Tokens that travel in float8 are those of torch, with a scale for each 128 elements, and so is what is made of
+    them; gradients are those of tokens that travel as they are.
+    """
+    with communicator(group) as comm:
+        n, device, draws = comm.world_size, comm.device, Draws(11, comm.rank)
+        done = 0
+        for columns, dtype in ((300, torch.bfloat16), (128, torch.float32), (5, torch.float16)):
+            xs = draws.normal(n, 5, columns).to(dtype)
+            xs[:, :, ::7] *= 30
+            xs[0, 0] = 0
+            chosen = torch.tensor([draws.sizes.sample(range(2 * n), 2) for _ in range(5 * n)], device="cpu").view(
+                n, 5, 2
+            )
+            gates = torch.ones(5, 2, device=device)
+            routes = ops.route_experts(comm, chosen[comm.rank].to(device), gates, experts=2)
+            x = xs[comm.rank].to(device).requires_grad_()
+            rows = ops.dispatch_tokens(comm, x, routes, wire=torch.float8_e4m3fn)
+            rows.sum().backward()
+            plain = ops.dispatch_tokens(comm, quantized(x.detach().float()).to(dtype), routes)
+            comm.synchronize()
+            assert (
+                torch.isclose(rows.detach(), plain, rtol=TOLERANCE[dtype]).float().mean() > 0.999
+            )  # others are next to a middle
+            torch.testing.assert_close(rows.detach(), plain, rtol=0.15, atol=1e-2)
+            assert x.grad is not None
+            assert torch.equal(x.grad, torch.full_like(x, 2))
+            assert rows[int(routes.ends[-1]) :].abs().sum() == 0
+            done += 1
+    return done
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    """Of float32 what comes back from float8."""
+    parts = []
+    for part in x.split(128, dim=1):
+        largest = part.abs().amax(1, keepdim=True).clamp(min=1e-4)
+        parts.append((part * (448 / largest)).to(torch.float8_e4m3fn).float() * (largest / 448))
+    return torch.cat(parts, dim=1)
