@@ -451,7 +451,7 @@ def _ring_like(comm: int, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Ten
     return q.new_empty(batch, positions, heads, v.shape[3]), q.new_empty(batch, heads, positions, dtype=logarithms)
 
 
-@_operator(_ring_like, _ring_gradients, _ring_saves)
+@operator(_ring_like, _ring_gradients, _ring_saves)
 def ring_attention(
     comm: int, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, length: int, order: str
 ) -> tuple[Tensor, Tensor]:
@@ -459,7 +459,7 @@ def ring_attention(
     return _ring(comm, k, v, is_causal, length, order).forward(q, k, v, scale)
 
 
-@_operator(lambda comm, grad, q, k, v, *_: tuple(torch.empty_like(one).contiguous() for one in (q, k, v)))
+@operator(lambda comm, grad, q, k, v, *_: tuple(torch.empty_like(one).contiguous() for one in (q, k, v)))
 def ring_attention_backward(
     comm: int,
     grad: Tensor,
