@@ -621,6 +621,7 @@ def checked(group: dist.ProcessGroup) -> int:
         values, parts = torch.randn(len(routes.rows), 8, requires_grad=True), torch.randn(3 * n, 1)
         calls += [
             (experts.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
+            (experts.places_of, (number, torch.ones(3, 1).int(), torch.ones(3 * n, 1).int(), 2, 3)),
             (experts.own_sums, (number, parts.detach())),
             (experts.tokens_to_experts, (number, x, *places, False)),
             (experts.tokens_to_experts, (number, x, *places, True)),

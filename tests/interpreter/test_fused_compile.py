@@ -260,6 +260,18 @@ def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
 
 
+def test_places_of_experts_compile() -> None:
+    count, place, leave = experts.PLANNERS
+    for kernel, kinds, constants, warps in (
+        (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
+        (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": experts.TOKENS}, 4),
+    ):
+        for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
+            _, registers, stack = compiled(kernel, some, given, warps)
+            assert stack <= 8 and registers <= 128, (kernel, registers, stack)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", long("fp32")])
 def test_rows_of_float8_compile(dtype: str) -> None:
     constants: dict[str, object] = {"GROUPS": 8, "SCALED": 128, "LARGEST": 448.0, "LEAST": 1e-4}

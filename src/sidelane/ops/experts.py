@@ -37,7 +37,7 @@ from torch import Tensor
 from sidelane.device.triton_interpreter import launch
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import sum_of_terms
-from sidelane.ops.handle import check_tensor, telling_refusals
+from sidelane.ops.handle import check_tensor, power_of_two, telling_refusals
 from sidelane.ops.library import communicator, in_rows, number_of, operator
 from sidelane.ops.rows import MOST_TERMS, all_to_all_rows
 from sidelane.session import Communicator
@@ -45,6 +45,9 @@ from sidelane.session import Communicator
 NAME = "route_experts"
 ROWS, COLS = 4, 1024
 """Rows and columns that a program sums."""
+
+BLOCK, TOKENS = 2048, 64
+"""Pairs of a token and an expert, and tokens, that a program looks at together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,27 +105,11 @@ def route_experts(
         most_rows = room if most_rows is None else min(most_rows, room)
         if experts < 1 or most_rows < 1:
             raise ValueError(f"{NAME}: experts, most_rows (value={experts}, {most_rows}, allowed=1 and more)")
-    n, rank, device = comm.world_size, comm.rank, comm.device
-    gates, everyone = routing_of_all(number_of(comm), chosen.int(), gates.float())
-
-    place = torch.arange(n * tokens, device=device, dtype=torch.int32)
-    expert = everyone - rank * experts
-    key = torch.where((expert >= 0) & (expert < experts), expert, experts).flatten()
-    by_expert, order = key.sort(stable=True)
-    numbers = torch.arange(experts, device=device, dtype=torch.int32)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    ends.clamp_(max=most_rows)
-    number = torch.arange(n * tokens * k, device=device, dtype=torch.int32)
-    at = torch.empty_like(number).scatter_(0, order, number)
-    results = torch.where((key < experts) & (at < most_rows), at, -1).view(-1, k)
-    order = order[:most_rows]
-    rows = torch.where(number[: len(order)] < ends[-1], order // k, -1).int()
-
-    there = (chosen[:, :, None] // experts == torch.arange(n, device=device)).any(1)  # [T, N]
-    leaving = torch.where(there.T, place[:tokens], -1).reshape(-1, 1)
-    returned = torch.where(there, place.view(n, tokens).T, -1)
-    counts = torch.full((n, n), tokens, dtype=torch.int32, device=device)
-    return ExpertRoutes(gates, ends, leaving, returned.contiguous(), rows[:, None], results, counts)
+    n, number, own = comm.world_size, number_of(comm), chosen.int()
+    gates, everyone = routing_of_all(number, own, gates.float())
+    ends, leaving, returned, rows, results = places_of(number, own, everyone, experts, most_rows)
+    counts = torch.full((n, n), tokens, dtype=torch.int32, device=comm.device)
+    return ExpertRoutes(gates, ends, leaving, returned, rows, results, counts)
 
 
 def dispatch_tokens(
@@ -169,9 +156,7 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     Returns:
         Tensor [T, H].
 
-    Raises:
-        ValueError, TypeError, UnavailableError, MismatchError, PeerError, PeerTimeoutError: as in
-            :func:`dispatch_tokens`.
+    Raises the same errors as :func:`dispatch_tokens`.
     """
     found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes))
     return found
@@ -232,6 +217,37 @@ def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Te
     ranks.all_gather(gathered, own)
     everyone, of_gates = (part.clone().view(-1, k) for part in gathered.unbind(1))  # memory of their own
     return of_gates.view(torch.float32), everyone
+
+
+def _places_like(comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int) -> tuple[Tensor, ...]:
+    n, (tokens, k) = communicator(comm).world_size, chosen.shape
+    shapes = (experts,), (n * tokens, 1), (tokens, n), (most_rows, 1), (n * tokens, k)
+    return tuple(chosen.new_empty(shape) for shape in shapes)
+
+
+@operator(_places_like)
+def places_of(
+    comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return ``ends``, ``leaving``, ``returned``, ``rows`` and ``results`` of :class:`ExpertRoutes`, by three kernels.
+
+    Args:
+        comm: number of the communicator.
+        chosen: experts of this rank's tokens, int32[T, k], contiguous.
+        everyone: experts of all ranks' tokens, int32[N * T, k], contiguous.
+        experts: E, number of experts of each rank.
+        most_rows: C, number of rows of a rank's experts.
+    """
+    ranks, (tokens, k) = communicator(comm), chosen.shape
+    ends, leaving, returned, rows, results = found = _places_like(comm, chosen, everyone, experts, most_rows)
+    numbers, pairs, first = torch.empty_like(ends), everyone.numel(), ranks.rank * experts
+    warps = {"BLOCK": BLOCK, "num_warps": 8}
+    launch(_count, (experts,), (everyone, numbers, pairs, first), warps)
+    arguments = everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k
+    launch(_place, (experts + 1,), arguments, {"EP": power_of_two(experts), **warps})
+    arguments = chosen.contiguous(), leaving, returned, tokens, k, experts, ranks.world_size
+    launch(_leave, (-(-tokens // TOKENS),), arguments, {"KP": power_of_two(k), "TOKENS": TOKENS})
+    return found  # type: ignore[return-value]
 
 
 @operator(lambda comm, parts: parts.new_empty(parts.shape[0] // communicator(comm).world_size, parts.shape[1]))
@@ -327,4 +343,58 @@ def _sum_rows(
     tl.store(output + place, values.to(output.dtype.element_ty), mask=inside)
 
 
-KERNEL = _sum_rows
+@triton.jit
+def _count(everyone, numbers, pairs, first, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    found = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, pairs, BLOCK):
+        pair = at + tl.arange(0, BLOCK)
+        found += (tl.load(everyone + pair, mask=pair < pairs, other=-1) == first + expert).to(tl.int32)
+    tl.store(numbers + expert, tl.sum(found))
+
+
+@triton.jit
+def _place(
+    everyone, numbers, ends, rows, results, pairs, first, experts, most_rows, k,
+    EP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)  # and behind them, what is no expert's
+    lane = tl.arange(0, EP)
+    number = tl.load(numbers + lane, mask=lane < experts, other=0)
+    before = tl.sum(tl.where(lane < expert, number, 0))
+    if expert < experts:
+        tl.store(ends + expert, tl.minimum(tl.sum(tl.where(lane <= expert, number, 0)), most_rows))
+        for at in range(0, pairs, BLOCK):
+            pair = at + tl.arange(0, BLOCK)
+            is_own = tl.load(everyone + pair, mask=pair < pairs, other=-1) == first + expert
+            row = before + tl.cumsum(is_own.to(tl.int32), 0) - 1
+            tl.store(results + pair, tl.where(row < most_rows, row, -1), mask=is_own)
+            tl.store(rows + row, pair // k, mask=is_own & (row < most_rows))
+            before += tl.sum(is_own.to(tl.int32))
+    else:
+        for at in range(0, pairs, BLOCK):
+            pair = at + tl.arange(0, BLOCK)
+            other = tl.load(everyone + pair, mask=pair < pairs, other=-1) - first
+            tl.store(results + pair, -1, mask=(pair < pairs) & ((other < 0) | (other >= experts)))
+        for at in range(before, most_rows, BLOCK):
+            row = at + tl.arange(0, BLOCK)
+            tl.store(rows + row, -1, mask=row < most_rows)
+
+
+@triton.jit
+def _leave(
+    chosen, leaving, returned, tokens, k, experts, ranks,
+    KP: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    choice = tl.arange(0, KP)
+    inside = (token < tokens)[:, None] & (choice < k)[None, :]
+    expert = tl.load(chosen + token[:, None] * k + choice[None, :], mask=inside, other=-1)
+    for peer in range(ranks):
+        is_there = (expert >= peer * experts) & (expert < (peer + 1) * experts)
+        wants = tl.max(is_there.to(tl.int32), 1) > 0
+        tl.store(leaving + peer * tokens + token, tl.where(wants, token, -1), mask=token < tokens)
+        tl.store(returned + token * ranks + peer, tl.where(wants, peer * tokens + token, -1), mask=token < tokens)
+
+
+KERNEL, PLANNERS = _sum_rows, (_count, _place, _leave)
