@@ -28,6 +28,7 @@ from sidelane.ops import (
     embedding_backward,
     embedding_tables,
     expert_products,
+    expert_routes,
     experts,
     float8_rows,
     gemm,
@@ -261,11 +262,11 @@ def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
 
 
 def test_places_of_experts_compile() -> None:
-    count, place, leave = experts.PLANNERS
+    count, place, leave = expert_routes.KERNELS
     for kernel, kinds, constants, warps in (
-        (count, "*i32 *i32 i32 i32", {"BLOCK": experts.BLOCK}, 8),
-        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": experts.BLOCK}, 8),
-        (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": experts.TOKENS}, 4),
+        (count, "*i32 *i32 i32 i32", {"BLOCK": expert_routes.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": expert_routes.BLOCK}, 8),
+        (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": expert_routes.TOKENS}, 4),
     ):
         for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
             _, registers, stack = compiled(kernel, some, given, warps)
