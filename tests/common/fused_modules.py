@@ -18,7 +18,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sidelane import Communicator, ops
-from sidelane.ops import EmbeddingBagAllToAll, ExpertCombine, ExpertDispatch, RowParallelLinear, experts, library
+from sidelane.ops import (
+    EmbeddingBagAllToAll,
+    ExpertCombine,
+    ExpertDispatch,
+    RowParallelLinear,
+    expert_routes,
+    experts,
+    library,
+)
 from sidelane.ops import fusion as fusing
 from sidelane.ops.fusion import Fusion
 
@@ -620,8 +628,9 @@ def checked(group: dist.ProcessGroup) -> int:
         places = routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
         values, parts = torch.randn(len(routes.rows), 8, requires_grad=True), torch.randn(3 * n, 1)
         calls += [
-            (experts.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
-            (experts.own_sums, (number, parts.detach())),
+            (expert_routes.routing_of_all, (number, torch.ones(3, 1).int(), x[:, :1].detach().requires_grad_())),
+            (expert_routes.places_of, (number, torch.ones(3, 1).int(), torch.ones(3 * n, 1).int(), 2, 3)),
+            (expert_routes.own_sums, (number, parts.detach())),
             (experts.tokens_to_experts, (number, x, *places, False)),
             (experts.tokens_to_experts, (number, x, *places, True)),
             (experts.rows_to_tokens, (number, values.detach(), *places)),

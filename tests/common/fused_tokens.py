@@ -126,6 +126,23 @@ def one_step(
         check_close(found, other, where, scale=loose * largest)
 
 
+def worked_example(group: dist.ProcessGroup) -> int:
+    """The example in the docstring of ``expert_routes``, for two ranks."""
+    with communicator(group) as comm:
+        chosen = torch.tensor([[[1, 2]], [[2, 3]]][comm.rank], device=comm.device)
+        routes = ops.route_experts(comm, chosen, torch.ones(1, 2, device=comm.device), experts=2)
+        comm.synchronize()
+        found = [part.tolist() for part in (routes.rows.flatten(), routes.ends, routes.results, routes.returned)]
+        assert (
+            found
+            == (
+                [[0, -1, -1, -1], [0, 1], [[0, -1], [-1, -1]], [[0, 1]]],
+                [[0, 1, 1, -1], [2, 3], [[-1, 0], [1, 2]], [[-1, 1]]],
+            )[comm.rank]
+        )
+    return 2
+
+
 def left_out(group: dist.ProcessGroup) -> int:
     """What experts have no room for counts as not chosen: the last rows of the last experts."""
     with communicator(group) as comm:
@@ -158,6 +175,7 @@ def wrong_calls(comm: Communicator) -> Calls:
         return lambda: ops.route_experts(comm, *given, experts=experts, **options)
 
     chosen, gates = terms[:1], factors[:1]
+    routes = ops.route_experts(comm, chosen, gates, experts=2)
     wrong = [
         rows(factors=factors),
         rows(terms=terms.float()),
@@ -170,6 +188,9 @@ def wrong_calls(comm: Communicator) -> Calls:
         route(chosen, gates[:, :1]),
         route(chosen, gates, experts=0),
         route(chosen, gates, most_rows=0),
+        lambda: ops.dispatch_tokens(comm, x, routes),
+        lambda: ops.dispatch_tokens(comm, x[:1], routes, wire=torch.float8_e5m2),
+        lambda: ops.combine_tokens(comm, x[:1], routes),
     ]
     return wrong, rows(terms=terms, factors=factors)
 

@@ -30,6 +30,7 @@ from sidelane.ops import (
     embedding_backward,
     embedding_tables,
     expert_products,
+    expert_routes,
     experts,
     float8_rows,
     gemm,
@@ -310,6 +311,18 @@ def test_rows_without_a_product_compile(experts: int, taken: bool) -> None:
     text, registers, stack = compiled(gemm.KERNEL, kinds, {**constants, "weight": None}, tiles.warps, multiples=known)
     assert stack <= 8 and registers * 32 * tiles.warps * tiles.per_unit <= 1 << 16, (registers, stack)
     assert "wgmma" not in text and re.search(r"ld\.global[a-z0-9_:.]*\.v4\.b32", text), "wide loads of rows"
+
+
+def test_places_of_experts_compile() -> None:
+    count, place, leave = expert_routes.KERNELS
+    for kernel, kinds, constants, warps in (
+        (count, "*i32 *i32 i32 i32", {"BLOCK": expert_routes.BLOCK}, 8),
+        (place, "*i32 *i32 *i32 *i32 *i32 i32 i32 i32 i32 i32", {"EP": 128, "BLOCK": expert_routes.BLOCK}, 8),
+        (leave, "*i32 *i32 *i32 i32 i32 i32 i32", {"KP": 8, "TOKENS": expert_routes.TOKENS}, 4),
+    ):
+        for some, given in ((kinds, constants), with_ones(kernel, kinds, constants)):
+            _, registers, stack = compiled(kernel, some, given, warps)
+            assert stack <= 8 and registers <= 128, (kernel, registers, stack)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", long("fp32")])

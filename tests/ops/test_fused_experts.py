@@ -95,6 +95,10 @@ def test_tokens_travel_once_and_come_back_as_sums(four: Crew, world_size: int, c
     assert done == [3 * calls] * world_size
 
 
+def test_places_are_those_of_the_worked_example(four: Crew) -> None:
+    assert four.run(fused_tokens.worked_example, 2) == [2, 2]
+
+
 def test_tokens_without_room_are_left_out(four: Crew) -> None:
     assert four.run(fused_tokens.left_out, 3) == [3] * 3
 

@@ -13,7 +13,8 @@ from sidelane.ops.auto import explain
 from sidelane.ops.dispatch_gemm import AllToAllGemm, all_to_all_gemm
 from sidelane.ops.embedding import EmbeddingAllToAll, embedding_all_to_all
 from sidelane.ops.embedding_backward import EmbeddingBackward, embedding_all_to_all_backward
-from sidelane.ops.experts import ExpertRoutes, combine_tokens, dispatch_tokens, route_experts
+from sidelane.ops.expert_routes import ExpertRoutes, route_experts
+from sidelane.ops.experts import combine_tokens, dispatch_tokens
 from sidelane.ops.gather_gemm import all_gather_gemm, split_all_gather_gemm
 from sidelane.ops.gemm import GemmAllToAll, gemm_all_to_all
 from sidelane.ops.gemm_reduce import (

@@ -10,15 +10,8 @@ its experts' results there, times their gates. Both are ``all_to_all_rows`` and 
     dispatch   rows of tokens, from where they lie -> the rank of an expert | a copy for each of its experts, by expert
     combine    sums over the experts of a rank -> the token's rank          | sums over ranks
 
-Each is the other's transpose, and so its backward. Every rank knows all routing, so that no host waits: a rank has T
-places for the tokens of each rank, and those that it does not want stay empty. Hence counts are constant, and a graph
-may hold the calls while routing changes.
-
-Example: 2 ranks with 2 experts each, 1 token a rank, top-2: token 0 wants experts 1 and 2, token 1 wants 2 and 3. Rank
-0 gets token 0 for expert 1; rank 1 gets both, and has rows of tokens 0 and 1 for expert 2, and of token 1 for expert 3.
-Rank 0 returns one row, and rank 1 two.
-
-Tokens may travel in float8 (``float8_rows``).
+Each is the other's transpose, and so its backward. Where rows lie is in ``expert_routes``; no host waits, and a graph
+may hold the calls while routing changes. Tokens may travel in float8 (``float8_rows``).
 
 Legend: N ranks; T tokens of a rank; H elements of a row; E experts of a rank; k experts of a token; C rows that experts
 of a rank have room for; TERMS terms of a sum, in tiles of ROWS rows and COLS columns.
@@ -26,7 +19,6 @@ of a rank have room for; TERMS terms of a sum, in tiles of ROWS rows and COLS co
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -35,94 +27,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import sum_of_terms
-from sidelane.ops.handle import check_tensor, telling_refusals
+from sidelane.ops.handle import FLOATS, check_tensor, telling_refusals
 from sidelane.ops.library import communicator, in_rows, number_of, operator
-from sidelane.ops.rows import MOST_TERMS, all_to_all_rows
+from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
 
-NAME = "route_experts"
+DISPATCH, COMBINE = "dispatch_tokens", "combine_tokens"
 ROWS, COLS = 4, 1024
 """Rows and columns that a program sums."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExpertRoutes:
-    """Places of tokens and of experts' rows on this rank for one routing, all on the device; as in the module.
-
-    Attributes:
-        gates: gates of all ranks' tokens, float32[N * T, k], with gradients.
-        ends: number of rows of the experts up to each one, int32[E]: ``offs`` of a grouped product.
-        leaving: token of each row that leaves, those for rank 0 first, int32[N * T, 1]; -1 for none.
-        returned: rows that come back for each token, int32[T, N]; -1 for none.
-        rows: row that arrived for each expert's row, int32[C, 1]; -1 for none.
-        results: experts' rows of each row that arrived, int32[N * T, k]; -1 for none.
-        counts: number of places of each rank at each other, int32[N, N].
-    """
-
-    gates: Tensor
-    ends: Tensor
-    leaving: Tensor
-    returned: Tensor
-    rows: Tensor
-    results: Tensor
-    counts: Tensor
-
-
-def route_experts(
-    comm: Communicator, chosen: Tensor, gates: Tensor, *, experts: int, most_rows: int | None = None
-) -> ExpertRoutes:
-    """Find the places of all tokens for a routing, without the host: one all-gather, and work on the device.
-
-    Args:
-        comm: communicator of the ranks.
-        chosen: numbers of each token's experts, all different, among those of all ranks, rank 0's first, [T, k], int32
-            or int64; a negative one stands for none. T and k are alike on all ranks: fill up with negative ones.
-        gates: factors of their results, [T, k].
-        experts: E, number of experts of each rank.
-        most_rows: C, largest number of rows of a rank's experts; what more there is for the last experts is left out,
-            as if it had not been chosen. None: room for any routing, N * T * min(k, E).
-
-    Raises:
-        ValueError, TypeError: an argument is wrong.
-        MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
-    """
-    with telling_refusals(comm, NAME):
-        chosen = check_tensor(NAME, "chosen", chosen, comm.device, (torch.int32, torch.int64), (2,))
-        floats = torch.float32, torch.float16, torch.bfloat16
-        gates = check_tensor(NAME, "gates", gates, comm.device, floats, (2,))
-        tokens, k = chosen.shape
-        if gates.shape != chosen.shape or not tokens or not 1 <= k <= MOST_TERMS:
-            text = (
-                f"value={tuple(chosen.shape)}, {tuple(gates.shape)}, allowed=alike, 1..{MOST_TERMS} experts of a token"
-            )
-            raise ValueError(f"{NAME}: shapes of chosen and gates ({text})")
-        room = comm.world_size * tokens * min(k, max(1, experts))
-        most_rows = room if most_rows is None else min(most_rows, room)
-        if experts < 1 or most_rows < 1:
-            raise ValueError(f"{NAME}: experts, most_rows (value={experts}, {most_rows}, allowed=1 and more)")
-    n, rank, device = comm.world_size, comm.rank, comm.device
-    gates, everyone = routing_of_all(number_of(comm), chosen.int(), gates.float())
-
-    place = torch.arange(n * tokens, device=device, dtype=torch.int32)
-    expert = everyone - rank * experts
-    key = torch.where((expert >= 0) & (expert < experts), expert, experts).flatten()
-    by_expert, order = key.sort(stable=True)
-    numbers = torch.arange(experts, device=device, dtype=torch.int32)
-    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    ends.clamp_(max=most_rows)
-    number = torch.arange(n * tokens * k, device=device, dtype=torch.int32)
-    at = torch.empty_like(number).scatter_(0, order, number)
-    results = torch.where((key < experts) & (at < most_rows), at, -1).view(-1, k)
-    order = order[:most_rows]
-    rows = torch.where(number[: len(order)] < ends[-1], order // k, -1).int()
-
-    there = (chosen[:, :, None] // experts == torch.arange(n, device=device)).any(1)  # [T, N]
-    leaving = torch.where(there.T, place[:tokens], -1).reshape(-1, 1)
-    returned = torch.where(there, place.view(n, tokens).T, -1)
-    counts = torch.full((n, n), tokens, dtype=torch.int32, device=device)
-    return ExpertRoutes(gates, ends, leaving, returned.contiguous(), rows[:, None], results, counts)
 
 
 def dispatch_tokens(
@@ -147,9 +62,12 @@ def dispatch_tokens(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
-    with telling_refusals(comm, NAME):
+    with telling_refusals(comm, DISPATCH):
+        tokens = check_tensor(DISPATCH, "tokens", tokens, comm.device, FLOATS, (2,))
+        if len(tokens) != len(routes.returned):
+            raise ValueError(f"{DISPATCH}: rows of tokens (value={len(tokens)}, allowed={len(routes.returned)})")
         if wire not in (None, torch.float8_e4m3fn):
-            raise ValueError(f"dispatch_tokens: wire (value={wire}, allowed=None, {torch.float8_e4m3fn})")
+            raise ValueError(f"{DISPATCH}: wire (value={wire}, allowed=None, {torch.float8_e4m3fn})")
     found: Tensor = tokens_to_experts(number_of(comm), tokens, *_places(routes), wire is not None)
     return found
 
@@ -169,10 +87,12 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     Returns:
         Tensor [T, H].
 
-    Raises:
-        ValueError, TypeError, UnavailableError, MismatchError, PeerError, PeerTimeoutError: as in
-            :func:`dispatch_tokens`.
+    Raises the same errors as :func:`dispatch_tokens`.
     """
+    with telling_refusals(comm, COMBINE):
+        rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
+        if len(rows) < len(routes.rows):
+            raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)} and more)")
     found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes))
     return found
 
@@ -207,40 +127,6 @@ def _to_tokens(comm: int, rows: Tensor, places: Any, gates: Tensor | None = None
     most = len(leaving)
     sent = all_to_all_rows(communicator(comm), in_rows(rows), counts, most_rows=most, terms=results, factors=gates)
     return sum_rows(sent, returned)
-
-
-def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    n = communicator(comm).world_size
-    return tuple(part.new_empty(n * part.shape[0], part.shape[1]) for part in (gates, chosen))  # type: ignore[return-value]
-
-
-def _routing_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm = inputs[0]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _routing_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return None, None, own_sums(ctx.comm, grad)
-
-
-@operator(_routing_like, _routing_backward, _routing_saves)
-def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gates of all ranks' tokens, float32[N * T, k], and their experts, int32: one all-gather."""
-    ranks, (tokens, k) = communicator(comm), chosen.shape
-    own = torch.stack([chosen, gates.contiguous().view(torch.int32)])
-    gathered = own.new_empty(ranks.world_size, 2, tokens, k)
-    ranks.all_gather(gathered, own)
-    everyone, of_gates = (part.clone().view(-1, k) for part in gathered.unbind(1))  # memory of their own
-    return of_gates.view(torch.float32), everyone
-
-
-@operator(lambda comm, parts: parts.new_empty(parts.shape[0] // communicator(comm).world_size, parts.shape[1]))
-def own_sums(comm: int, parts: Tensor) -> Tensor:
-    """Return the sums over the ranks of this rank's part of the rows."""
-    ranks = communicator(comm)
-    output = parts.new_empty(parts.shape[0] // ranks.world_size, parts.shape[1])
-    ranks.reduce_scatter(output, parts.contiguous())
-    return output
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
