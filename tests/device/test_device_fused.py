@@ -87,6 +87,12 @@ def test_in_a_graph(ranks: Ranks, name: str) -> None:
     ranks.run(CASES + "in_a_graph", name, 12, timeout_s=120)
 
 
+@pytest.mark.parametrize("name", ["gemv", "rms_norm", "embedding", "gemm", "dispatch_gemm"])
+def test_a_default_method_that_is_fused_in_graphs_only(ranks: Ranks, name: str) -> None:
+    """Its first launch is the captured one."""
+    ranks.run(CASES + "in_a_graph", name, 4, True, timeout_s=120)
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
     assert all(ranks.run("fused_cases.on_several_streams", captured, timeout_s=120))

@@ -84,12 +84,13 @@ def sequence_parallel_attention(
     sharing = heads // groups
     given = [q.reshape(*q.shape[:_HEADS], groups, sharing * q.shape[-1]), k, v]
     there = torch.ops.sidelane.reshard(number, given, _HEADS, _POSITIONS, [length] * 3)
-    queries = there[0].unflatten(-1, (sharing, q.shape[-1])).flatten(_HEADS, _HEADS + 1)
+    queries = there[0].reshape(*there[0].shape[:_HEADS], sharing * there[0].shape[_HEADS], q.shape[-1])
     query, key, value = (tensor.transpose(_POSITIONS, _HEADS) for tensor in (queries, *there[1:]))
     found = functional.scaled_dot_product_attention(
         query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=sharing > 1
     )
-    rows = found.transpose(_POSITIONS, _HEADS).unflatten(_HEADS, (-1, sharing)).flatten(_HEADS + 1)
+    rows = found.transpose(_POSITIONS, _HEADS)
+    rows = rows.reshape(*rows.shape[:_HEADS], rows.shape[_HEADS] // sharing, sharing * v.shape[-1])
     (back,) = torch.ops.sidelane.reshard(number, [rows], _POSITIONS, _HEADS, [groups])
     result: Tensor = back.reshape(*q.shape[:-1], v.shape[-1])
     return result

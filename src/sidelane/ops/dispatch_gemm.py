@@ -115,6 +115,7 @@ class AllToAllGemm(KernelHandle):
         self._programs = programs_of(comm, needed, tiles.per_unit)
         self._counters = lasting(comm.device, lambda: torch.zeros(4, dtype=torch.int32, device=comm.device))
         self._gathered = comm.empty(most_rows, depth, dtype=dtype)
+        self._addresses = comm.peers(self._gathered)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_all_to_all_gemm, flags=1 + row_tiles)
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ class AllToAllGemm(KernelHandle):
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
-            comm.peers(self._gathered),
+            self._addresses,
             self._gathered,
             self._counters,
             x,

@@ -152,6 +152,7 @@ class EmbeddingAllToAll(KernelHandle):
         )
         whole = comm.empty(samples[0], self.tables.width, dtype=self.tables.dtype)
         self._output = whole[: samples[comm.rank]]
+        comm.peers(self._output)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_all_to_all, flags=SLICES + max(counts) * self._slices)
         self.context = self._kernel.context
 

@@ -85,6 +85,7 @@ class EmbeddingBackward(KernelHandle):
         per_unit = max(1, UNIT_WARPS // self._warps)
         self._programs = programs_of(comm, max(counts) * max(self.tables.samples), per_unit)
         self._places = comm.empty(max(counts) * batch * self.tables.dim, dtype=self.tables.dtype)
+        self._addresses = comm.peers(self._places)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_embedding_backward, flags=2 * self._programs)
 
     def __call__(
@@ -114,7 +115,7 @@ class EmbeddingBackward(KernelHandle):
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
-            comm.peers(self._places),
+            self._addresses,
             self._places,
             grad.contiguous(),
             indices,

@@ -160,6 +160,7 @@ class GemmAllToAll(KernelHandle):
         self._programs = programs_of(comm, needed, self._tiles.per_unit)
         self._counters = lasting(comm.device, lambda: torch.zeros(2, dtype=torch.int32, device=comm.device))
         self._output = comm.empty(most_rows, columns, dtype=dtype)
+        self._addresses = comm.peers(self._output)  # now, as the first launch may be captured
         self._kernel = comm.load_kernel(_gemm_all_to_all, flags=2)
 
     def __call__(
@@ -202,7 +203,7 @@ class GemmAllToAll(KernelHandle):
         stamps, stamped = stamps_of(comm, self._programs)
         self._kernel.launch(
             (self._programs,),
-            comm.peers(self._output),
+            self._addresses,
             self._counters,
             x,
             weight,

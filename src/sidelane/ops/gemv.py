@@ -91,6 +91,7 @@ class GemvAllReduce(KernelHandle):
         self._cells = comm.empty(2 * comm.world_size * rows * self._padded, dtype=torch.int64)
         self._cells.zero_()
         self._kernel = comm.load_kernel(gemv_cells.KERNEL, flags=0)
+        self._addresses = comm.peers(self._cells)  # now, as the first launch may be captured
         comm.barrier()  # all cells are 0 before any is written
 
     def __call__(
@@ -124,7 +125,7 @@ class GemvAllReduce(KernelHandle):
         try:
             self._kernel.launch(
                 (self._programs,),
-                comm.peers(self._cells),
+                self._addresses,
                 self._cells,
                 output,
                 weight,

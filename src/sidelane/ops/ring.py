@@ -341,13 +341,15 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> SDPBackend:
-    """Return what computes a block: cuDNN or flash attention, as PyTorch would choose here, or plain products."""
+    """Return what computes a block: cuDNN's attention where PyTorch would choose it, else flash attention where there
+    is one for this dtype and size, else plain products, which hold the weights of a block in memory.
+    """
     size = query.shape[-1]
     if not query.is_cuda or query.dtype not in _HALVES or size not in _FLASH_SIZES or value.shape[-1] != size:
         return SDPBackend.MATH
     shares = query.shape[1] > key.shape[1]
     options = (None, 0.0, is_causal)
     chosen = SDPBackend(torch._fused_sdp_choice(query, key, value, *options, scale=scale, enable_gqa=shares))
-    if chosen is SDPBackend.CUDNN_ATTENTION:
-        return chosen if size in _CUDNN_SIZES else SDPBackend.FLASH_ATTENTION
-    return chosen if chosen is SDPBackend.FLASH_ATTENTION else SDPBackend.MATH
+    if chosen is SDPBackend.CUDNN_ATTENTION and size in _CUDNN_SIZES:
+        return chosen
+    return SDPBackend.FLASH_ATTENTION if torch.backends.cuda.is_flash_attention_available() else SDPBackend.MATH

@@ -98,6 +98,7 @@ class AllReduceRmsNorm(KernelHandle):
         else:
             self._kernel = comm.load_kernel(rms_norm_kernels.PUSHED_KERNEL, flags=self._programs)
         self._counters = self._kernel.counters
+        self._addresses = comm.peers(self._came)  # now, as the first launch may be captured
 
     def __call__(
         self,
@@ -146,7 +147,7 @@ class AllReduceRmsNorm(KernelHandle):
             (self._programs,),
             self._counters,
             self.comm.rank,
-            self.comm.peers(self._came),
+            self._addresses,
             self._came,
             *tensors,
             x.shape[0],
