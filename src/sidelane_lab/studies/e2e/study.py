@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import importlib.util
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,8 +122,7 @@ def main(options: EndToEndOptions) -> Results | None:
 
 def workloads(names: Sequence[str]) -> list[EndToEndWorkload]:
     """Return the workloads of these names, whose modules are called like them."""
-    modules = [f"sidelane_lab.studies.e2e.{name}" for name in names]
-    return [importlib.import_module(module).WORKLOAD for module in modules if importlib.util.find_spec(module)]
+    return [importlib.import_module(f"sidelane_lab.studies.e2e.{name}").WORKLOAD for name in names]
 
 
 def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[WorkloadRow]:
@@ -192,7 +190,8 @@ class _SizeTrial:
                 nothing = {**_figures(None, None, None, 0), "predicted_ms": None, "difference": None, "correct": None}
                 return [row(way=library, launch=EAGER, made_by="", facts={}, note=problem.text, **nothing)]
             try:
-                return self._rows(made[0], row)
+                steps = {way.replace("nccl", library): step for way, step in made[0].steps.items()}
+                return self._rows(dataclasses.replace(made[0], steps=steps), row)
             finally:
                 self._runs.clear()  # graphs go before the communicator whose memory they use
                 made.clear()
@@ -264,7 +263,8 @@ class _SizeTrial:
                 self._reference = result.clone()
             if self._reference is None:
                 raise ValueError("the library has no result to compare with")
-            apart[0] = difference(result, self._reference)
+            if way != NONE:  # whose result may have another shape
+                apart[0] = difference(result, self._reference)
 
         problem = self._meter.run(label, compare)
         if problem is None and way != NONE:
