@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import types
+from typing import Any
 
 import attention_cases
 import pytest
@@ -51,8 +53,8 @@ def test_ring_compiled(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 def test_kernels_of_gpus_are_given_what_they_take(monkeypatch: pytest.MonkeyPatch, kernel: SDPBackend) -> None:
-    monkeypatch.setattr(ring, "kernel_for", lambda *_: kernel)
-    heads = 8 if kernel is SDPBackend.CUDNN_ATTENTION else 2  # torch's shapes for cuDNN know no shared heads
+    monkeypatch.setattr(ring, "kernel_for", lambda *_: SDPBackend(kernel.value))  # another object of the same value
+    heads = 8 if kernel == SDPBackend.CUDNN_ATTENTION else 2  # torch's shapes for cuDNN know no shared heads
     with torch.device("meta"):
         query, grad = torch.empty(2, 2, 8, 5, 16, dtype=torch.bfloat16)
         key, value = torch.empty(2, 2, heads, 7, 16, dtype=torch.bfloat16)
@@ -60,6 +62,26 @@ def test_kernels_of_gpus_are_given_what_they_take(monkeypatch: pytest.MonkeyPatc
         assert result.shape == query.shape and logarithms.shape == (2, 8, 5)
         found = ring.gradients(grad, query, result, logarithms, key, value, is_causal=False, scale=0.25)
     assert [one.shape for one in found] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.parametrize(
+    ("size", "chosen", "kernel"),
+    [
+        (128, SDPBackend.CUDNN_ATTENTION, SDPBackend.CUDNN_ATTENTION),
+        (136, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION),
+        (128, SDPBackend.FLASH_ATTENTION, SDPBackend.FLASH_ATTENTION),
+        (128, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION),
+        (12, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
+    ],
+    ids=str,
+)
+def test_blocks_on_gpus_are_computed_by_what_pytorch_would_choose(
+    monkeypatch: pytest.MonkeyPatch, size: int, chosen: SDPBackend, kernel: SDPBackend
+) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: chosen.value)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    tensor: Any = types.SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(1, 2, 5, size))
+    assert ring.kernel_for(tensor, tensor, tensor, False, 1.0) == kernel
 
 
 @pytest.mark.parametrize("turn", [1, 2, -1])

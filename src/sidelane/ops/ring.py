@@ -267,10 +267,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
         Tensors [B, H, S, size] and [B, H, S].
     """
     kernel, aten, given = kernel_for(query, key, value, is_causal, scale), torch.ops.aten, (query, key, value)
-    if kernel is SDPBackend.CUDNN_ATTENTION:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
         found = aten._scaled_dot_product_cudnn_attention(*given, None, True, 0.0, is_causal, False, scale=scale)
         return found[0], found[1].squeeze(-1)
-    if kernel is SDPBackend.FLASH_ATTENTION:
+    if kernel == SDPBackend.FLASH_ATTENTION:
         found = aten._scaled_dot_product_flash_attention(*given, 0.0, is_causal, False, scale=scale)
         return found[0], found[1]
     products = _products(query, key, is_causal, scale)
@@ -298,13 +298,13 @@ def gradients(
     given, lengths = (grad, query, key, value, result), (None, None, query.shape[2], key.shape[2])
     found: tuple[Tensor, Tensor, Tensor]
     # Without dropout the state of its generator is not read. None: no bias, and no parts of several lengths.
-    if kernel is SDPBackend.CUDNN_ATTENTION:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
         state = torch.empty((), dtype=torch.int64, device=query.device)
         found = aten._scaled_dot_product_cudnn_attention_backward(
             *(*given, logarithms.unsqueeze(-1).contiguous(), state, state, None, *lengths, 0.0, is_causal), scale=scale
         )
         return found
-    if kernel is SDPBackend.FLASH_ATTENTION:
+    if kernel == SDPBackend.FLASH_ATTENTION:
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         found = aten._scaled_dot_product_flash_attention_backward(
             *(*given, logarithms.contiguous(), *lengths, 0.0, is_causal, state, state[0]), scale=scale
@@ -350,6 +350,6 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale
     shares = query.shape[1] > key.shape[1]
     options = (None, 0.0, is_causal)
     chosen = SDPBackend(torch._fused_sdp_choice(query, key, value, *options, scale=scale, enable_gqa=shares))
-    if chosen is SDPBackend.CUDNN_ATTENTION and size in _CUDNN_SIZES:
+    if chosen == SDPBackend.CUDNN_ATTENTION and size in _CUDNN_SIZES:  # not "is": the call makes another object
         return chosen
     return SDPBackend.FLASH_ATTENTION if torch.backends.cuda.is_flash_attention_available() else SDPBackend.MATH
