@@ -14,6 +14,7 @@ import torch
 from marks import long
 from ranks import RankPool
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane.errors import ProgramError
 from sidelane.ops import ring, sequence_positions
@@ -54,14 +55,29 @@ def test_ring_compiled(pool: RankPool) -> None:
 @pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 def test_kernels_of_gpus_are_given_what_they_take(monkeypatch: pytest.MonkeyPatch, kernel: SDPBackend) -> None:
     monkeypatch.setattr(ring, "kernel_for", lambda *_: SDPBackend(kernel.value))  # another object of the same value
-    heads = 8 if kernel == SDPBackend.CUDNN_ATTENTION else 2  # torch's shapes for cuDNN know no shared heads
-    with torch.device("meta"):
+    is_cudnn = kernel == SDPBackend.CUDNN_ATTENTION
+    heads = 8 if is_cudnn else 2  # torch's shapes for cuDNN know no shared heads
+    with torch.device("meta"), Operations() as operations:
         query, grad = torch.empty(2, 2, 8, 5, 16, dtype=torch.bfloat16)
         key, value = torch.empty(2, 2, heads, 7, 16, dtype=torch.bfloat16)
         result, logarithms = ring.attend(query, key, value, False, 0.25)
         assert result.shape == query.shape and logarithms.shape == (2, 8, 5)
         found = ring.gradients(grad, query, result, logarithms, key, value, is_causal=False, scale=0.25)
     assert [one.shape for one in found] == [query.shape, key.shape, value.shape]
+    name = f"_scaled_dot_product_{'cudnn' if is_cudnn else 'flash'}_attention"
+    assert {name, f"{name}_backward"} <= operations.names
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
