@@ -62,7 +62,7 @@ PROGRAM = """
 import warnings
 warnings.simplefilter("ignore")
 from sidelane import config, log
-config.current()
+config.show_log()
 log.calls.info("of interest")
 log.calls.warning("of use")
 """
@@ -81,6 +81,25 @@ def test_what_is_printed(level: str, printed: list[str], monkeypatch: pytest.Mon
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stderr.splitlines() == printed
     assert not ended.stdout
+
+
+COMMUNICATOR = """
+import torch.distributed as dist
+from sidelane import Communicator, Config
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with Communicator(device="cpu", config=Config(timeout_s=9)):
+    pass
+dist.destroy_process_group()
+"""
+
+
+def test_settings_of_a_communicator_do_not_hide_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SIDELANE_LOG", "INFO")
+    ended = subprocess.run([sys.executable, "-c", COMMUNICATOR], capture_output=True, text=True, timeout=60)
+    assert "[sidelane] INFO rank 0 of 1 on cpu: communicator of ranks [0]" in ended.stderr, ended.stderr
+    monkeypatch.setenv("SIDELANE_LOG", "loud")
+    ended = subprocess.run([sys.executable, "-c", COMMUNICATOR], capture_output=True, text=True, timeout=60)
+    assert ended.returncode and "SIDELANE_LOG: no such level" in ended.stderr
 
 
 def test_a_handler_of_the_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import warnings
@@ -207,9 +208,18 @@ def current() -> Config:
     """Return the settings in force: of the innermost :func:`override`, else the environment at the first call."""
     if not _stack:
         _stack.append(from_environment(os.environ))
-        if (level := _log_level(os.environ)) is not None:
-            log.show(level)
     return _stack[-1]
+
+
+@functools.cache
+def show_log() -> None:
+    """Print what ``SIDELANE_LOG`` asks for; once, whatever the settings of communicators are.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    if (level := _log_level(os.environ)) is not None:
+        log.show(level)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,12 @@ calls.addHandler(logging.NullHandler())
 
 
 def show(level: int) -> None:
-    """Print what is logged at a level or above to the standard error, unless the logger has a handler of its own."""
+    """Print what is logged at a level or above to the standard error. Where the program has set up handlers, of this
+    logger or of the root, these get it instead.
+    """
     logger = logging.getLogger("sidelane")
     logger.setLevel(level)
-    if not logger.handlers:
+    if not logger.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[sidelane] %(levelname)s %(message)s"))
         logger.addHandler(handler)

@@ -32,6 +32,9 @@ NAME, RING = "sequence_parallel_attention", "ring_attention"
 _POSITIONS, _HEADS = 1, 2
 """Dimensions of q, k and v."""
 
+_NOT_TAKEN = ("softcap", "sliding_window", "position_bias", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k")
+"""Options of transformers' attention functions that ask for another attention."""
+
 
 def sequence_parallel_attention(
     comm: Communicator,
@@ -114,9 +117,9 @@ def ring_attention(
     computed; so do the gradients go back (``ops.ring`` has the timelines). It is one operator under ``torch.compile``.
     Each shape keeps symmetric memory of three blocks of k and v of a rank, and of four more once it has had a backward.
 
-    Blocks are computed by PyTorch's cuDNN or flash attention on GPUs, whichever it prefers
-    (``torch.nn.attention.sdpa_kernel``), for float16 and bfloat16 with heads of one size, a multiple of 8 up to 256.
-    Otherwise plain products are, with all weights of a block in memory. Sums are float32, or float64.
+    On GPUs blocks are computed by PyTorch's cuDNN attention where PyTorch would choose it, else by its flash attention,
+    for float16 and bfloat16 with heads of one size, a multiple of 8 up to 256. Otherwise plain products compute them,
+    with all weights of a block in memory. Sums are float32, or float64, also under ``torch.autocast``.
 
     Args:
         comm: communicator of the ranks.
@@ -134,7 +137,7 @@ def ring_attention(
 
     Raises:
         ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
-        UnavailableError: a new shape inside of a capture.
+        UnavailableError: a new shape, or the first backward of a shape, inside of a capture.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, RING)
@@ -162,7 +165,8 @@ def attention_function(
 
     The caller gives each rank its part of the tokens with their numbers in the whole sequence as ``position_ids``, and
     labels that were shifted before they were split. No mask and no cache: sequences of one length, in training or in a
-    forward pass.
+    forward pass. transformers does not hand a padding mask on to functions that it does not know, so that one which the
+    caller gives the model is not seen: results are wrong then.
 
     Args:
         comm: communicator of the ranks, open for as long as the model is used.
@@ -191,7 +195,7 @@ def attention_function(
         sequence_length: int | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        refused = [option for option in ("softcap", "sliding_window", "position_bias", "s_aux") if options.get(option)]
+        refused = [option for option in _NOT_TAKEN if _is_given(options.get(option))]
         refused += ["a mask"] if attention_mask is not None else []
         refused += ["dropout"] if dropout and ring_order is not None else []
         if refused:
@@ -245,6 +249,11 @@ def repeats_of(heads: int, kv_heads: int, world_size: int) -> int:
     return min(able, key=lambda each: -(-kv_heads * each // world_size) * (sharing // each))
 
 
+def _is_given(option: object) -> bool:
+    """Return True for an option that asks for something. A tensor does, whatever it holds."""
+    return isinstance(option, Tensor) or bool(option)
+
+
 def _check_order(name: str, order: str) -> None:
     if order not in ORDERS:
         raise ValueError(f"{name}: order (value={order!r}, allowed={', '.join(ORDERS)})")
@@ -257,6 +266,9 @@ def check_attention(
     for what, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(f"{name}: dimensions of {what} (value={tensor.dim()}, allowed=4: [B, S / N, H, D])")
+        if not tensor.is_floating_point() or tensor.device != comm.device:
+            given, allowed = f"{tensor.dtype} on {tensor.device}", f"a floating dtype on {comm.device}"
+            raise ValueError(f"{name}: {what} (value={given}, allowed={allowed})")
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name}: dtype of {what} (value={tensor.dtype}, allowed={q.dtype}, q's)")
     batch, positions, heads, size = q.shape
@@ -265,6 +277,8 @@ def check_attention(
             f"{name}: shapes of k and v (value={list(k.shape)}, {list(v.shape)}, "
             f"allowed=[{batch}, {positions}, K, {size}], as q's {list(q.shape)})"
         )
+    if not heads:
+        raise ValueError(f"{name}: heads of q (value=0, allowed=1 and more)")
     if not k.shape[2] or heads % k.shape[2]:
         raise ValueError(f"{name}: heads of k and v (value={k.shape[2]}, allowed=a divisor of q's {heads})")
     if length is not None:

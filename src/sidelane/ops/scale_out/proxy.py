@@ -160,8 +160,9 @@ class Proxy:
         if not self._fars:
             call.over.set()
             return
-        self._count = call.number = self._count + 1
+        call.number = self._count + 1
         self._calls[call.handle, call.epoch] = call
+        self._count = call.number  # behind the call, which it lets others wait for
         with self._comes:
             self._to_send.append(call)
             self._comes.notify()
