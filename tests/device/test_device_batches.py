@@ -1,4 +1,4 @@
-"""The bits of a row do not depend on its batch: what CPU ranks do in tests/ops/test_batch_bits.py, by kernels as well."""
+"""The bits of a row do not depend on its batch: what CPU ranks do in tests/ops/test_batch_bits.py, and by kernels."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from marks import long
 from ranks import Crew
 
 if importlib.util.find_spec("triton") is None:
@@ -18,7 +19,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("name", "world_size"), [(name, size) for name in WAYS for size in (2, 3)])
+@pytest.mark.parametrize(("name", "world_size"), [pair for name in WAYS for pair in ((name, 2), long(name, 3))])
 def test_ways_of_a_workload_agree(four: Crew, name: str, world_size: int) -> None:
     for found in four.run(e2e_steps.tiny_steps, world_size, name, timeout_s=110):
         assert found["tiny"] == WAYS[name]
