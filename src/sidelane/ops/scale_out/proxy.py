@@ -343,12 +343,12 @@ class Proxy:
             left, ended = self._leaving[0], True
             if left.transfer is not None:
                 left.transfer.finish()
-            else:
+            self._leaving.popleft()
+            self._ring.release()
+            if left.transfer is None:
                 left.call.is_sent = True
                 self._sent = left.call.number
                 self._forget_if_over(left.call)
-            self._leaving.popleft()
-            self._ring.release()
         return ended
 
     # --- the receiving thread -----------------------------------------------------------------------------------------

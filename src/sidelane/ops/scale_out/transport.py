@@ -318,7 +318,7 @@ class _StagedTransfer(_GroupTransfer):
             self._copy()
             copied.record()
             self._is_copying = True
-        return copied.query()
+        return bool(copied.query())
 
     def finish(self) -> None:
         """See :class:`Transfer`."""

@@ -180,8 +180,8 @@ def _ways(
         "embedding_bag, copy, process group, copy": by_torch,
     }
     for cut, handle in handles.items():
-        name = f"fused, slices of {handle.slice_bags}{'' if cut else ' by default'}"
-        ways[name] = functools.partial(fused, handle)
+        size = f"{handle.slice_bags}" + (f" by {handle.slice_tables} tables" if handle.slice_tables > 1 else "")
+        ways[f"fused, slices of {size}{'' if cut else ' by default'}"] = functools.partial(fused, handle)
     return ways, expected
 
 
