@@ -235,25 +235,25 @@ class GroupTransport:
 
     def send(self, target: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
-        return _GroupTransfer(self._groups[target < self._rank].send([values], target, 0), target, self._is_told)
+        return _GroupTransfer(self._groups[target < self._rank].send([values], target, 0), target, self._can_be_asked)
 
     def receive(self, source: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
         group = self._groups[source > self._rank]
         if values.is_contiguous():
-            return _GroupTransfer(group.recv([values], source, 0), source, self._is_told)
+            return _GroupTransfer(group.recv([values], source, 0), source, self._can_be_asked)
         slot = self._staging.take(values)
         work = group.recv([slot.memory[: values.numel()]], source, 0)
-        return _StagedTransfer(work, source, self._is_told, self._staging, slot, values)
+        return _StagedTransfer(work, source, self._can_be_asked, self._staging, slot, values)
 
     @property
-    def _is_told(self) -> bool:
+    def _can_be_asked(self) -> bool:
         """NCCL tells whether a transfer has ended; Gloo only lets one wait for it."""
         return self._device.type == "cuda"
 
     def _wait(self, work: Any, rank: int) -> None:
         """Wait for a transfer. The host of a GPU does so by looking: a stream's wait could not be given up."""
-        transfer = _GroupTransfer(work, rank, self._is_told)
+        transfer = _GroupTransfer(work, rank, self._can_be_asked)
         while not transfer.is_done():
             if self.gives_up():
                 raise Gone(rank)
@@ -274,15 +274,15 @@ class _GroupTransfer:
     Args:
         work: what ``torch.distributed`` returned.
         rank: the other rank.
-        is_told: the work can be asked whether it has ended.
+        can_be_asked: the work can be asked whether it has ended.
     """
 
-    def __init__(self, work: Any, rank: int, is_told: bool) -> None:
-        self._work, self._rank, self._is_told = work, rank, is_told
+    def __init__(self, work: Any, rank: int, can_be_asked: bool) -> None:
+        self._work, self._rank, self._can_be_asked = work, rank, can_be_asked
 
     def is_done(self) -> bool:
         """See :class:`Transfer`."""
-        return not self._is_told or self._has_come()
+        return not self._can_be_asked or self._has_come()
 
     def finish(self) -> None:
         """See :class:`Transfer`."""
@@ -302,9 +302,9 @@ class _StagedTransfer(_GroupTransfer):
     """A transfer of values that arrive in a slot and are copied to where their rows lie apart."""
 
     def __init__(
-        self, work: Any, rank: int, is_told: bool, staging: _Staging, slot: _Slot, values: torch.Tensor
+        self, work: Any, rank: int, can_be_asked: bool, staging: _Staging, slot: _Slot, values: torch.Tensor
     ) -> None:
-        super().__init__(work, rank, is_told)
+        super().__init__(work, rank, can_be_asked)
         self._staging, self._slot, self._values, self._is_copying = staging, slot, values, False
 
     def is_done(self) -> bool:
