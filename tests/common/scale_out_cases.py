@@ -30,6 +30,7 @@ from sidelane.ops.scale_out import (
     EmbeddingAcrossNodes,
     ScaleOut,
     all_to_all_rows,
+    embedding,
     embedding_all_to_all,
     embedding_all_to_all_backward,
     gemm_all_to_all,
@@ -56,17 +57,36 @@ def on_nodes(
         yield ranks
 
 
+@contextlib.contextmanager
+def slices_by_bytes() -> Iterator[None]:
+    """Let :func:`set_slice_bytes` hold until the end of the block."""
+    before = embedding.SLICE_BYTES
+    try:
+        yield
+    finally:
+        embedding.SLICE_BYTES = before
+
+
+def set_slice_bytes(draws: Draws, batch: int, dim: int, dtype: torch.dtype, ranks: int) -> None:
+    """Let slices have a sample of a table, all samples of one or of two, or those of all tables."""
+    of_a_table = -(-batch // ranks) * dim * dtype.itemsize
+    embedding.SLICE_BYTES = draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20))
+
+
 def forward_back_to_back(
     group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 64, transport: str = "sockets"
 ) -> int:
-    """Uneven tables and batches, empty bags, all modes and dtypes; a small ring is full and wraps around."""
-    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks:
+    """Uneven tables and batches, empty bags, all modes and dtypes; slices of several tables, of which the last one has
+    fewer; a small ring is full and wraps around.
+    """
+    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks, slices_by_bytes():
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout) + capacity, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for dtype in DTYPES:
             dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
-            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
+            counts = [draws.sizes.randrange(1, 4) for _ in range(n)]
+            set_slice_bytes(draws, batch, dim, dtype, n)
             tables = [[draws.normal(draws.sizes.randrange(1, 30), dim).to(dtype) for _ in range(k)] for k in counts]
             own = [table.to(device) for table in tables[rank]]
             samples = [batch // n + (peer < batch % n) for peer in range(n)]
@@ -120,17 +140,18 @@ def slices_as_they_come(group: dist.ProcessGroup, layout: Sequence[int]) -> int:
     with on_nodes(group, layout) as ranks:
         dim, batch, owner = 4, 4 * ranks.world_size, ranks.fars[0]
         table = torch.arange(8.0).repeat_interleave(dim).view(8, dim) + 10 * ranks.rank
-        handle = EmbeddingAcrossNodes(ranks, [table, table + 100], batch, slice_bags=2)
-        kernel = ranks.near.load_kernel(consumer, flags=0)
         offsets = torch.arange(2 * batch + 1)
-        for call in range(3):
-            output = handle((torch.arange(2 * batch) + call) % 8, offsets)
-            seen, column = torch.zeros(dim), (2 * owner + 1) * dim
-            flag = handle.flag_of_slice(owner, 1, 2)
-            kernel.launch((1,), handle.kernel.far, output, seen, flag, 2 * output.shape[1] + column, dim, TILE=4)
-            ranks.synchronize()
-            row = (batch + 4 * ranks.rank + 2 + call) % 8
-            assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
+        for slice_bags in (2, None):
+            handle = EmbeddingAcrossNodes(ranks, [table, table + 100], batch, slice_bags=slice_bags)
+            kernel = ranks.near.load_kernel(consumer, flags=0)
+            for call in range(3):
+                output = handle((torch.arange(2 * batch) + call) % 8, offsets)
+                seen, column = torch.zeros(dim), (2 * owner + 1) * dim
+                flag = handle.flag_of_slice(owner, 1, 2)
+                kernel.launch((1,), handle.kernel.far, output, seen, flag, 2 * output.shape[1] + column, dim, TILE=4)
+                ranks.synchronize()
+                row = (batch + 4 * ranks.rank + 2 + call) % 8
+                assert seen.eq(row + 10 * owner + 100).all(), (call, owner, seen)
     return 3
 
 
@@ -191,13 +212,15 @@ def backward_back_to_back(
     group: dist.ProcessGroup, layout: Sequence[int], calls: int, capacity: int = 4, transport: str = "sockets"
 ) -> int:
     """Against autograd in float64: dense gradients and those of rows, of tables and of weights."""
-    with on_nodes(group, layout, capacity=capacity, transport=transport) as ranks, torch.device("cpu"):
+    nodes = on_nodes(group, layout, capacity=capacity, transport=transport)
+    with nodes as ranks, torch.device("cpu"), slices_by_bytes():
         n, rank, device = ranks.world_size, ranks.rank, ranks.device
         draws = Draws(len(layout), rank)
         kept: list[tuple[torch.Tensor, torch.Tensor, float | None]] = []
         for dtype in DTYPES:
             dim, batch = draws.sizes.choice((1, 5, 8)), draws.sizes.randrange(n, 3 * n)
-            counts = [draws.sizes.randrange(1, 3) for _ in range(n)]
+            counts = [draws.sizes.randrange(1, 4) for _ in range(n)]
+            set_slice_bytes(draws, batch, dim, dtype, n)
             sizes = [[draws.sizes.randrange(1, 12) for _ in range(count)] for count in counts]
             tables = [[draws.normal(rows, dim).to(dtype) for rows in some] for some in sizes][rank]
             own = [table.to(device) for table in tables]

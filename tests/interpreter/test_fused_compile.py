@@ -535,8 +535,8 @@ FAR_MULTIPLES = ("x", "weight", "sends", "depth", "columns", "x_stride", "weight
 @pytest.mark.parametrize(
     ("kernel", "kinds", "constants", "warps"),
     [
-        (far_embedding.KERNEL, FAR_EMBEDDING, FAR_BAGS | {"ALIGNED": True, "SLICE": 64}, 1),
-        (far_backward.KERNEL, FAR_BACKWARD, FAR_BAGS | {"ALIGNED": True, "SLICE": 64, "SPARSE": False}, 1),
+        (far_embedding.KERNEL, FAR_EMBEDDING, FAR_BAGS | {"ALIGNED": True, "SLICE": 64, "TABLES": 8}, 1),
+        (far_backward.KERNEL, FAR_BACKWARD, FAR_BAGS | {"ALIGNED": True, "SLICE": 64, "TABLES": 8, "SPARSE": False}, 1),
         (far_backward.SECOND_KERNEL, f"*i64 {FAR_SHARED}", FAR_BAGS | {"SPARSE": True}, 1),
         (
             far_gemm.KERNEL,

@@ -1,8 +1,14 @@
-"""The protocol between nodes, in every interleaving: programs of a kernel, ring, proxy, receiving thread and kernel.
+"""The protocol between nodes, in every interleaving: programs of a kernel, ring, proxies, transport, and kernel.
 
 Memory is weak. A store waits in a buffer of its agent, and buffers drain in any order; only a fence, or an atomic
 operation that releases, waits until the own one is empty. Loads that nothing orders are made in front of what they
 follow in the text. Every state that can be reached is visited. Each mistake below leads to wrong bytes or to a stop.
+
+A slice has a part of each program. Its parts are sent, put down and checked in one step, since none depends on another.
+
+Many slices are under way. So each thread of a proxy is two agents here, one that begins transfers and one that ends
+them, which allows more interleavings than a thread has. The transport reads the bytes of a slice at any time after its
+beginning, and puts them down at any time after the other side has begun to receive it.
 
 Of two ranks, one sends and one receives, which is all that the protocol has: the other direction has words of its own.
 """
@@ -47,6 +53,10 @@ def store(*address: Hashable, value: Any) -> Step:
     return Step("store", lambda _: address, lambda _: value)
 
 
+def reach(*address: Hashable, value: Any) -> Step:
+    return Step("reach", lambda _: address, lambda _: value)
+
+
 def push(epoch: int, number: int, capacity: int, mistake: str) -> list[Step]:
     """``send_release``; number END is the end of the call."""
 
@@ -87,71 +97,114 @@ def program(part: int, epochs: int, slices: int, capacity: int, mistake: str) ->
     return tuple(steps)
 
 
-def sender(epochs: int, slices: int, capacity: int, mistake: str) -> tuple[Step, ...]:
-    """The proxy's sending thread."""
+def numbers(epochs: int, slices: int) -> list[tuple[int, bool]]:
+    """The places of a call's descriptors in the order of tickets, and for each whether it is the end of a call."""
+    return [(place, place % (slices + 1) == slices) for place in range(epochs * (slices + 1))]
+
+
+def begins_sending(epochs: int, slices: int, capacity: int, mistake: str) -> tuple[Step, ...]:
+    """The proxy's sending thread, as far as it takes entries of the ring and begins to send their slices."""
     steps: list[Step] = []
-    for tail in range(epochs * (slices + 1)):
-        entry = Step("load", lambda _, tail=tail: ("entry", tail % capacity), register="entry")  # type: ignore[misc]
-        ready = Step("reach", lambda _, tail=tail: ("sequence", tail % capacity), lambda _, tail=tail: tail + 1)  # type: ignore[misc]
-        send = [
-            *(Step("load slice", lambda _, part=part: (part,), register=f"part {part}") for part in range(PROGRAMS)),  # type: ignore[misc]
-            Step("send"),
-        ]
-        release = store("tail", value=tail + 1)
-        if mistake == "released too early":
-            steps += [ready, release, entry, *send]
-        else:
-            steps += [entry, ready] if mistake == "entry read too early" else [ready, entry]
-            steps += [*send, Step("fence"), release]
+    for place, _ in numbers(epochs, slices):
+        entry = Step("load", lambda _, place=place: ("entry", place % capacity), register="entry")  # type: ignore[misc]
+        ready = Step("reach", lambda _, place=place: ("sequence", place % capacity), lambda _, place=place: place + 1)  # type: ignore[misc]
+        steps += [entry, ready] if mistake == "entry read too early" else [ready, entry]
+        steps.append(Step("begin"))
     return tuple(steps)
 
 
-def receiver(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
-    """The proxy's receiving thread."""
+def reads(epochs: int, slices: int) -> tuple[Step, ...]:
+    """The transport where a slice comes from."""
     steps: list[Step] = []
-    for _ in range(epochs * (slices + 1)):
-        steps.append(Step("receive", register="message"))
+    for place, is_end in numbers(epochs, slices):
+        if not is_end:
+            steps.append(Step("load slice", lambda _, place=place: (place,), register="parts"))  # type: ignore[misc]
+        steps.append(Step("leave", lambda _, place=place: (place,)))  # type: ignore[misc]
+    return tuple(steps)
+
+
+def ends_sending(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
+    """The proxy's sending thread, as far as it gives entries back in the order of the ring."""
+    steps: list[Step] = []
+    for place, _ in numbers(epochs, slices):
+        if mistake == "released when begun":
+            steps.append(Step("message", lambda _, place=place: (place,)))  # type: ignore[misc]
+        elif mistake != "released by the end at once":
+            steps.append(reach("left", value=place + 1))
+        else:
+            steps.append(Step("message", lambda _, place=place: (place - place % (slices + 1) + slices,)))  # type: ignore[misc]
+        steps += [Step("fence"), store("tail", value=place + 1)]
+    return tuple(steps)
+
+
+def begins_receiving(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
+    """The receiving thread, as far as it reads headers and begins to receive their slices."""
+    steps: list[Step] = []
+    for place, is_end in numbers(epochs, slices):
+        steps.append(Step("message", lambda _, place=place: (place,)))  # type: ignore[misc]
         if mistake != "written before it is open":
             steps.append(Step("reach", lambda _: ("opened",), lambda registers: registers["message"][0]))
-        for part in range(PROGRAMS):
-            steps.append(Step("put down", lambda _, part=part: (part,)))  # type: ignore[misc]
-        if mistake != "flag not behind the data":
-            steps.append(Step("fence"))
-        steps.append(
-            Step(
-                "store", lambda registers: ("flag", registers["message"][1]), lambda registers: registers["message"][0]
-            )
-        )
+        steps.append(Step("post", lambda _, place=place: (place,)))  # type: ignore[misc]
+        if is_end and mistake == "end not behind its slices":
+            steps.append(Step("store", lambda _: ("flag", END), lambda registers: registers["message"][0]))
+    return tuple(steps)
+
+
+def puts_down(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
+    """The transport where a slice arrives."""
+    steps: list[Step] = []
+    for place, is_end in numbers(epochs, slices):
+        steps += [reach("posted", value=place + 1), reach("left", value=place + 1)]
+        if not is_end:
+            steps.append(Step("put down", lambda _, place=place: (place,)))  # type: ignore[misc]
+            if mistake != "ended before its bytes are in place":
+                steps.append(Step("fence"))
+        steps.append(Step("come", lambda _, place=place: (place,)))  # type: ignore[misc]
+    return tuple(steps)
+
+
+def ends_receiving(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
+    """The receiving thread, as far as it raises flags in the order of headers."""
+    steps: list[Step] = []
+    for place, _ in numbers(epochs, slices):
+        steps.append(reach("posted" if mistake == "flag when begun" else "came", value=place + 1))
+        steps.append(Step("message", lambda _, place=place: (place,)))  # type: ignore[misc]
+        steps += [
+            Step("fence"),
+            Step("store", lambda found: ("flag", found["message"][1]), lambda found: found["message"][0]),
+        ]
     return tuple(steps)
 
 
 def kernel(epochs: int, slices: int, mistake: str) -> tuple[Step, ...]:
     """The receiving kernel, which reads each slice behind its flag, and work behind it that reads the output again."""
     steps: list[Step] = []
-    places = [(number, part) for number in range(slices) for part in range(PROGRAMS)]
 
-    def check(number: int, part: int, epoch: int) -> Step:
-        return Step("check", lambda _: ("output", number, part), lambda _: epoch)
+    def check(number: int, epoch: int) -> Step:
+        return Step("check", lambda _: ("output", number), lambda _: (epoch,) * PROGRAMS)
 
     for epoch in range(1, epochs + 1):
         steps += [Step("fence"), store("opened", value=epoch)]
         for number in range(slices):
-            reads = [check(number, part, epoch) for part in range(PROGRAMS)]
             wait = Step("reach", lambda _, number=number: ("flag", number), lambda _, epoch=epoch: epoch)  # type: ignore[misc]
-            steps += [*reads, wait] if mistake == "not acquired" else [wait, *reads]
+            if slices > 1 and number == slices - 1:
+                continue  # a slice without a flag, which only the end of the call tells of
+            read = check(number, epoch)
+            steps += [read, wait] if mistake == "not acquired" else [wait, read]
         steps.append(Step("reach", lambda _: ("flag", END), lambda _, epoch=epoch: epoch))  # type: ignore[misc]
-        steps += [check(*place, epoch) for place in places]
+        steps += [check(number, epoch) for number in range(slices)]
     return tuple(steps)
 
 
 class State(NamedTuple):
-    """A state: places in the texts, registers, stores on their way, memory, messages on their way."""
+    """A state: places in the texts, registers, stores on their way, memory, headers and bytes in the order sent."""
 
     at: tuple[int, ...]
     registers: tuple[tuple[tuple[str, Any], ...], ...]
     buffers: tuple[tuple[tuple[Address, Any], ...], ...]
     memory: frozenset[tuple[Address, Any]]
-    channel: tuple[tuple[Any, ...], ...]
+    headers: tuple[tuple[Any, ...], ...]
+    bytes: tuple[tuple[Any, ...], ...]
 
 
 class WrongBytes(AssertionError):
@@ -162,12 +215,17 @@ def explore(epochs: int, slices: int, capacity: int, mistake: str = "") -> int:
     """Visit all states, and return their number. Raises WrongBytes, or AssertionError where nothing can go on."""
     agents = (
         *(program(part, epochs, slices, capacity, mistake) for part in range(PROGRAMS)),
-        sender(epochs, slices, capacity, mistake),
-        receiver(epochs, slices, mistake),
+        begins_sending(epochs, slices, capacity, mistake),
+        reads(epochs, slices),
+        ends_sending(epochs, slices, mistake),
+        begins_receiving(epochs, slices, mistake),
+        puts_down(epochs, slices, mistake),
+        ends_receiving(epochs, slices, mistake),
         kernel(epochs, slices, mistake),
     )
     none = ((),) * len(agents)
-    first = State((0,) * len(agents), none, none, frozenset({(("launched",), 1)}), ())
+    first = State((0,) * len(agents), none, none, frozenset({(("launched",), 1)}), (), ())
+    first = settled(first, agents)
     seen, waiting = {first}, [first]
     while waiting:
         state = waiting.pop()
@@ -181,27 +239,48 @@ def explore(epochs: int, slices: int, capacity: int, mistake: str = "") -> int:
     return len(seen)
 
 
+UNNOTICED = ("store", "put down", "reach", "message", "begin", "leave", "post", "come")
+"""Steps whose order does not matter: they touch the own buffer only, wait for what only grows, or let others wait no
+longer."""
+
+GROWING = ("sequence", "tail", "launched", "opened", "flag")
+"""Words that only grow, which is checked."""
+
+
+def settled(state: State, agents: tuple[tuple[Step, ...], ...]) -> State:
+    """The state behind all steps whose order does not matter."""
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for agent, steps in enumerate(agents):
+            while state.at[agent] < len(steps):
+                step = steps[state.at[agent]]
+                if step.kind not in UNNOTICED and (step.kind != "fence" or state.buffers[agent]):
+                    break
+                moved = advance(state, agent, step, dict(state.memory))
+                if moved is None:
+                    break
+                state, goes_on = moved, True
+    return state
+
+
 def successors(state: State, agents: tuple[tuple[Step, ...], ...]) -> Any:
-    """The states that follow. A step that no other agent can notice is taken alone, as its order does not matter."""
+    """The states that follow a settled one, settled."""
     memory = dict(state.memory)
-    moves = []
     for agent, steps in enumerate(agents):
         if state.at[agent] < len(steps):
-            step = steps[state.at[agent]]
-            moved = advance(state, agent, step, memory)
+            moved = advance(state, agent, steps[state.at[agent]], memory)
             if moved is not None:
-                if step.kind in ("store", "put down") or (step.kind == "fence" and not state.buffers[agent]):
-                    yield moved  # into the own buffer only
-                    return
-                moves.append(moved)
+                yield settled(moved, agents)
         drained: set[Address] = set()
         for place, (address, value) in enumerate(state.buffers[agent]):
             if address not in drained:  # stores to one address stay in order
                 drained.add(address)
+                assert address[0] not in GROWING or value >= memory.get(address, 0), ("it shrinks", address, state)
                 rest = state.buffers[agent][:place] + state.buffers[agent][place + 1 :]
                 buffers = (*state.buffers[:agent], rest, *state.buffers[agent + 1 :])
-                moves.append(state._replace(buffers=buffers, memory=frozenset({**memory, address: value}.items())))
-    yield from moves
+                found = state._replace(buffers=buffers, memory=frozenset({**memory, address: value}.items()))
+                yield settled(found, agents)
 
 
 def advance(state: State, agent: int, step: Step, memory: dict[Address, Any]) -> State | None:
@@ -209,7 +288,7 @@ def advance(state: State, agent: int, step: Step, memory: dict[Address, Any]) ->
     registers = dict(state.registers[agent])
     own = dict(state.buffers[agent])  # the latest of each address
     address, value = step.address(registers), step.value(registers)
-    buffer, channel, skip, before = state.buffers[agent], state.channel, 0, memory
+    buffer, headers, wire, skip, before = state.buffers[agent], state.headers, state.bytes, 0, memory
 
     def load(where: Address) -> Any:
         return own.get(where, memory.get(where, 0))
@@ -217,9 +296,7 @@ def advance(state: State, agent: int, step: Step, memory: dict[Address, Any]) ->
     if step.kind == "store":
         buffer = (*buffer, (address, value))
     elif step.kind == "put down":
-        _, number, *parts = registers["message"]
-        if number != END:
-            buffer = (*buffer, (("output", number, *address), parts[address[0]]))  # type: ignore[index]
+        buffer = (*buffer, (("output", headers[address[0]][1]), wire[address[0]]))  # type: ignore[index]
     elif step.kind == "fence":
         if buffer:
             return None
@@ -229,15 +306,23 @@ def advance(state: State, agent: int, step: Step, memory: dict[Address, Any]) ->
     elif step.kind == "load":
         registers[step.register] = load(address)
     elif step.kind == "load slice":
-        number = registers["entry"][1] if registers["entry"] else END
-        registers[step.register] = load(("send", number, *address)) if number != END else 0
-    elif step.kind == "send":
-        parts = [registers.pop(f"part {part}") for part in range(PROGRAMS)]
-        channel = (*channel, (*(registers.pop("entry") or (0, END)), *parts))
-    elif step.kind == "receive":
-        if not channel:
+        if len(headers) <= address[0]:  # type: ignore[operator]
             return None
-        registers["message"], channel = channel[0], channel[1:]
+        number = headers[address[0]][1]  # type: ignore[index]
+        registers[step.register] = tuple(load(("send", number, part)) for part in range(PROGRAMS))
+    elif step.kind == "begin":
+        headers = (*headers, registers.pop("entry") or (0, END))
+    elif step.kind == "message":
+        if len(headers) <= address[0]:  # type: ignore[operator]
+            return None
+        registers["message"] = headers[address[0]]  # type: ignore[index]
+    elif step.kind == "leave":
+        if len(headers) <= address[0]:  # type: ignore[operator]
+            return None
+        wire = (*wire, registers.pop("parts", ()))
+        memory = {**memory, ("left",): len(wire)}
+    elif step.kind in ("post", "come"):
+        memory = {**memory, ({"post": "posted", "come": "came"}[step.kind],): address[0] + 1}  # type: ignore[operator]
     elif step.kind == "check":
         if load(address) != value:
             raise WrongBytes(f"{address}: {load(address)} in place of {value}")
@@ -257,7 +342,8 @@ def advance(state: State, agent: int, step: Step, memory: dict[Address, Any]) ->
         (*state.registers[:agent], tuple(sorted(registers.items())), *state.registers[agent + 1 :]),
         (*state.buffers[:agent], buffer, *state.buffers[agent + 1 :]),
         state.memory if memory is before else frozenset(memory.items()),
-        channel,
+        headers,
+        wire,
     )
 
 
@@ -275,10 +361,13 @@ def test_every_interleaving(epochs: int, slices: int, capacity: int) -> None:
         ("arrival not released", 1, 1, 2),
         ("no room", 1, 1, 1),
         ("entry read too early", 1, 1, 2),
-        ("released too early", 1, 2, 1),
+        ("released when begun", 2, 1, 2),
+        ("released by the end at once", 2, 1, 3),
         ("not waited until all have left", 2, 1, 3),
         ("written before it is open", 2, 1, 2),
-        ("flag not behind the data", 1, 1, 2),
+        ("ended before its bytes are in place", 1, 1, 2),
+        ("flag when begun", 1, 1, 2),
+        ("end not behind its slices", 1, 2, 4),
         ("not acquired", 1, 1, 2),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import random
 import threading
 import time
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane.errors import PeerError, PeerTimeoutError
-from sidelane.ops.scale_out.connections import FarConnections, Header
+from sidelane.ops.scale_out.connections import FarConnections, Gone, Header
 from sidelane.ops.scale_out.proxy import DONE, OPENED, FarCall, Proxy
 from sidelane.ops.scale_out.ring import (
     END,
@@ -27,23 +29,88 @@ from sidelane.ops.scale_out.ring import (
     TAIL,
     HostRing,
 )
-from sidelane.ops.scale_out.transport import SocketTransport
+from sidelane.ops.scale_out.transport import WINDOW, SliceTransport, SocketTransport
 from sidelane.program.wraparound import as_int32
 
 CPU = torch.device("cpu")
 HANDLE, STRIDE, ROWS, COLUMNS, SLICES = 7, 5, 3, 4, 6
 
 
-class Rank:
-    """A rank on a node of its own."""
+Key = tuple[str, int, int, int]
+"""Name of a transfer: "sent" or "received", its source, its target, and its number among those of this pair."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, capacity: int, timeout_s: float) -> None:
+
+@dataclasses.dataclass
+class Late:
+    """Transfers that end when the test lets them: bytes are read, and put down, no earlier than that.
+
+    Attributes:
+        ends: tells whether a transfer may end; it may raise.
+        begun: transfers that have begun, by all ranks.
+    """
+
+    ends: Callable[[Key], bool]
+    begun: list[Key] = dataclasses.field(default_factory=list)
+    wire: dict[tuple[int, ...], torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class LateTransfer:
+    late: Late
+    key: Key
+    values: torch.Tensor
+
+    def is_done(self) -> bool:
+        return self.late.ends(self.key) and (self.key[0] == "sent" or self.key[1:] in self.late.wire)
+
+    def finish(self) -> None:
+        if self.key[0] == "sent":
+            self.late.wire[self.key[1:]] = self.values.clone()
+        else:
+            self.values.copy_(self.late.wire.pop(self.key[1:]).view(self.values.shape))
+
+
+class LateTransport:
+    uses_compute_units = False
+
+    def __init__(self, rank: int, late: Late) -> None:
+        self.gives_up: Callable[[], bool] = lambda: False
+        self._rank, self._late = rank, late
+        self._numbers = {kind: [itertools.count() for _ in range(8)] for kind in ("sent", "received")}
+
+    def attach(self) -> None:
+        pass
+
+    def make_ready(self, values: torch.Tensor) -> None:
+        pass
+
+    def send(self, target: int, values: torch.Tensor) -> LateTransfer:
+        return self._begin(("sent", self._rank, target, next(self._numbers["sent"][target])), values)
+
+    def receive(self, source: int, values: torch.Tensor) -> LateTransfer:
+        return self._begin(("received", source, self._rank, next(self._numbers["received"][source])), values)
+
+    def _begin(self, key: Key, values: torch.Tensor) -> LateTransfer:
+        self._late.begun.append(key)
+        return LateTransfer(self._late, key, values)
+
+    def close(self) -> None:
+        pass
+
+
+class Rank:
+    """A rank on a node of its own; its slices go by sockets, or end late."""
+
+    def __init__(
+        self, rank: int, size: int, store: dist.Store, capacity: int, timeout_s: float, late: Late | None = None
+    ) -> None:
         self.rank, self.fars = rank, [far for far in range(size) if far != rank]
         self.ring = HostRing(capacity, CPU)
         self.links = FarConnections(store, rank, self.fars, timeout_s)
         self.errors: list[PeerError] = []
+        transport: SliceTransport = SocketTransport(self.links, CPU) if late is None else LateTransport(rank, late)
         self.proxy = Proxy(
-            *(rank, self.fars, self.links, SocketTransport(self.links, CPU), self.ring, CPU),
+            *(rank, self.fars, self.links, transport, self.ring, CPU),
             timeout_s=timeout_s,
             failed=self.errors.append,
         )
@@ -71,6 +138,12 @@ class Rank:
         words[first + SHAPE] = (rows << 32) + columns
         self.ticket += 1
         words[first + SEQUENCE] = self.ticket
+
+    def flag(self, number: int) -> int:
+        return int(self.words[self.first_flag + number])
+
+    def tail(self) -> int:
+        return int(self.ring.tensor[TAIL])
 
     def wait(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + 20
@@ -111,11 +184,11 @@ class Rank:
 
 
 @contextlib.contextmanager
-def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0) -> Iterator[list[Rank]]:
+def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0, late: Late | None = None) -> Iterator[list[Rank]]:
     store, made = dist.HashStore(), {}
 
     def make(rank: int) -> None:
-        made[rank] = Rank(rank, size, store, capacity, timeout_s)
+        made[rank] = Rank(rank, size, store, capacity, timeout_s, late)
 
     each(size, make)
     found = [made[rank] for rank in range(size)]
@@ -127,6 +200,13 @@ def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0) -> Iterator[lis
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane-")]
         assert not left
         assert all(made.fileno() == -1 for one in found for made in one.links.data.values())
+
+
+def die(one: Rank) -> None:
+    """End its connections without a word, as when a process is killed."""
+    one.links.note = lambda *_: None  # type: ignore[method-assign]  # its threads still run
+    for made in (*one.links.data.values(), *one.links.control.values()):
+        made.shutdown(2)
 
 
 def each(size: int, function: Callable[[int], None]) -> None:
@@ -148,10 +228,11 @@ def each(size: int, function: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("capacity", [1, 4, 64])
-def test_calls_back_to_back(capacity: int) -> None:
+@pytest.mark.parametrize(("capacity", "is_late"), [(1, False), (4, False), (64, False), (1, True), (64, True)])
+def test_calls_back_to_back(capacity: int, is_late: bool) -> None:
     """Through the wrap-around of the ring, and that of the generations, whose words are signed."""
-    with ranks(3, capacity) as found:
+    late = Late(lambda key: random.random() < 0.2)
+    with ranks(3, capacity, late=late if is_late else None) as found:
         epochs = [*range(1, 9), 2**31 - 1, 2**31, 2**32 - 1, 2, 3]
 
         def run(rank: int) -> None:
@@ -180,6 +261,105 @@ def test_nothing_is_put_down_before_the_output_is_open() -> None:
         first.open(1)
         first.wait(lambda: first.words[first.first_flag] == 1)
         assert first.landing[:COLUMNS].eq(3).all()
+
+
+def test_sources_are_out_of_step_and_each_is_in_order() -> None:
+    """No flag, no end and no place in the ring in front of what is still under way."""
+    allowed: set[Key] = set()
+    late = Late(allowed.__contains__)
+    with ranks(3, capacity=64, late=late) as found:
+        target, *senders = found
+        for one in found:
+            one.begin(1), one.open(1)
+        for one in senders:
+            one.source.copy_(torch.arange(one.source.numel()) + 1000.0 * one.rank)
+            for number in range(3):
+                flag = one.rank * SLICES + number
+                one.put(1, 0, flag, number * COLUMNS, flag * STRIDE, 1, COLUMNS)
+            one.put(1, END, -1, 0, 0, 0, 0)
+        target.wait(lambda: [len(target.proxy._arriving[one.rank]) for one in senders] == [4, 4])
+        assert len(late.begun) == 12 and target.proxy._calls
+
+        def raised() -> list[list[int]]:
+            return [[target.flag(one * SLICES + number) for number in range(3)] for one in (1, 2)]
+
+        allowed |= {(kind, 2, 0, number) for kind in ("sent", "received") for number in (1, 2)}
+        time.sleep(0.05)
+        assert raised() == [[0] * 3] * 2 and not target.landing.any()
+        assert [one.tail() for one in senders] == [0, 0]
+        senders[1].source[:COLUMNS] += 1  # it has not been read
+        allowed.add(("sent", 2, 0, 0))
+        senders[1].wait(lambda: senders[1].tail() == 4)
+        assert raised() == [[0] * 3] * 2 and not target.words[DONE:].any()
+        allowed.add(("received", 2, 0, 0))
+        target.wait(lambda: target.words[DONE + 2] == 1)
+        assert raised() == [[0] * 3, [1] * 3] and senders[0].tail() == 0 and target.words[DONE + 1] == 0
+        allowed |= {(kind, 1, 0, number) for kind in ("sent", "received") for number in (0, 2)}
+        target.wait(lambda: raised()[0] == [1, 0, 0])
+        assert senders[0].tail() == 1 and target.words[DONE + 1] == 0
+        allowed |= {(kind, 1, 0, 1) for kind in ("sent", "received")}
+        target.wait(lambda: target.words[DONE + 1] == 1)
+        for one, more in ((1, 0), (2, 1)):
+            came = target.landing.view(-1, STRIDE)[one * SLICES : one * SLICES + 3, :COLUMNS]
+            want = torch.arange(3 * COLUMNS).view(3, COLUMNS) + 1000.0 * one
+            want[0] += more
+            assert came.equal(want)
+
+
+def test_a_window_bounds_the_transfers_of_each_direction() -> None:
+    allowed: list[bool] = []
+    late, each_sends = Late(lambda key: bool(allowed)), WINDOW - 2
+    with ranks(3, capacity=64, late=late) as found:
+        target, *_ = found
+        for one in found:
+            one.begin(1), one.open(1)
+            for number in range(WINDOW + 5 if one is target else each_sends):
+                one.put(1, 1 if one is target else 0, -1, 0, number, 1, 1)
+            one.put(1, END, -1, 0, 0, 0, 0)
+        time.sleep(0.3)
+        begun = [key[0] + str(key[2]) for key in late.begun]
+        assert begun.count("sent0") == 2 * each_sends
+        assert WINDOW - 2 <= begun.count("received0") <= WINDOW  # ends of calls take a place
+        assert begun.count("sent1") == begun.count("received1") == WINDOW and target.tail() == 0
+        allowed.append(True)
+        for one in found:
+            one.wait(lambda one=one: not one.proxy._calls and one.tail() == one.ticket)  # type: ignore[misc]
+        assert not late.wire and len(late.begun) == 2 * (2 * each_sends + WINDOW + 5)
+
+
+@pytest.mark.parametrize("how", ["late", "told", "arrival breaks", "send breaks", "dies", "closes"])
+def test_failures_with_transfers_under_way(how: str) -> None:
+    broken: list[str] = []
+
+    def ends(key: Key) -> bool:
+        if key[0] in broken:
+            raise Gone(key[1] if key[0] == "received" else key[2])
+        return False
+
+    late = Late(ends)
+    with ranks(2, capacity=64, timeout_s=0.5 if how in ("late", "closes", "send breaks") else 10.0, late=late) as found:
+        first, second = found
+        for one in found:
+            one.begin(1), one.open(1)
+            for number in range(3):
+                one.put(1, 1 - one.rank, number, 0, number * STRIDE, 1, COLUMNS)
+            one.put(1, END, -1, 0, 0, 0, 0)
+        wait_for(lambda: len(late.begun) == 12)
+        if how == "told":
+            second.proxy.fail(PeerError("rank 1 is of no use", (1,)))
+        elif how == "dies":
+            die(second)
+        elif how == "closes":
+            second.proxy.close(time.monotonic())
+        elif "breaks" in how:
+            broken.append("received" if "arrival" in how else "sent")
+        wait_for(lambda: bool(first.errors))
+        assert not first.landing.any() and not first.words[DONE:].any() and first.tail() == 0
+        if how in ("told", "dies", "arrival breaks"):
+            wait_for(lambda: not any(thread.is_alive() for thread in first.proxy._threads))
+            assert len(first.errors[0].ranks) == 1
+        if how in ("late", "closes", "send breaks"):
+            assert isinstance(first.errors[0], PeerTimeoutError)
 
 
 def test_a_full_ring_holds_its_kernel_back() -> None:
@@ -276,8 +456,7 @@ def test_a_rank_that_dies_is_named() -> None:
     """Its connections end without a word, as when a process is killed; between calls, too."""
     with ranks(3) as found:
         found[0].begin(1), found[0].open(1)
-        for made in (*found[1].links.data.values(), *found[1].links.control.values()):
-            made.shutdown(2)
+        die(found[1])
         for one in (found[0], found[2]):
             wait_for(lambda one=one: bool(one.errors))  # type: ignore[misc]
             assert one.errors[0].ranks == (1,) and "died" in str(one.errors[0])

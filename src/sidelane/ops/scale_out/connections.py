@@ -152,15 +152,15 @@ class FarConnections:
         self._all(source, into, self.data[source].recv_into, select.POLLIN)
 
     def _all(self, rank: int, view: memoryview, step: Callable[[memoryview], int], event: int) -> None:
-        poll = select.poll()
         try:
-            poll.register(self.data[rank], event)
             while view:
                 try:
                     moved = step(view)
                 except BlockingIOError:
                     if self.gives_up():
                         raise Gone(rank) from None
+                    poll = select.poll()
+                    poll.register(self.data[rank], event)
                     poll.poll(STEP_S * 1000)
                     continue
                 if not moved:

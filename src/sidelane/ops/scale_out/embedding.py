@@ -17,9 +17,11 @@ free for the transport. If the ring is full, blocks wait for the proxy, which ne
 The send buffer is free when the kernel begins, since the last block of the launch before has waited for it to leave.
 
 Example (Figure 6): 2 nodes of a rank, batch 4, slices of 2: the send buffer of rank 0 has samples 2 and 3 of table 0,
-then those of table 1. Slice 1, of table 1, begins at element 2 * D there, and at column D of row 0 on rank 1.
+then those of table 1. Slice 1, of table 1, begins at element 2 * D there, and at column D of row 0 on rank 1. With
+slices of both tables there is one: tables 0 and 1 of sample 2, then of sample 3, as they lie in the rows of rank 1.
 
-Legend: as in ``ops.embedding``. ``sends`` [bags of all ranks, D], table by table for each rank.
+Legend: as in ``ops.embedding``. ``sends`` [bags of all ranks, D], for each rank by groups of TABLES tables, sample by
+sample.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ from sidelane.ops.handle import check_choice, kept, power_of_two, programs_of, t
 from sidelane.ops.scale_out.device import finish_acq_rel, near_of, open_release, send_release
 from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
 
-SLICE_BYTES = 256 << 10
-"""Largest number of bytes of a slice unless the caller sets its samples: the network is then busy with few messages,
-and the first one leaves early."""
+SLICE_BYTES = 1 << 20
+"""Largest number of bytes of a slice unless the caller sets its samples. Its transfer takes longer than the work of the
+hosts for it (docs/internals/scale-out.md), and the first one still leaves early where there is much to send."""
 
 READY, DONE = range(2)
 """Numbers of flags within the node; also of counters: first program, last program. Those of slices follow."""
@@ -79,9 +81,11 @@ class EmbeddingAcrossNodes:
         tables: see ``ops.EmbeddingAllToAll``.
         batch: number of samples of all ranks, one for each and more.
         mode: ``sum`` or ``mean``.
-        slice_bags: number of samples of a slice; None for slices of up to ``SLICE_BYTES``.
+        slice_bags: number of samples of a slice of one table; None for slices of up to ``SLICE_BYTES``, of several
+            tables where one has less.
 
     Attributes:
+        slice_bags, slice_tables: number of samples and of tables of a slice.
         tables: tables of this rank, next to those of the other ranks.
         kernel: the kernel, whose far context consumers of slices need.
 
@@ -107,7 +111,7 @@ class EmbeddingAcrossNodes:
         self.ranks, self.mode = ranks, mode
         self.tables = EmbeddingTables.kept(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
-        self.slice_bags = slice_of(samples[0], dim * dtype.itemsize, slice_bags)
+        self.slice_bags, self.slice_tables = slice_of(samples[0], dim * dtype.itemsize, slice_bags)
         self._slices = -(-samples[0] // self.slice_bags)  # of a table, for one rank
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
@@ -121,9 +125,9 @@ class EmbeddingAcrossNodes:
             self._whole = ranks.near.empty(samples[0], self.tables.width, dtype=dtype)
         self.kernel = FarKernel(ranks, _embedding_all_to_all, flags=2, slices=sum(counts) * self._slices)
         with telling_refusals(comm, NAME):
-            self.kernel.require_room(NAME, len(ranks.fars) * own * self._slices)
-            ranks.transport.make_ready(self._whole[: self.slice_bags, :dim])
-        ranks.agree(NAME, (mode, self.slice_bags, batch, dim, str(dtype)))
+            self.kernel.require_room(NAME, len(ranks.fars) * -(-own // self.slice_tables) * self._slices)
+            ranks.transport.make_ready(self._whole[: self.slice_bags, : self.slice_tables * dim])
+        ranks.agree(NAME, (mode, self.slice_bags, self.slice_tables, batch, dim, str(dtype)))
 
     def flag_of_slice(self, owner: int, table: int, sample: int) -> int:
         """Return the flag that is raised behind a slice, for ``device.wait_slice_acquire``.
@@ -133,7 +137,8 @@ class EmbeddingAcrossNodes:
             table: number of the table among those of its owner.
             sample: number of the sample among those of this rank.
         """
-        return (sum(self.tables.counts[:owner]) + table) * self._slices + sample // self.slice_bags
+        first = table // self.slice_tables * self.slice_tables
+        return (sum(self.tables.counts[:owner]) + first) * self._slices + sample // self.slice_bags
 
     def __call__(
         self, indices: torch.Tensor, offsets: torch.Tensor, *, per_sample_weights: torch.Tensor | None = None
@@ -174,18 +179,23 @@ class EmbeddingAcrossNodes:
             MEAN=self.mode == MEAN,
             WEIGHTED=weights is not None,
             SLICE=self.slice_bags,
+            TABLES=self.slice_tables,
             num_warps=self._warps,
         )
         return output
 
 
-def slice_of(samples: int, row_bytes: int, slice_bags: int | None = None) -> int:
-    """Return the samples of a slice: those that the caller set, or as many as ``SLICE_BYTES`` hold.
+def slice_of(samples: int, row_bytes: int, slice_bags: int | None = None) -> tuple[int, int]:
+    """Return the number of samples and of tables of a slice: samples that the caller set, of one table, or as many as
+    ``SLICE_BYTES`` hold, first samples and then tables.
 
-    >>> slice_of(512, 1024), slice_of(64, 1024), slice_of(64, 1024, 16)
-    (256, 64, 16)
+    >>> slice_of(2048, 1024), slice_of(64, 1024), slice_of(64, 1024, 16)
+    ((1024, 1), (64, 16), (16, 1))
     """
-    return min(samples, slice_bags or max(1, SLICE_BYTES // row_bytes))
+    if slice_bags:
+        return min(samples, slice_bags), 1
+    bags = min(samples, max(1, SLICE_BYTES // row_bytes))
+    return bags, max(1, SLICE_BYTES // (row_bytes * bags))
 
 
 def embedding_all_to_all(
@@ -210,7 +220,7 @@ def embedding_all_to_all(
         offsets: begin of each bag, and end of the last one, [T * B + 1].
         mode: ``sum`` or ``mean``; an empty bag is 0.
         per_sample_weights: factor of each index, with ``sum`` only. On all ranks, or on none.
-        slice_bags: number of samples of a slice; None for slices of up to ``SLICE_BYTES``.
+        slice_bags: see :class:`EmbeddingAcrossNodes`.
 
     Returns:
         Tensor [b, A * D]: this rank's samples, with the tables of all ranks in their order. The next call with the
@@ -238,7 +248,7 @@ def _embedding_all_to_all(
     context, far, outputs, sends, counters, tables, indices, offsets, weights, order,
     ranks, batch, table_count, first_table, width, slices,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SLICE: tl.constexpr, TABLES: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -260,20 +270,23 @@ def _embedding_all_to_all(
             bag = table.to(tl.int64) * batch + first_sample + sample
             values = _pooled(tables, indices, offsets, weights, table, bag,
                              D, DP, L, DTYPE, ALIGNED, MEAN, WEIGHTED)  # fmt: skip
-            column = (first_table + table) * D
             if near >= 0:
-                place = sample.to(tl.int64) * width + column
+                place = sample.to(tl.int64) * width + (first_table + table) * D
                 put_weak(outputs, near, place + lane, values.to(DTYPE), lane < D, ALIGNED)
             else:
-                start = first_sample.to(tl.int64) * table_count
-                tl.store(sends + (start + number) * D + lane, values.to(DTYPE), mask=lane < D)
+                first = table // TABLES * TABLES  # of the slice
+                count = tl.minimum(TABLES, table_count - first)
+                start = first_sample.to(tl.int64) * table_count + first * samples
+                place = start + sample * count + table - first
+                tl.store(sends + place * D + lane, values.to(DTYPE), mask=lane < D)
                 top = sample // SLICE * SLICE
-                slice = table * slices + sample // SLICE
+                slice = first * slices + sample // SLICE
                 parts = tl.minimum(SLICE, samples - top)
-                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts):
-                    flag = (first_table + table) * slices + sample // SLICE
-                    source = (start + table * samples + top) * D
-                    send_release(far, generation, peer, flag, source, top.to(tl.int64) * width + column, parts, D)
+                if arrive_acq_rel(counters + 2 + peer * table_count * slices + slice, parts * count):
+                    flag = (first_table + first) * slices + sample // SLICE
+                    source = (start + top * count) * D
+                    to = top.to(tl.int64) * width + (first_table + first) * D
+                    send_release(far, generation, peer, flag, source, to, parts, count * D)
             number += programs
         number -= bags
     if arrive_acq_rel(counters + 1, programs):

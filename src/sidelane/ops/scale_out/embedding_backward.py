@@ -86,7 +86,7 @@ class BackwardAcrossNodes:
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * max(samples), max(1, UNIT_WARPS // self._warps))
-        self._slice_bags = slice_of(samples[0], dim * dtype.itemsize)
+        self._slice_bags, self._slice_tables = slice_of(samples[0], dim * dtype.itemsize)
         slices = -(-own // self._slice_bags)
         with telling_refusals(comm, NAME):
             self._counters = lasting(
@@ -97,7 +97,9 @@ class BackwardAcrossNodes:
             self._places = ranks.near.empty(max(counts) * batch * dim, dtype=dtype)
         self._kernel = FarKernel(ranks, _embedding_backward, flags=2 * self._programs)
         with telling_refusals(comm, NAME):
-            self._kernel.require_room(NAME, sum(counts[far] for far in ranks.fars) * slices)
+            self._kernel.require_room(NAME, sum(-(-counts[far] // self._slice_tables) for far in ranks.fars) * slices)
+            by_table = self._places.view(max(counts), batch * dim)
+            ranks.transport.make_ready(by_table[: self._slice_tables, : self._slice_bags * dim])
         ranks.agree(f"{NAME} backward", (batch, dim, str(dtype)))
 
     def __call__(
@@ -149,10 +151,11 @@ class BackwardAcrossNodes:
             *shared,
             source=self._sends,
             landing=self._places,
-            stride=0,
+            stride=tables.batch * tables.dim,
             alike=f"batch {tables.batch}",
             ALIGNED=tables.are_aligned,
             SLICE=self._slice_bags,
+            TABLES=self._slice_tables,
             **options,
         )
         if ranks.fars:
@@ -215,6 +218,7 @@ def _embedding_backward(
     order, ranks, batch, table_count, width,
     D: tl.constexpr, DP: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr,
     MEAN: tl.constexpr, WEIGHTED: tl.constexpr, SPARSE: tl.constexpr, ALIGNED: tl.constexpr, SLICE: tl.constexpr,
+    TABLES: tl.constexpr,
 ):  # fmt: skip
     generation = begin(context)
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -231,7 +235,8 @@ def _embedding_backward(
         peer = tl.load(order + turn)
         near = near_of(far, peer)
         first_table = tl.load(starts + peer)
-        bags = own_samples * (tl.load(starts + peer + 1) - first_table)
+        peer_tables = tl.load(starts + peer + 1) - first_table
+        bags = own_samples * peer_tables
         if near >= 0:
             wait_acquire(context, near, program, generation)
         for number in range(program, bags, programs):
@@ -246,10 +251,13 @@ def _embedding_backward(
                 tl.store(sends + (start + sample) * D + lane, values, mask=mask)
                 top = sample // SLICE * SLICE
                 parts = tl.minimum(SLICE, own_samples - top)
-                slice = (first_table + table) * slices + sample // SLICE
-                if arrive_acq_rel(counters + 2 + slice, parts):
-                    to = (table.to(tl.int64) * batch + own_first + top) * D
-                    send_release(far, generation, peer, -1, (start + top) * D, to, 1, parts * D)
+                first = table // TABLES * TABLES  # of the slice; it has all samples if it has more than one table
+                count = tl.minimum(TABLES, peer_tables - first)
+                slice = (first_table + first) * slices + sample // SLICE
+                if arrive_acq_rel(counters + 2 + slice, parts * count):
+                    source = (first_table + first).to(tl.int64) * own_samples + top
+                    to = (first.to(tl.int64) * batch + own_first + top) * D
+                    send_release(far, generation, peer, -1, source * D, to, count, parts * D)
         if near >= 0:
             signal_release(context, near, programs + program, generation)  # sent
     for turn in range(ranks):

@@ -2,13 +2,18 @@
 
 A slice from one node to another::
 
-    rank a   kernel: slice, descriptor -> ring | sending thread: header, bytes ------.
+    rank a   kernel: slice, descriptor -> ring | sending thread: header, bytes ------. (later) moves the tail
     rank b   kernel: opens its output ............ | receiving thread: waits for that | bytes | flag | kernel: sees it
+
+Both threads have many transfers under way. The sending thread begins one for each descriptor, in the order of the ring,
+and moves the tail in the same order as they end. The receiving thread begins one for each header, in the order of each
+source, and raises their flags in that order as they end; sources do not wait for each other.
 
 The receiving thread puts down no byte of a call that the kernel of its own rank has not opened yet: earlier work may
 still use the output. Until then it leaves the bytes to the transport, and reads what other ranks send. The flag is a
 word in host memory, which the thread writes when the bytes are in place: this is the remote fence. The end of a call
-comes behind all of its slices, and raises a word of its sender in the same way.
+comes behind all of its slices, and raises a word of its sender in the same way: its header travels at once, its entry
+of the ring and its word wait for the transfers in front of it.
 
 A rank tells the others of each call that it begins. So a rank that waits in vain can tell one that has not come from
 one that waits itself. The first failure that a rank learns of ends all of its calls, and it tells the others, who name
@@ -34,11 +39,14 @@ from sidelane.memory import ending
 from sidelane.memory.ordering import full_fence
 from sidelane.ops.scale_out.connections import STEP_S, FarConnections, Gone, Header
 from sidelane.ops.scale_out.ring import END, HostRing
-from sidelane.ops.scale_out.transport import SliceTransport
+from sidelane.ops.scale_out.transport import WINDOW, SliceTransport, Transfer
 from sidelane.program.wraparound import WORD_MASK, as_int32
 
 _LOOK_S = {"cuda": 20e-6, "cpu": 500e-6}
-"""Seconds between two looks at the ring, or at a call that is not open yet: CPU ranks need the processor."""
+"""Seconds between two looks at what is under way, or not open yet: CPU ranks need the processor."""
+
+_SPIN_S = {"cuda": 50e-6, "cpu": 0.0}
+"""Seconds in which a thread that finds nothing looks again at once: a sleep takes longer than a small transfer."""
 
 _LAST_WORDS_S = 0.3
 """Seconds in which the note of a rank that is gone may arrive behind the end of its connection for data."""
@@ -94,6 +102,46 @@ class FarCall:
         return self.landing.as_strided((rows, columns), (self.stride, 1), start)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A slice that is sent or that arrives, or the end of a call behind such ones.
+
+    Attributes:
+        call: its call.
+        transfer: transfer of its bytes; None for an end.
+        flag: number of the flag that it raises here; -1 for none.
+    """
+
+    call: FarCall
+    transfer: Transfer | None
+    flag: int = -1
+
+    def is_done(self) -> bool:
+        """Return True once :meth:`Transfer.finish` need not wait."""
+        return self.transfer is None or self.transfer.is_done()
+
+
+class _Pause:
+    """Pauses of a thread that finds nothing to do: it looks again at once for a while, and sleeps between looks then.
+
+    Args:
+        device: device of the kernels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._spin_s, self._look_s, self._since = _SPIN_S[device.type], _LOOK_S[device.type], 0.0
+
+    def end(self) -> None:
+        """Look at once the next times: something was found."""
+        self._since = 0.0
+
+    def take(self) -> None:
+        """Let other threads run, and return when it is time for the next look."""
+        now = time.monotonic()
+        self._since = self._since or now
+        time.sleep(self._look_s if now - self._since >= self._spin_s else 0)
+
+
 class Proxy:
     """The two threads of a rank; see the module. They begin with the first call.
 
@@ -124,6 +172,7 @@ class Proxy:
     ) -> None:
         self._rank, self._fars, self._links, self._transport, self._ring = rank, tuple(fars), links, transport, ring
         self._timeout_s, self._failed, self._look_s = timeout_s, failed, _LOOK_S[device.type]
+        self._device = device
         self.failure: PeerError | None = None
         self._owner = forks.Owner("proxy of a rank of several nodes")
         self._failing = forks.rlock()
@@ -132,7 +181,10 @@ class Proxy:
         self._comes = threading.Condition(forks.lock())
         self._begun = dict.fromkeys(fars, 0)  # number of calls that each has told of
         self._count = self._sent = 0  # number of calls of this rank, and of those that have left
-        self._held: dict[int, Header] = {}  # of calls that are not open yet
+        self._leaving: collections.deque[_UnderWay] = collections.deque()
+        self._arriving: dict[int, collections.deque[_UnderWay]] = {far: collections.deque() for far in fars}
+        self._broken: list[collections.deque[_UnderWay]] = []  # what arrived from ranks that are gone
+        self._held: dict[int, Header] = {}  # of calls that are not open yet, or beyond the window
         self._closed: dict[int, int] = {}  # ranks that have said so, and how many calls they have sent all slices of
         self._acknowledged_by: set[int] = set()  # ranks that have what this one has sent
         self._acknowledged_to: set[int] = set()  # ranks that know that this one has what they have sent
@@ -208,6 +260,9 @@ class Proxy:
                 thread.join(10)
         self._transport.close()
         self._links.close()
+        self._leaving.clear()  # only now, as the transport used their memory
+        self._arriving.clear()
+        self._broken.clear()
         self._calls.clear()
         self._to_send.clear()
         self._failed = lambda error: None  # these refer to objects that refer to this one
@@ -245,53 +300,75 @@ class Proxy:
     # --- the sending thread -------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        while (call := self._next_to_send()) is not None:
+        pause = _Pause(self._device)
+        while not self._gives_up():
+            if not self._leaving and not self._to_send:
+                self._wait_for_a_call()
+                continue
             try:
-                while self._send_next_of(call):
-                    pass
+                began, ended = self._begin_next(), self._release_ended()
             except Gone:
-                return  # the receiving thread sees it, too
-            call.is_sent = True
-            self._sent = call.number
-            self._forget_if_over(call)
+                return  # the receiving thread sees it, too, or the time-out ends the call
+            if began or ended:
+                pause.end()
+            else:
+                pause.take()
 
-    def _next_to_send(self) -> FarCall | None:
+    def _wait_for_a_call(self) -> None:
         with self._comes:
             while not self._to_send and not self._gives_up():
                 self._comes.wait(10 * STEP_S)
-            return None if self._gives_up() else self._to_send.popleft()
 
-    def _send_next_of(self, call: FarCall) -> bool:
-        """Send the next descriptor of a call; return False behind its end."""
-        while (found := self._ring.take()) is None:
-            if self._gives_up():
-                raise Gone(self._rank)
-            time.sleep(self._look_s)
+    def _begin_next(self) -> bool:
+        """Begin to send the next descriptor of the ring; return False if there is none, or no room in the window."""
+        if not self._to_send or len(self._leaving) >= WINDOW or (found := self._ring.take()) is None:
+            return False
+        call = self._to_send[0]
         assert (found.handle, found.epoch) == (call.handle, call.epoch), (found, call)
         if found.target == END:
             for far in self._fars:
                 self._links.send_header(far, Header(found.handle, found.epoch, -1, 0, 0, 0))
+            self._to_send.popleft()
+            self._leaving.append(_UnderWay(call, None))
         else:
             header = Header(found.handle, found.epoch, found.flag, found.place, found.rows, found.columns)
             self._links.send_header(found.target, header)
-            self._transport.send(found.target, call.source[found.source : found.source + found.rows * found.columns])
-        self._ring.release()
-        return found.target != END
+            values = call.source[found.source : found.source + found.rows * found.columns]
+            self._leaving.append(_UnderWay(call, self._transport.send(found.target, values)))
+        return True
+
+    def _release_ended(self) -> bool:
+        """Give entries back whose slices have left, in the order of the ring; return False if there were none."""
+        ended = False
+        while self._leaving and self._leaving[0].is_done():
+            left, ended = self._leaving[0], True
+            if left.transfer is not None:
+                left.transfer.finish()
+            self._leaving.popleft()
+            self._ring.release()
+            if left.transfer is None:
+                left.call.is_sent = True
+                self._sent = left.call.number
+                self._forget_if_over(left.call)
+        return ended
 
     # --- the receiving thread -----------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
+        pause = _Pause(self._device)
         with selectors.DefaultSelector() as selector:
             for far in self._fars:
                 selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
                 selector.register(self._links.control[far], selectors.EVENT_READ, (far, False))
             while not self._gives_up():
-                for key, _ in selector.select(0 if self._held else STEP_S):
+                looks = bool(self._held) or any(self._arriving.values())
+                found = selector.select(0 if looks else STEP_S)
+                for key, _ in found:
                     far, is_data = key.data
                     try:
                         if not is_data:
                             self._read_notes(far)
-                        elif (header := self._links.receive_header(far)) and not self._put_down(far, header):
+                        elif (header := self._links.receive_header(far)) and not self._begin_arrival(far, header):
                             self._held[far] = header
                             selector.unregister(key.fileobj)
                     except Gone as gone:
@@ -299,36 +376,65 @@ class Proxy:
                         if not is_data:
                             self._lost.add(far)
                         self._lose(gone.rank, is_data=is_data)
+                ended = [far for far in self._fars if self._end_arrivals(far)]
                 for far, header in list(self._held.items()):
-                    if self._put_down(far, header):
+                    if self._begin_arrival(far, header):
                         del self._held[far]
                         selector.register(self._links.data[far], selectors.EVENT_READ, (far, True))
-                if self._held:
-                    time.sleep(self._look_s)
+                if found or ended:
+                    pause.end()
+                elif looks:
+                    pause.take()
                 self._acknowledge()
 
-    def _put_down(self, source: int, header: Header) -> bool:
-        """Put down a slice, or the end of a call, and raise its flag; return False if the call is not open yet."""
+    def _begin_arrival(self, source: int, header: Header) -> bool:
+        """Begin to receive a slice, or note the end of a call behind those under way; return False if the call is not
+        open yet, or there is no room in the window.
+        """
         call = self._calls.get((header.handle, header.epoch))
         if call is None or not call.is_open:
             return False
-        if header.rows:
-            values = call.target(header)
-            if values is None or not -1 <= header.flag < len(call.words) - call.first_flag:
-                raise PeerError(f"scale-out: rank {source} sent {header}, beyond what this rank has", (source,))
-            try:
-                self._transport.receive(source, values)
-            except Gone as gone:
-                self._lose(gone.rank, is_data=True)
-                return True
-        full_fence()  # the bytes are in place before the flag
-        if header.flag >= 0:
-            call.words[call.first_flag + header.flag] = as_int32(header.epoch)
         if not header.rows:
-            call.words[DONE + source] = as_int32(header.epoch)
-            call.missing.discard(source)
-            self._forget_if_over(call)
+            self._arriving[source].append(_UnderWay(call, None))
+            return True
+        values = call.target(header)
+        if values is None or not -1 <= header.flag < len(call.words) - call.first_flag:
+            raise PeerError(f"scale-out: rank {source} sent {header}, beyond what this rank has", (source,))
+        if sum(map(len, self._arriving.values())) >= WINDOW:
+            return False
+        try:
+            self._arriving[source].append(_UnderWay(call, self._transport.receive(source, values), header.flag))
+        except Gone as gone:
+            self._lose_arrivals(gone.rank)
         return True
+
+    def _end_arrivals(self, source: int) -> bool:
+        """Raise the flags of what has arrived from a rank, in the order of its headers; return False if there was
+        nothing.
+        """
+        arriving, ended = self._arriving[source], False
+        try:
+            while arriving and arriving[0].is_done():
+                came, ended = arriving[0], True
+                if came.transfer is not None:
+                    came.transfer.finish()
+                arriving.popleft()
+                full_fence()  # the bytes are in place before the flag
+                if came.flag >= 0:
+                    came.call.words[came.call.first_flag + came.flag] = as_int32(came.call.epoch)
+                if came.transfer is None:
+                    came.call.words[DONE + source] = as_int32(came.call.epoch)
+                    came.call.missing.discard(source)
+                    self._forget_if_over(came.call)
+        except Gone as gone:
+            self._lose_arrivals(gone.rank)
+        return ended
+
+    def _lose_arrivals(self, source: int) -> None:
+        """Learn that a transfer has failed: no end of a call comes behind it."""
+        self._broken.append(self._arriving[source])  # whose memory the transport may still use
+        self._arriving[source] = collections.deque()
+        self._lose(source, is_data=True)
 
     def _acknowledge(self) -> None:
         """Tell ranks that close once this one has all that they have sent."""
@@ -378,7 +484,8 @@ class Proxy:
             if not call.is_open and call.since is None:
                 continue
             call.since = now if call.since is None else call.since
-            if gone := sorted(call.missing & self._closed.keys() & self._drained):
+            ended = {far for far in self._drained & self._closed.keys() if not self._arriving[far]}
+            if gone := sorted(call.missing & ended):
                 self.fail(PeerError(f"scale-out: ranks {gone} have closed, and a call waits for them", gone))
             elif now - call.since > self._timeout_s:
                 self.fail(self._late(call, now - call.since))

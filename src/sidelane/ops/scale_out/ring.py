@@ -3,11 +3,13 @@
 Many programs of a kernel put descriptors in (``device``), and one thread of the host takes them out (``proxy``)::
 
     program   take a ticket | wait until tail > ticket - capacity | write the entry | release: its sequence = ticket + 1
-    thread    wait until the sequence is tail + 1 | read the entry | send its slice | tail + 1
+    thread    wait until the next sequence is there | read the entry | begin to send its slice
+              wait until the slice of the oldest entry has left | tail + 1
 
-The thread moves the tail only when the bytes of the slice may be overwritten. So a program that finds room also knows
-that the slice whose entry it overwrites has left, and a kernel that waits for the tail behind its last ticket knows
-that all of its slices have. Tickets have 64 bits and never wrap around.
+The thread takes entries as they come and sends many slices at a time. It moves the tail in order, and over an entry
+only when the bytes of its slice may be overwritten. So a program that finds room also knows that the slice whose entry
+it overwrites has left, and a kernel that waits for the tail behind its last ticket knows that all of its slices have.
+Tickets have 64 bits and never wrap around.
 
 Words are written by one side only: the kernel writes entries, the host writes the tail and the order to give up. On a
 GPU the ring is pinned host memory, where no atomic operation of the GPU would be atomic for the host.
@@ -94,13 +96,14 @@ class HostRing:
         self.tensor = host_words(ENTRIES + capacity * ENTRY_WORDS, torch.int64, device)
         self.head = lasting(device, lambda: torch.zeros(1, dtype=torch.int64, device=device))
         self._words = self.tensor.numpy()
-        self._tail = 0
+        self._taken = self._tail = 0
 
     def take(self) -> Descriptor | None:
-        """Return the next descriptor if it is there. :meth:`release` follows when its slice has left."""
-        first = ENTRIES + self._tail % self.capacity * ENTRY_WORDS
-        if int(self._words[first + SEQUENCE]) != self._tail + 1:
+        """Return the next descriptor if it is there. :meth:`release` follows for each, in order, when it has left."""
+        first = ENTRIES + self._taken % self.capacity * ENTRY_WORDS
+        if int(self._words[first + SEQUENCE]) != self._taken + 1:
             return None
+        self._taken += 1
         full_fence()  # the entry is read behind its sequence
         entry = self._words[first : first + ENTRY_WORDS].tolist()
         shape = entry[SHAPE]
@@ -108,7 +111,7 @@ class HostRing:
         return Descriptor(handle, epoch & WORD_MASK, target, flag, source, place, shape >> 32, shape & WORD_MASK)
 
     def release(self) -> None:
-        """Give the entry that was taken back to the kernel."""
+        """Give the oldest entry that was taken back to the kernel."""
         self._tail += 1
         full_fence()
         self._words[TAIL] = self._tail

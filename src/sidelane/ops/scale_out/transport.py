@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,27 @@ import torch.distributed as dist
 from sidelane.errors import PeerTimeoutError
 from sidelane.ops.scale_out.connections import FarConnections, Gone
 
+WINDOW = 16
+"""Largest number of transfers that a proxy has under way in each direction. Staging memory is made for so many."""
+
+
+class Transfer(Protocol):
+    """A slice under way. The thread that began it asks for its end."""
+
+    def is_done(self) -> bool:
+        """Return True once :meth:`finish` need not wait, as far as the transport can tell. Raises :class:`Gone`."""
+        ...
+
+    def finish(self) -> None:
+        """End the transfer: what was sent may be overwritten, what was received is in place for all who look. Called
+        once, behind :meth:`is_done`. Raises :class:`Gone`.
+        """
+        ...
+
 
 class SliceTransport(Protocol):
-    """Moves the bytes of slices, for the two threads of a proxy: one sends, one receives.
+    """Moves the bytes of slices, for the two threads of a proxy: one sends, one receives. Each has up to ``WINDOW``
+    transfers under way. Those from one rank to another keep their order.
 
     Attributes:
         uses_compute_units: it runs kernels on the GPU. Then no program of an operator may wait for it while others
@@ -44,12 +62,12 @@ class SliceTransport(Protocol):
         """
         ...
 
-    def send(self, target: int, values: torch.Tensor) -> None:
-        """Send contiguous values; return when they may be overwritten."""
+    def send(self, target: int, values: torch.Tensor) -> Transfer:
+        """Begin to send contiguous values."""
         ...
 
-    def receive(self, source: int, values: torch.Tensor) -> None:
-        """Receive the next values from a rank, [rows, columns]; return when they are in place for all who look."""
+    def receive(self, source: int, values: torch.Tensor) -> Transfer:
+        """Begin to receive the next values from a rank, [rows, columns]."""
         ...
 
     def close(self) -> None:
@@ -57,32 +75,63 @@ class SliceTransport(Protocol):
         ...
 
 
+class _Ended:
+    """A transfer that has ended when it is returned."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
+
+
+_ENDED = _Ended()
+
+
+class _Slot(NamedTuple):
+    """Memory of the device for values of one transfer, and the event behind its copy (on a GPU)."""
+
+    memory: torch.Tensor
+    copied: torch.cuda.Event | None
+
+
 class _Staging:
-    """Memory of the device for values that arrive, by dtype: rows are copied from there to where they lie apart."""
+    """Memory for values that arrive, by dtype: rows are copied from there to where they lie apart."""
 
     def __init__(self) -> None:
-        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
+        self._free: dict[torch.dtype, list[_Slot]] = {}
 
     def make_ready(self, values: torch.Tensor) -> None:
-        """See :class:`SliceTransport`."""
-        there = self._by_dtype.get(values.dtype)
-        if there is None or there.numel() < values.numel():
-            options = {"dtype": values.dtype, "device": values.device}
-            self._by_dtype[values.dtype] = torch.zeros(values.numel(), **options)  # type: ignore[call-overload]
-        values.copy_(self.like(values))
+        """See :class:`SliceTransport`: a slot for each transfer that may be under way."""
+        free = self._free.get(values.dtype, [])
+        if len(free) < WINDOW or free[0].memory.numel() < values.numel():
+            free = self._free[values.dtype] = [self._slot(values) for _ in range(WINDOW)]
+        values.copy_(free[0].memory[: values.numel()].view(values.shape))
         if values.is_cuda:
             torch.cuda.synchronize(values.device)
 
-    def like(self, values: torch.Tensor) -> torch.Tensor:
-        """Return contiguous memory for such values, which the next use overwrites."""
-        there = self._by_dtype.get(values.dtype)
-        if there is None or there.numel() < values.numel():
-            there = self._by_dtype[values.dtype] = values.new_empty(values.numel())
-        return there[: values.numel()].view(values.shape)
+    def take(self, values: torch.Tensor) -> _Slot:
+        """Return a slot for such values, until :meth:`give_back`."""
+        free = self._free.setdefault(values.dtype, [])
+        slot = free.pop() if free else self._slot(values)
+        return slot if slot.memory.numel() >= values.numel() else self._slot(values)
+
+    def give_back(self, slot: _Slot) -> None:
+        """Let a later transfer have the slot, unless there are larger ones by now."""
+        free = self._free[slot.memory.dtype]
+        if not free or slot.memory.numel() >= free[0].memory.numel():
+            free.append(slot)
+
+    def _slot(self, values: torch.Tensor) -> _Slot:
+        copied = None
+        if values.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()  # which makes it
+        return _Slot(torch.zeros(values.numel(), dtype=values.dtype, device=values.device), copied)
 
 
 class SocketTransport:
-    """Sends slices behind their headers. Values of GPUs are copied by way of the host.
+    """Sends slices behind their headers, one after the other. Values of GPUs are copied by way of the host.
 
     Args:
         links: connections with the ranks of other nodes.
@@ -106,21 +155,26 @@ class SocketTransport:
         """See :class:`SliceTransport`."""
         self._staging.make_ready(values)
 
-    def send(self, target: int, values: torch.Tensor) -> None:
+    def send(self, target: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
         self._links.write(target, _bytes_of(values.cpu()))
+        return _ENDED
 
-    def receive(self, source: int, values: torch.Tensor) -> None:
+    def receive(self, source: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
         is_direct = values.device.type == "cpu" and values.is_contiguous()
         came = values if is_direct else torch.empty(values.shape, dtype=values.dtype, device="cpu")
         self._links.read(source, _bytes_of(came))
-        if values.is_cuda and not values.is_contiguous():
-            came = self._staging.like(values).copy_(came)
+        slot = self._staging.take(values) if values.is_cuda and not values.is_contiguous() else None
+        if slot is not None:
+            came = slot.memory[: values.numel()].view(values.shape).copy_(came)
         if not is_direct:
             values.copy_(came)
             if values.is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()
+        if slot is not None:
+            self._staging.give_back(slot)
+        return _ENDED
 
     def close(self) -> None:
         """See :class:`SliceTransport`. The links are the proxy's."""
@@ -179,33 +233,32 @@ class GroupTransport:
         """See :class:`SliceTransport`."""
         self._staging.make_ready(values)
 
-    def send(self, target: int, values: torch.Tensor) -> None:
+    def send(self, target: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
-        self._wait(self._groups[target < self._rank].send([values], target, 0), target)
+        return _GroupTransfer(self._groups[target < self._rank].send([values], target, 0), target, self._can_be_asked)
 
-    def receive(self, source: int, values: torch.Tensor) -> None:
+    def receive(self, source: int, values: torch.Tensor) -> Transfer:
         """See :class:`SliceTransport`."""
-        is_direct = values.is_contiguous()
-        came = values if is_direct else self._staging.like(values)
-        self._wait(self._groups[source > self._rank].recv([came], source, 0), source)
-        if not is_direct:
-            values.copy_(came)
-            if values.is_cuda:
-                torch.cuda.current_stream(self._device).synchronize()
+        group = self._groups[source > self._rank]
+        if values.is_contiguous():
+            return _GroupTransfer(group.recv([values], source, 0), source, self._can_be_asked)
+        slot = self._staging.take(values)
+        work = group.recv([slot.memory[: values.numel()]], source, 0)
+        return _StagedTransfer(work, source, self._can_be_asked, self._staging, slot, values)
+
+    @property
+    def _can_be_asked(self) -> bool:
+        """NCCL tells whether a transfer has ended; Gloo only lets one wait for it."""
+        return self._device.type == "cuda"
 
     def _wait(self, work: Any, rank: int) -> None:
         """Wait for a transfer. The host of a GPU does so by looking: a stream's wait could not be given up."""
-        if self._device.type != "cuda":
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise Gone(rank) from error
-            return
-        while not work.is_completed():
+        transfer = _GroupTransfer(work, rank, self._can_be_asked)
+        while not transfer.is_done():
             if self.gives_up():
                 raise Gone(rank)
             time.sleep(10e-6)
-        work.wait()  # the thread's stream follows: what it copies next is there
+        transfer.finish()
 
     def close(self) -> None:
         """See :class:`SliceTransport`."""
@@ -213,6 +266,69 @@ class GroupTransport:
             with contextlib.suppress(Exception):  # a group that has failed
                 group.abort()
         self._groups = ()  # type: ignore[assignment]
+
+
+class _GroupTransfer:
+    """A transfer of a group.
+
+    Args:
+        work: what ``torch.distributed`` returned.
+        rank: the other rank.
+        can_be_asked: the work can be asked whether it has ended.
+    """
+
+    def __init__(self, work: Any, rank: int, can_be_asked: bool) -> None:
+        self._work, self._rank, self._can_be_asked = work, rank, can_be_asked
+
+    def is_done(self) -> bool:
+        """See :class:`Transfer`."""
+        return not self._can_be_asked or self._has_come()
+
+    def finish(self) -> None:
+        """See :class:`Transfer`."""
+        try:
+            self._work.wait()  # on a GPU, the thread's stream follows
+        except RuntimeError as error:
+            raise Gone(self._rank) from error
+
+    def _has_come(self) -> bool:
+        try:
+            return bool(self._work.is_completed())
+        except RuntimeError as error:
+            raise Gone(self._rank) from error
+
+
+class _StagedTransfer(_GroupTransfer):
+    """A transfer of values that arrive in a slot and are copied to where their rows lie apart."""
+
+    def __init__(
+        self, work: Any, rank: int, can_be_asked: bool, staging: _Staging, slot: _Slot, values: torch.Tensor
+    ) -> None:
+        super().__init__(work, rank, can_be_asked)
+        self._staging, self._slot, self._values, self._is_copying = staging, slot, values, False
+
+    def is_done(self) -> bool:
+        """See :class:`Transfer`. On a GPU the copy begins when the bytes have come; other transfers go on."""
+        copied = self._slot.copied
+        if copied is None:
+            return super().is_done()
+        if not self._is_copying:
+            if not self._has_come():
+                return False
+            self._copy()
+            copied.record()
+            self._is_copying = True
+        return bool(copied.query())
+
+    def finish(self) -> None:
+        """See :class:`Transfer`."""
+        if not self._is_copying:
+            self._copy()
+        self._staging.give_back(self._slot)
+
+    def _copy(self) -> None:
+        super().finish()
+        self._values.copy_(self._slot.memory[: self._values.numel()].view(self._values.shape))
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

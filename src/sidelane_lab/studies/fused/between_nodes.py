@@ -5,7 +5,8 @@ A program of its own, as each rank stands for a node: the study ``fused`` is for
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun --standalone --nproc-per-node 2 \
         -m sidelane_lab.studies.fused.between_nodes results.json
 
-Ways take turns in rounds. A time is the median over rounds of the slowest rank's time of a call.
+Ways take turns in rounds. A time is the median over rounds of the slowest rank's time of a call. A way that the ring
+has no room for is a row with a note.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ ON_CPUS = ((4, 2, 2),)
 SLICE_BAGS = (32, 128, None)
 """Samples of a slice; None for the operator's own choice."""
 
-CALLS, ROUNDS, WARM_UP = 8, 25, 3
+BUDGET_S = 1.5
+"""Seconds of a way and shape, about, which its number of rounds and of calls in a round follow from."""
+
+MOST_CALLS, LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 8, 5, 25, 2
 
 
 def main(path: Path | None = None) -> None:
@@ -51,9 +55,11 @@ def main(path: Path | None = None) -> None:
     rows: list[dict[str, object]] = []
     config = Config(virtual_nodes=tuple(range(dist.get_world_size())))
     for transport in ("sockets",) if on_cpu else ("group", "sockets"):
-        with scale_out(config=config, transport=transport) as ranks:
-            for shape in ON_CPUS if on_cpu else ON_GPUS:
-                for row in _rows(ranks, transport, shape, rounds=2 if on_cpu else ROUNDS):
+        shapes = ON_CPUS if on_cpu else ON_GPUS
+        capacity = _capacity(shapes, dist.get_world_size())
+        with scale_out(config=config, transport=transport, capacity=capacity) as ranks:
+            for shape in shapes:
+                for row in _rows(ranks, transport, shape):
                     rows.append(row)
                     if ranks.rank == 0:
                         print(json.dumps(row), flush=True)
@@ -62,25 +68,55 @@ def main(path: Path | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _rows(ranks: Any, transport: str, shape: tuple[int, int, int], rounds: int) -> list[dict[str, object]]:
-    ways, expected = _ways(ranks, *shape)
-    errors = {name: _error(run(), expected()) for name, run in ways.items() if "alone" not in name}
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    order = random.Random(0)
-    for number in range(WARM_UP + rounds):
-        for name in order.sample(sorted(ways), len(ways)):
-            spent_us = _sample(ranks, ways[name], 1 if ranks.device.type == "cpu" else CALLS)
-            if number >= WARM_UP:
-                times[name].append(spent_us)
+def _most_slices(shape: tuple[int, int, int], cut: int, ranks: int) -> int:
+    """Return the number of slices of so many samples that a rank sends to other nodes, each a node of its own."""
+    batch, tables, _ = shape
+    return (ranks - 1) * tables * -(-batch // ranks // cut)
+
+
+def _capacity(shapes: Sequence[tuple[int, int, int]], ranks: int) -> int:
+    """Return a capacity of the ring that all ways have room in, if there is one."""
+    from sidelane.ops.scale_out.ranks import CAPACITY
+    from sidelane.ops.scale_out.ring import MOST_CAPACITY
+
+    most = max(_most_slices(shape, cut, ranks) for shape in shapes for cut in SLICE_BAGS if cut)
+    return min(MOST_CAPACITY, max(CAPACITY, 1 << most.bit_length()))  # more than that, as the end takes a place, too
+
+
+def _rows(ranks: Any, transport: str, shape: tuple[int, int, int]) -> list[dict[str, object]]:
     batch, tables, pooling = shape
     fixed = {"transport": transport, "ranks": ranks.world_size, "batch": batch, "tables": tables, "pooling": pooling}
-    return [
+    room = ranks.ring.capacity - 1
+    cuts = [cut for cut in SLICE_BAGS if cut is None or _most_slices(shape, cut, ranks.world_size) <= room]
+    ways, expected = _ways(ranks, *shape, cuts)
+    errors = {name: _error(run(), expected()) for name, run in ways.items() if "alone" not in name}
+    calls, rounds = {}, {}
+    for name, run in ways.items():
+        for _ in range(WARM_UP):
+            call_s = _sample(ranks, run, 1) * 1e-6
+        calls[name] = max(1, min(MOST_CALLS, int(BUDGET_S / LEAST_ROUNDS / call_s)))
+        rounds[name] = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(BUDGET_S / call_s / calls[name])))
+        if ranks.device.type == "cpu":
+            calls[name], rounds[name] = 1, 2
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    order = random.Random(0)
+    for number in range(max(rounds.values())):
+        for name in order.sample(sorted(ways), len(ways)):
+            if number < rounds[name]:
+                times[name].append(_sample(ranks, ways[name], calls[name]))
+    found: list[dict[str, object]] = [
         {**fixed, "way": name, "us": statistics.median(spent), "least_us": min(spent), "max_rel_err": errors.get(name)}
         for name, spent in times.items()
     ]
+    for cut in (cut for cut in SLICE_BAGS if cut not in cuts):
+        note = f"not run: more than the {room} slices that the ring has room for"
+        found.append({**fixed, "way": f"fused, slices of {cut}", "us": None, "max_rel_err": None, "note": note})
+    return found
 
 
-def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[str, Run], Run]:
+def _ways(
+    ranks: Any, batch: int, tables: int, pooling: int, cuts: Sequence[int | None]
+) -> tuple[Mapping[str, Run], Run]:
     """Return the ways by name, and what makes the result of the last call in float64."""
     from sidelane.ops.scale_out import EmbeddingAcrossNodes
     from sidelane_lab.studies.fused.embedding_cases import (
@@ -107,7 +143,7 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
     sent, received = (torch.zeros(n, part, tables, dim, **options) for _ in range(2))
     out = torch.zeros(part, n, tables, dim, **options)
     pool = BagKernel(ranks, some, batch)
-    handles = {cut: EmbeddingAcrossNodes(ranks, some, batch, slice_bags=cut) for cut in SLICE_BAGS}
+    handles = {cut: EmbeddingAcrossNodes(ranks, some, batch, slice_bags=cut) for cut in cuts}
 
     def bags() -> torch.Tensor:
         return pool(lists.by_table().reshape(-1), offsets, sent)
@@ -144,8 +180,8 @@ def _ways(ranks: Any, batch: int, tables: int, pooling: int) -> tuple[Mapping[st
         "embedding_bag, copy, process group, copy": by_torch,
     }
     for cut, handle in handles.items():
-        name = f"fused, slices of {handle.slice_bags}{'' if cut else ' by default'}"
-        ways[name] = functools.partial(fused, handle)
+        size = f"{handle.slice_bags}" + (f" by {handle.slice_tables} tables" if handle.slice_tables > 1 else "")
+        ways[f"fused, slices of {size}{'' if cut else ' by default'}"] = functools.partial(fused, handle)
     return ways, expected
 
 
