@@ -253,6 +253,7 @@ def wrong_calls(comm: Communicator) -> Calls:
         lambda: ops.dispatch_tokens(comm, x, routes),
         lambda: ops.dispatch_tokens(comm, x[:1], routes, wire=torch.float8_e5m2),
         lambda: ops.combine_tokens(comm, x[:1], routes),
+        lambda: ops.combine_tokens(comm, torch.ones(len(routes.rows) + 1, 8), routes),
     ]
     return wrong, rows(terms=terms, factors=factors)
 

@@ -93,8 +93,8 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     """
     with telling_refusals(comm, COMBINE):
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
-        if len(rows) < len(routes.rows):
-            raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)} and more)")
+        if len(rows) != len(routes.rows):
+            raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)})")
     found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes), len(routes.ends))
     return found
 
