@@ -158,6 +158,8 @@ def main() -> None:
         torch.set_num_threads(1)  # processes that share cores
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if sizes.rows % ranks:
+        raise SystemExit(f"--rows (value={sizes.rows}, allowed=multiples of {ranks}, the ranks)")
     draw, owned, shards = torch.Generator(device).manual_seed(10), [], []
     rows = slice(rank * (sizes.rows // ranks), (rank + 1) * (sizes.rows // ranks))
     for number in range(ranks * sizes.tables):  # of all ranks, which agree on them

@@ -156,6 +156,8 @@ def main() -> None:
         torch.set_num_threads(1)  # processes that share cores
     dist.init_process_group("nccl" if gpu else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if sizes.experts % ranks:
+        raise SystemExit(f"--experts (value={sizes.experts}, allowed=multiples of {ranks}, the ranks)")
     each = sizes.experts // ranks
     own = Moe(sizes, slice(rank * each, (rank + 1) * each), device)
     _, wanted = train(Moe(sizes, slice(None), device), on_one_rank, dist.all_reduce, sizes, False)

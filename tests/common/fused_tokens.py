@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fused_ops import DTYPES, TOLERANCE, Calls, Draws, check_close, communicator
 
 from sidelane import Communicator, ops
+from sidelane.errors import SidelaneError
 from sidelane.ops import library
 
 
@@ -51,6 +52,10 @@ def sums_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
         comm.synchronize()
         own = bits[rank * (len(bits) // n) : (rank + 1) * (len(bits) // n)].repeat(n, 1)
         assert torch.equal(came[: len(own)].view(torch.int16), own.view(torch.int16))
+        none = -1 - terms  # any negative number stands for none
+        again = ops.all_to_all_rows(comm, torch.zeros_like(bits), counts, most_rows=len(bits), terms=none).clone()
+        comm.synchronize()
+        assert torch.equal(again.view(torch.int16), came.view(torch.int16))
     return done
 
 
@@ -90,17 +95,19 @@ def one_step(
     gates: torch.Tensor,
     weights: torch.Tensor,
     each: int,
-    backend: str | None,
+    backend: str | None = None,
+    most_rows: int | None = None,
 ) -> None:
-    """Experts multiply elements by their weight and square them."""
+    """Experts multiply elements by their weight and square them; those of a rank have room for ``most_rows``."""
     rank, device = comm.rank, comm.device
+    has_room = chosen >= 0 if most_rows is None else with_room(chosen, each, most_rows)
     wide = [part.double().requires_grad_() for part in (xs, gates, weights)]
     hidden = (wide[0][:, :, None] * wide[2][chosen.clamp(min=0)]).square()
-    expected = (hidden * wide[1][..., None] * (chosen >= 0)[..., None]).sum(2)
+    expected = (hidden * wide[1][..., None] * has_room[..., None]).sum(2)
     expected.square().sum().backward()
 
     def call(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        routes = ops.route_experts(comm, own, gate, experts=each)
+        routes = ops.route_experts(comm, own, gate, experts=each, most_rows=most_rows)
         rows = ops.dispatch_tokens(comm, x, routes)
         place = torch.arange(len(rows), device=device, dtype=torch.int32)
         expert = torch.searchsorted(routes.ends, place, right=True).clamp(max=each - 1)
@@ -162,6 +169,61 @@ def left_out(group: dist.ProcessGroup) -> int:
     return n
 
 
+def with_room(chosen: torch.Tensor, each: int, most_rows: int) -> torch.Tensor:
+    """True where a token's expert has room for it: the first rows of each rank's experts, in their order."""
+    has_room = chosen >= 0
+    flat, of_all = has_room.view(-1), chosen.flatten()
+    for first in range(0, len(chosen) * each, each):
+        rows = torch.cat([(of_all == expert).nonzero()[:, 0] for expert in range(first, first + each)])
+        flat[rows[most_rows:]] = False
+    return has_room
+
+
+def left_out_of_used_buffers(group: dist.ProcessGroup, seed: int) -> int:
+    """Nothing of an earlier step is taken for results of experts without room: forward and backward, on two ranks."""
+    with communicator(group) as comm:
+        n, draws, device, done = comm.world_size, Draws(seed, comm.rank), comm.device, 0
+        for dtype, k in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2), (torch.float16, 3)):
+            tokens, each, columns = 6, 2, 8
+            near = [*range(each), *range((n - 1) * each, n * each)]  # experts of the first rank and of the last one
+            rows = [draws.sizes.sample(near, k) for _ in range(n * tokens)]
+            chosen = torch.tensor(rows, device="cpu").view(n, tokens, k)
+            most_rows = n * tokens * k // 5
+            full = with_room(chosen, each, most_rows) < (chosen >= 0)
+            for rank in (0, n - 1):
+                its = chosen // each == rank
+                assert ((full & its).any(-1) & ~(its & ~full).any(-1)).any(), "no token without any expert of a rank"
+            routes = ops.route_experts(comm, chosen[comm.rank].to(device), torch.ones(tokens, k), experts=each)
+            x = torch.full((tokens, columns), 100.0, dtype=dtype, requires_grad=True)
+            y = ops.combine_tokens(comm, ops.dispatch_tokens(comm, x, routes), routes)
+            (100 * y).sum().backward()  # so that the buffers of both ways hold what would be seen
+            comm.synchronize()
+            assert y.eq(100 * k).all()
+            xs, weights = draws.normal(n, tokens, columns).to(dtype), draws.normal(n * each, columns)
+            one_step(comm, chosen, xs, draws.normal(n, tokens, k), weights, each, most_rows=most_rows)
+            done += 1
+    return done
+
+
+def experts_that_differ(group: dist.ProcessGroup, known: str) -> str:
+    """The error of ranks that call with different numbers of experts; ``known``: which of these some call had."""
+    with communicator(group) as comm:
+        chosen, gates = torch.arange(8).view(4, 2) % comm.world_size, torch.ones(4, 2)
+
+        def call(experts: int) -> None:
+            routes = ops.route_experts(comm, chosen, gates, experts=experts)
+            ops.combine_tokens(comm, ops.dispatch_tokens(comm, torch.ones(4, 8), routes), routes)
+            comm.synchronize()
+
+        for experts in known:
+            call(int(experts))
+        try:
+            call(2 - comm.rank % 2)
+        except SidelaneError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def wrong_calls(comm: Communicator) -> Calls:
     """Calls that are refused, and one that is right."""
     n, device = comm.world_size, comm.device
@@ -191,6 +253,7 @@ def wrong_calls(comm: Communicator) -> Calls:
         lambda: ops.dispatch_tokens(comm, x, routes),
         lambda: ops.dispatch_tokens(comm, x[:1], routes, wire=torch.float8_e5m2),
         lambda: ops.combine_tokens(comm, x[:1], routes),
+        lambda: ops.combine_tokens(comm, torch.ones(len(routes.rows) + 1, 8), routes),
     ]
     return wrong, rows(terms=terms, factors=factors)
 

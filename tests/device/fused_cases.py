@@ -111,7 +111,9 @@ def in_a_graph(context: Context, name: str, replays: int, only_there: bool = Fal
 
 
 def on_several_streams(context: Context, captured: bool) -> int:
-    """Calls of split operators on streams that nobody orders, while some rank is late: buffers are used in turn."""
+    """Calls of split operators and of experts on streams that nobody orders, while some rank is late: buffers are used
+    in turn.
+    """
     device, steps = context.device, 9
     streams = [torch.cuda.Stream() for _ in range(3)]
     with torch.cuda.stream(streams[0]), Communicator(device=device, config=Config(timeout_s=30)) as comm:
@@ -120,10 +122,14 @@ def on_several_streams(context: Context, captured: bool) -> int:
         counts = [[rows // n] * n] * n
         weight = torch.randn(768, 256, device=device, generator=generator)
         xs = [torch.randn(rows, 256, device=device, generator=generator) for _ in range(steps)]
+        chosen = torch.arange(2 * rows, device=device).view(rows, 2) % (2 * n)
+        routes = ops.route_experts(comm, chosen, torch.rand(rows, 2, device=device, generator=generator), experts=2)
         calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
             lambda x: ops.split_gemm_reduce_scatter(comm, x, weight),
             lambda x: ops.split_all_gather_gemm(comm, x, weight, pieces=2),
             lambda x: ops.split_all_to_all_gemm(comm, x, weight, counts, most_rows=rows),
+            lambda x: ops.combine_tokens(comm, ops.dispatch_tokens(comm, x, routes).sin(), routes),
+            lambda x: ops.dispatch_tokens(comm, x, routes, wire=torch.float8_e4m3fn),
         ]
         for call in calls:
             wanted = []

@@ -103,6 +103,18 @@ def test_tokens_without_room_are_left_out(four: Crew) -> None:
     assert four.run(fused_tokens.left_out, 3) == [3] * 3
 
 
+@pytest.mark.parametrize("world_size", [2, long(3)])
+def test_nothing_is_left_of_tokens_without_room(four: Crew, world_size: int) -> None:
+    assert four.run(fused_tokens.left_out_of_used_buffers, world_size, 5, timeout_s=110) == [4] * world_size
+
+
+@pytest.mark.parametrize("known", ["", "2"])
+def test_ranks_with_different_numbers_of_experts_are_told(four: Crew, known: str) -> None:
+    """Where both numbers are new, and where one of them is."""
+    for told in four.run(fused_tokens.experts_that_differ, 2, known):
+        assert told.startswith(("MismatchError", "PeerError")) and "ranks made different calls" in told, told
+
+
 def test_tokens_travel_in_float8(four: Crew) -> None:
     assert four.run(fused_tokens.by_float8, 2, timeout_s=110) == [3] * 2
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.ops.gemm import NO_ROOM
 from sidelane.ops.handle import FLOATS, check_tensor, power_of_two, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.rows import MOST_TERMS
@@ -47,7 +48,8 @@ class ExpertRoutes:
         leaving: token of each row that leaves, those for rank 0 first, int32[N * T, 1]; -1 for none.
         returned: rows that come back for each token, int32[T, N]; -1 for none.
         rows: row that arrived for each expert's row, int32[C, 1]; -1 for none.
-        results: experts' rows of each row that arrived, int32[N * T, k]; -1 for none.
+        results: experts' rows of each row that arrived, int32[N * T, k]; -1 for none, ``NO_ROOM`` (-2) for one of this
+            rank's that has no room: a row of which all are so comes back as zeros, since the token's rank awaits it.
         counts: number of places of each rank at each other, int32[N, N].
     """
 
@@ -70,7 +72,7 @@ def route_experts(
         chosen: numbers of each token's experts, all different, among those of all ranks, rank 0's first, [T, k], int32
             or int64; a negative one stands for none. T and k are alike on all ranks: fill up with negative ones.
         gates: factors of their results, [T, k].
-        experts: E, number of experts of each rank.
+        experts: E, number of experts of each rank, alike on all ranks.
         most_rows: C, largest number of rows of a rank's experts; what more there is for the last experts is left out,
             as if it had not been chosen. None: room for any routing, N * T * min(k, E).
 
@@ -188,7 +190,7 @@ def _place(
             pair = at + tl.arange(0, BLOCK)
             is_own = tl.load(everyone + pair, mask=pair < pairs, other=-1) == first + expert
             row = before + tl.cumsum(is_own.to(tl.int32), 0) - 1
-            tl.store(results + pair, tl.where(row < most_rows, row, -1), mask=is_own)
+            tl.store(results + pair, tl.where(row < most_rows, row, NO_ROOM), mask=is_own)
             tl.store(rows + row, pair // k, mask=is_own & (row < most_rows))
             before += tl.sum(is_own.to(tl.int32))
     else:

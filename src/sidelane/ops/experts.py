@@ -5,7 +5,8 @@
 
 Equivalent: a row for each pair of a token and an expert, an all-to-all, and the other way round a sum of k rows for
 each token. Here a token that several experts of a rank want travels there once, and comes back as one row: the sum of
-its experts' results there, times their gates. Both are ``all_to_all_rows`` and a kernel that sums rows of one's own::
+its experts' results there, times their gates. Both are the kernel of ``all_to_all_rows``, and one that sums rows of
+one's own::
 
     dispatch   rows of tokens, from where they lie -> the rank of an expert | a copy for each of its experts, by expert
     combine    sums over the experts of a rank -> the token's rank          | sums over ranks
@@ -27,12 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
-from sidelane.ops.gemm import sum_of_terms
-from sidelane.ops.handle import FLOATS, check_tensor, telling_refusals
+from sidelane.ops.gemm import ROW_TILES, GemmAllToAll, sum_of_terms
+from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
 from sidelane.ops.library import communicator, in_rows, number_of, operator
-from sidelane.ops.rows import all_to_all_rows
+from sidelane.ops.rows import check_sums
 from sidelane.session import Communicator
 
 DISPATCH, COMBINE = "dispatch_tokens", "combine_tokens"
@@ -68,7 +70,7 @@ def dispatch_tokens(
             raise ValueError(f"{DISPATCH}: rows of tokens (value={len(tokens)}, allowed={len(routes.returned)})")
         if wire not in (None, torch.float8_e4m3fn):
             raise ValueError(f"{DISPATCH}: wire (value={wire}, allowed=None, {torch.float8_e4m3fn})")
-    found: Tensor = tokens_to_experts(number_of(comm), tokens, *_places(routes), wire is not None)
+    found: Tensor = tokens_to_experts(number_of(comm), tokens, *_places(routes), wire is not None, len(routes.ends))
     return found
 
 
@@ -91,9 +93,9 @@ def combine_tokens(comm: Communicator, rows: Tensor, routes: ExpertRoutes) -> Te
     """
     with telling_refusals(comm, COMBINE):
         rows = check_tensor(COMBINE, "rows", rows, comm.device, FLOATS, (2,))
-        if len(rows) < len(routes.rows):
-            raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)} and more)")
-    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes))
+        if len(rows) != len(routes.rows):
+            raise ValueError(f"{COMBINE}: rows (value={len(rows)}, allowed={len(routes.rows)})")
+    found: Tensor = experts_to_tokens(number_of(comm), rows, routes.gates, *_places(routes), len(routes.ends))
     return found
 
 
@@ -115,32 +117,63 @@ def _places(routes: ExpertRoutes) -> tuple[Tensor, ...]:
     return routes.leaving, routes.returned, routes.rows, routes.results, routes.counts
 
 
-def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool) -> Tensor:
+class _Exchange:
+    """Rows between ranks for one shape: a handle of its own, since its output is read behind each call, in turn.
+
+    Each number of experts has one, so that ranks that differ in it never take each other's rows for theirs.
+    """
+
+    def __init__(
+        self, comm: Communicator, most_rows: int, columns: int, dtype: torch.dtype, experts: int, k: int
+    ) -> None:
+        self.comm, self.most_rows, self.in_turn = comm, most_rows, in_turn(comm)
+        self._handle = GemmAllToAll(comm, most_rows, columns, dtype, tiles=ROW_TILES)
+        self._alike = f", {experts} experts of a rank, {k} of a token"
+
+    def send(
+        self, x: Tensor, counts: Tensor, terms: Tensor, factors: Tensor | None = None, *, sends_zeros: bool = False
+    ) -> Tensor:
+        """Send sums of rows of ``x``; as long as its result is read, the caller is ``in_turn``."""
+        check_sums(self.comm, x, counts, self.most_rows, terms, factors)
+        options: dict[str, Any] = {"terms": terms, "factors": factors, "sends_zeros": sends_zeros}
+        return self._handle._run(x, None, counts, alike=self._alike, **options)
+
+
+def _exchange(number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:
+    comm, (most_rows, k) = communicator(number), results.shape
+    shape = most_rows, sent.shape[1], sent.dtype, experts, k
+    return kept(comm, (_Exchange, *shape), lambda: _Exchange(comm, *shape))
+
+
+def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool, experts: int) -> Tensor:
     leaving, _, rows, results, counts = places
     sent = quantized_rows(in_rows(tokens)) if quantized else in_rows(tokens)
-    came = all_to_all_rows(communicator(comm), sent, counts, most_rows=len(results), terms=leaving)
-    return dequantized_rows(came, rows, tokens.shape[1], tokens.dtype) if quantized else sum_rows(came, rows)
+    exchange = _exchange(comm, sent, results, experts)
+    with exchange.in_turn:  # until its rows have been copied
+        came = exchange.send(sent, counts, leaving)
+        return dequantized_rows(came, rows, tokens.shape[1], tokens.dtype) if quantized else sum_rows(came, rows)
 
 
-def _to_tokens(comm: int, rows: Tensor, places: Any, gates: Tensor | None = None) -> Tensor:
-    leaving, returned, _, results, counts = places
-    most = len(leaving)
-    sent = all_to_all_rows(communicator(comm), in_rows(rows), counts, most_rows=most, terms=results, factors=gates)
-    return sum_rows(sent, returned)
+def _to_tokens(comm: int, rows: Tensor, places: Any, experts: int, gates: Tensor | None = None) -> Tensor:
+    _, returned, _, results, counts = places
+    sent = in_rows(rows)
+    exchange = _exchange(comm, sent, results, experts)
+    with exchange.in_turn:  # until its rows have been added up
+        return sum_rows(exchange.send(sent, counts, results, gates, sends_zeros=True), returned)
 
 
 def _dispatch_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm = inputs[0]
+    ctx.comm, ctx.experts = inputs[0], inputs[8]
     ctx.save_for_backward(*inputs[2:7])
 
 
 def _combine_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.comm = inputs[0]
-    ctx.save_for_backward(*inputs[1:])
+    ctx.comm, ctx.experts = inputs[0], inputs[8]
+    ctx.save_for_backward(*inputs[1:8])
 
 
 def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (None, rows_to_tokens(ctx.comm, grad, *ctx.saved_tensors), *[None] * 6)
+    return (None, rows_to_tokens(ctx.comm, grad, *ctx.saved_tensors, ctx.experts), *[None] * 7)
 
 
 @operator(lambda comm, tokens, leaving, returned, rows, *_: tokens.new_empty(rows.shape[0], tokens.shape[1]),
@@ -154,23 +187,32 @@ def tokens_to_experts(
     results: Tensor,
     counts: Tensor,
     quantized: bool,
+    experts: int = 1,
 ) -> Tensor:
-    """See :func:`dispatch_tokens`; ``quantized``: tokens travel in float8."""
-    return _to_experts(comm, tokens, (leaving, returned, rows, results, counts), quantized)
+    """See :func:`dispatch_tokens`; ``quantized``: tokens travel in float8; ``experts``: E, which ranks compare."""
+    return _to_experts(comm, tokens, (leaving, returned, rows, results, counts), quantized, experts)
 
 
 @operator(lambda comm, results_of, leaving, returned, *_: results_of.new_empty(returned.shape[0], results_of.shape[1]))
 def rows_to_tokens(
-    comm: int, results_of: Tensor, leaving: Tensor, returned: Tensor, rows: Tensor, results: Tensor, counts: Tensor
+    comm: int,
+    results_of: Tensor,
+    leaving: Tensor,
+    returned: Tensor,
+    rows: Tensor,
+    results: Tensor,
+    counts: Tensor,
+    experts: int = 1,
 ) -> Tensor:
     """Return sums of experts' rows for each token, without gates: gradients of dispatched tokens."""
-    return _to_tokens(comm, results_of, (leaving, returned, rows, results, counts))
+    return _to_tokens(comm, results_of, (leaving, returned, rows, results, counts), experts)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     values, gates, *places = ctx.saved_tensors
     rows, results = places[2], places[3]
-    for_token = tokens_to_experts(ctx.comm, grad, *places, False)  # for each expert's row, the gradient of its token
+    # The gradient of its token, for each expert's row.
+    for_token = tokens_to_experts(ctx.comm, grad, *places, False, ctx.experts)
     _, for_values, for_gates, *_ = ctx.needs_input_grad
     of_values = of_gates = None
     if for_values:
@@ -180,7 +222,7 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if for_gates:
         product = (for_token.float() * torch.where(rows >= 0, values, 0).float()).sum(-1)
         of_gates = torch.where(results >= 0, product[results.clamp(min=0)], 0)
-    return (None, of_values, of_gates, *[None] * 5)
+    return (None, of_values, of_gates, *[None] * 6)
 
 
 @operator(lambda comm, values, gates, leaving, returned, *_: values.new_empty(returned.shape[0], values.shape[1]),
@@ -194,9 +236,10 @@ def experts_to_tokens(
     rows: Tensor,
     results: Tensor,
     counts: Tensor,
+    experts: int = 1,
 ) -> Tensor:
     """See :func:`combine_tokens`."""
-    return _to_tokens(comm, values, (leaving, returned, rows, results, counts), gates)
+    return _to_tokens(comm, values, (leaving, returned, rows, results, counts), experts, gates)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -20,7 +20,8 @@ to 2 of rank 1; the one row of rank 1 becomes row 2 of rank 0.
 Legend: N ranks; K columns of ``x``; H columns of the result; C rows that an output has room for; a tile is ROWS rows
 and COLS columns, of products over DEPTH columns of ``x`` at a time; E experts of a rank. ``x`` [rows, K], ``weight``
 [E, H, K], ``outputs`` [C, H], ``counts`` [N, N, E]: rows for a rank are those of its first expert, then the next.
-A sent row may be the sum of TERMS rows of ``x``, with numbers ``terms`` and factors ``factors``, [rows, TERMS].
+A sent row may be the sum of TERMS rows of ``x``, with numbers ``terms`` and factors ``factors``, [rows, TERMS]; TERMS
+is negative if ``NO_ROOM`` among these numbers is a row of zeros, which is sent.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ from sidelane.session import Communicator
 
 NAME = "gemm_all_to_all"
 MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+
+NO_ROOM = tl.constexpr(-2)
+"""Number of a term that experts had no room for, where a call allows it: zeros, which are sent."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,9 +197,12 @@ class GemmAllToAll(KernelHandle):
         groups: ExpertGroups | None = None,
         terms: torch.Tensor | None = None,
         factors: torch.Tensor | None = None,
+        sends_zeros: bool = False,
+        alike: str = "",
     ) -> torch.Tensor:
         """Run the operator with arguments that were checked; rows without a weight come from or go to ``groups``, or
-        are sums of ``terms``.
+        are sums of ``terms``, among which ``NO_ROOM`` is zeros if ``sends_zeros``, and else none. ``alike``: text that
+        must be the same on every rank.
         """
         comm, experts = self.comm, experts_of(weight, counts)
         summed = 0 if terms is None else terms.shape[1]
@@ -220,11 +227,11 @@ class GemmAllToAll(KernelHandle):
             weight.stride(0) if weight is not None and experts else 0,
             self.most_rows,
             stamps,
-            alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{stamped}",
+            alike=f"{experts or 1} experts{'' if groups is None else ' in a row'}, {summed} terms{alike}{stamped}",
             REMOTE_FIRST=order == REMOTE_FIRST,
             EP=power_of_two(experts or 1),
             TAKEN=groups is not None and groups.are_sent,
-            TERMS=summed,
+            TERMS=-summed if sends_zeros else summed,
             **tiles.constants(x.shape[1], self.columns, self.dtype),
         )
         return self._output
@@ -353,18 +360,21 @@ def sum_of_terms(
     ROWS: tl.constexpr, COLS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Return sums of rows of ``x``, [ROWS, COLS], and a mask of those with a term. One term without a factor stays as
-    it is, in its dtype; other sums are float32.
+    it is, in its dtype; other sums are float32. With negative TERMS, ``NO_ROOM`` is a term, of zeros.
     """
-    if TERMS == 1 and factors is None:
+    COUNT: tl.constexpr = TERMS if TERMS > 0 else -TERMS
+    if COUNT == 1 and factors is None:
         source = tl.load(terms + row, mask=row_mask, other=-1).to(tl.int64)
         is_there = source >= 0
         inside = is_there[:, None] & (column < columns)[None, :]
-        result = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside)
+        result = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=0)
+        if TERMS < 0:
+            is_there = is_there | (source == NO_ROOM)
     else:
         result = tl.zeros([ROWS, COLS], tl.float32)
         is_there = row_mask & (row < 0)
-        for term in tl.static_range(TERMS):
-            place = row.to(tl.int64) * TERMS + term
+        for term in tl.static_range(COUNT):
+            place = row.to(tl.int64) * COUNT + term
             source = tl.load(terms + place, mask=row_mask, other=-1).to(tl.int64)
             has_term = source >= 0
             inside = has_term[:, None] & (column < columns)[None, :]
@@ -373,6 +383,8 @@ def sum_of_terms(
                 values *= tl.load(factors + place, mask=has_term, other=0)[:, None]
             result += values
             is_there = is_there | has_term
+            if TERMS < 0:
+                is_there = is_there | (source == NO_ROOM)
     return result, is_there
 
 
@@ -420,7 +432,7 @@ def _gemm_all_to_all(
                 column = column_tile * COLS + tl.arange(0, COLS)
                 row_mask = (row < count) & (first + row < rows) & (to + row < most_rows)
                 stamp(stamps, COMPUTE, peer)
-                if TERMS > 0:
+                if TERMS != 0:
                     values, row_mask = sum_of_terms(x, terms, factors, first + row, column, row_mask, columns, x_stride,
                                                     ROWS, COLS, TERMS)  # fmt: skip
                 elif weight is None:

@@ -57,12 +57,24 @@ def all_to_all_rows(
         UnavailableError: a new shape inside of a capture; a device that cannot run it.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
+    check_sums(comm, x, counts, most_rows, terms, factors)
+    sender = rows_sender(comm, most_rows, x.shape[1], x.dtype)
+    return sender(x, None, counts, terms=terms, factors=factors)
+
+
+def check_sums(
+    comm: Communicator,
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    most_rows: int,
+    terms: torch.Tensor | None,
+    factors: torch.Tensor | None,
+) -> None:
+    """Refuse, on all ranks, arguments that :func:`all_to_all_rows` cannot take. Raises ValueError or TypeError."""
     with telling_refusals(comm, NAME):
         sent = check_terms(comm, x, terms, factors)
         check_rows(NAME, comm, x, counts, most_rows, REMOTE_FIRST, sent=sent)
         check_most_rows(NAME, most_rows, x.shape[1])
-    sender = rows_sender(comm, most_rows, x.shape[1], x.dtype)
-    return sender(x, None, counts, terms=terms, factors=factors)
 
 
 def check_terms(comm: Communicator, x: torch.Tensor, terms: object, factors: object) -> int | None:
