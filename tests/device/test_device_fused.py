@@ -26,6 +26,7 @@ CASES = "fused_cases."
         ("fused_gemms", "dispatches_back_to_back", 40),
         ("fused_tokens", "sums_back_to_back", 40),
         ("fused_tokens", "there_and_back", 20),
+        ("fused_tokens", "left_out_of_used_buffers", 5),
     ],
 )
 def test_back_to_back(ranks: Ranks, module: str, name: str, calls: int) -> None:

@@ -327,7 +327,7 @@ class Experts:
             return torch.empty(shape, dtype=dtype, device=device).normal_(std=scale, generator=draw)
 
         x, total = values(size.tokens, size.hidden), int(routed.routes.ends[-1])
-        results = values(routed.most_rows, size.hidden)
+        results = values(len(routed.routes.rows), size.hidden)
         ways = ways_of(routed, group, dtype)
         steps: dict[str, Callable[[], Tensor]] = {}
         if size.part == LAYER:
