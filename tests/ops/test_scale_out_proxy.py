@@ -185,7 +185,7 @@ class Rank:
 
 @contextlib.contextmanager
 def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0, late: Late | None = None) -> Iterator[list[Rank]]:
-    store, made = dist.HashStore(), {}
+    store, made, others = dist.HashStore(), {}, {*threading.enumerate()}
 
     def make(rank: int) -> None:
         made[rank] = Rank(rank, size, store, capacity, timeout_s, late)
@@ -197,7 +197,7 @@ def ranks(size: int, capacity: int = 4, timeout_s: float = 10.0, late: Late | No
     finally:
         for one in found:
             one.proxy.close(time.monotonic())
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("sidelane-")]
+        left = {thread for thread in threading.enumerate() if thread.name.startswith("sidelane-")} - others
         assert not left
         assert all(made.fileno() == -1 for one in found for made in one.links.data.values())
 
