@@ -30,7 +30,7 @@ fast = torch.compile if gpu else lambda function: function
 
 @dataclass
 class Config:
-    """What ``config.json`` of a public model says."""
+    """Sizes of a public model, as its ``config.json`` has them."""
 
     hidden: int
     intermediate: int

@@ -1,4 +1,4 @@
-"""What ranks do with workloads of the end-to-end study in tests."""
+"""Rank functions for tests of the end-to-end study's workloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do with tokens that travel to their experts' ranks once, and back as sums; see ``fused_ops``."""
+"""Rank functions for tokens that travel to their experts' ranks once, and back as sums; see ``fused_ops``."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def worked_example(group: dist.ProcessGroup) -> int:
 
 
 def left_out(group: dist.ProcessGroup) -> int:
-    """What experts have no room for counts as not chosen: the last rows of the last experts."""
+    """Rows that experts have no room for, the last of the last experts, count as not chosen."""
     with communicator(group) as comm:
         n, device = comm.world_size, comm.device
         chosen = torch.zeros(4, 1, dtype=torch.int64, device=device)  # all tokens of all ranks, for the first expert
@@ -291,7 +291,7 @@ def by_float8(group: dist.ProcessGroup) -> int:
 
 
 def quantized(x: torch.Tensor) -> torch.Tensor:
-    """Of float32 what comes back from float8."""
+    """Compare float32 tokens with what comes back from float8."""
     parts = []
     for part in x.split(128, dim=1):
         largest = part.abs().amax(1, keepdim=True).clamp(min=1e-4)

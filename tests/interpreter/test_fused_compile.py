@@ -59,7 +59,7 @@ MOST_SHARED_BYTES = 232448
 def made_of(
     kernel: Any, kinds: str, constants: Mapping[str, object], warps: int, *, multiples: Sequence[str] = ()
 ) -> Any:
-    """What Triton makes of a kernel.
+    """Compile a kernel as Triton does.
 
     ``kinds``: of the arguments that are no constants, in their order; ``multiples``: those that are multiples of 16, as
     Triton finds out at a launch.

@@ -101,8 +101,8 @@ def route_experts(
 
 
 def _routing_like(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
-    n = communicator(comm).world_size
-    return tuple(part.new_empty(n * part.shape[0], part.shape[1]) for part in (gates, chosen))  # type: ignore[return-value]
+    rows = communicator(comm).world_size * chosen.shape[0]
+    return gates.new_empty(rows, gates.shape[1]), chosen.new_empty(rows, chosen.shape[1])
 
 
 def _routing_saves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -125,10 +125,11 @@ def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Te
     return of_gates.view(torch.float32), everyone
 
 
-def _places_like(comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int) -> tuple[Tensor, ...]:
-    n, (tokens, k) = communicator(comm).world_size, chosen.shape
-    shapes = (experts,), (n * tokens, 1), (tokens, n), (most_rows, 1), (n * tokens, k)
-    return tuple(chosen.new_empty(shape) for shape in shapes)
+def _places_like(
+    comm: int, chosen: Tensor, everyone: Tensor, experts: int, most_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n, (tokens, k), empty = communicator(comm).world_size, chosen.shape, chosen.new_empty
+    return empty(experts), empty(n * tokens, 1), empty(tokens, n), empty(most_rows, 1), empty(n * tokens, k)
 
 
 @operator(_places_like)
@@ -145,7 +146,7 @@ def places_of(
         most_rows: C, number of rows of a rank's experts.
     """
     ranks, (tokens, k) = communicator(comm), chosen.shape
-    ends, leaving, returned, rows, results = found = _places_like(comm, chosen, everyone, experts, most_rows)
+    ends, leaving, returned, rows, results = _places_like(comm, chosen, everyone, experts, most_rows)
     numbers, pairs, first = torch.empty_like(ends), everyone.numel(), ranks.rank * experts
     warps = {"BLOCK": BLOCK, "num_warps": 8}
     launch(_count, (experts,), (everyone, numbers, pairs, first), warps)
@@ -153,7 +154,7 @@ def places_of(
     launch(_place, (experts + 1,), arguments, {"EP": power_of_two(experts), **warps})
     arguments = chosen.contiguous(), leaving, returned, tokens, k, experts, ranks.world_size
     launch(_leave, (-(-tokens // TOKENS),), arguments, {"KP": power_of_two(k), "TOKENS": TOKENS})
-    return found  # type: ignore[return-value]
+    return ends, leaving, returned, rows, results
 
 
 @operator(lambda comm, parts: parts.new_empty(parts.shape[0] // communicator(comm).world_size, parts.shape[1]))

@@ -33,7 +33,8 @@ from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import ROW_TILES, GemmAllToAll, sum_of_terms
 from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
-from sidelane.ops.library import communicator, in_rows, number_of, operator
+from sidelane.ops.library import communicator, number_of, operator
+from sidelane.ops.operands import in_rows
 from sidelane.ops.rows import check_sums
 from sidelane.session import Communicator
 

@@ -32,7 +32,7 @@ from sidelane.ops import (
     rms_norm,
 )
 from sidelane.ops.handle import power_of_two
-from sidelane.ops.operands import MOST_ELEMENTS
+from sidelane.ops.operands import MOST_ELEMENTS, in_rows, in_rows_or_columns
 from sidelane.ops.rows import all_to_all_rows
 from sidelane.session import Communicator
 
@@ -506,13 +506,3 @@ def _by_expert(rows: Tensor, counts: Tensor) -> list[Tensor]:
     experts = counts.shape[-1]
     expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=rows.device), right=True) % experts
     return [torch.where((expert == number)[:, None], rows, 0) for number in range(experts)]
-
-
-def in_rows(matrix: Tensor) -> Tensor:
-    """Return a matrix whose neighbours in a row are neighbours in memory, as kernels require."""
-    return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()
-
-
-def in_rows_or_columns(matrix: Tensor) -> Tensor:
-    """Return a matrix whose neighbours in a row, or in a column, are neighbours in memory; ``mm`` copies neither."""
-    return matrix if matrix.stride(0) == 1 else in_rows(matrix)

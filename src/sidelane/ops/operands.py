@@ -249,3 +249,13 @@ def check_neighbours(name: str, **tensors: torch.Tensor) -> None:
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             given = f"value={tensor.stride()}, allowed=1"
             raise ValueError(f"{name}: neighbours in a row of {what} lie apart ({given})")
+
+
+def in_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose neighbours in its last dimension are neighbours in memory, as kernels require."""
+    return matrix if matrix.shape[-1] <= 1 or matrix.stride(-1) == 1 else matrix.contiguous()
+
+
+def in_rows_or_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose neighbours in a row, or in a column, are neighbours in memory; ``mm`` copies neither."""
+    return matrix if matrix.stride(0) == 1 else in_rows(matrix)

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend
 from sidelane.collectives.work import Work
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept
+from sidelane.ops.operands import in_rows
 from sidelane.program.collective import split_evenly
 from sidelane.program.rotation import rotation_program
 from sidelane.session import BoundProgram, Communicator
@@ -146,7 +147,7 @@ class RingAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the attention of this rank's queries, [B, S, H, value_size], and the logarithms, [B, H, S]."""
-        query = _in_rows(q).transpose(1, 2)
+        query = in_rows(q).transpose(1, 2)
         total = query.new_zeros(*query.shape[:3], self._shape.value_size, dtype=self._sum_dtype)
         logarithms = total.new_full(query.shape[:3], -torch.inf)
         with torch.no_grad(), _as_it_is(q), self._in_turn:
@@ -162,7 +163,7 @@ class RingAttention:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Tensor, logarithms: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v; ``result`` and ``logarithms`` are those of :meth:`forward`."""
-        query, result, grad = (_in_rows(tensor).transpose(1, 2) for tensor in (q, result, grad))
+        query, result, grad = (in_rows(tensor).transpose(1, 2) for tensor in (q, result, grad))
         of_query = torch.zeros_like(query, dtype=self._sum_dtype)
         of_block = self._own.new_zeros(self._lengths[self._comm.rank], *self._row, dtype=self._sum_dtype)
         with torch.no_grad(), _as_it_is(q), self._in_turn:
@@ -240,11 +241,6 @@ class RingAttention:
         """Return views [B, K, count, size] of a block's keys and values."""
         rows = block[: part.count].permute(1, 2, 0, 3)
         return rows[..., : self._shape.size], rows[..., self._shape.size :]
-
-
-def _in_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose neighbours in the last dimension are neighbours in memory, as kernels require."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _as_it_is(tensor: Tensor) -> torch.autocast:

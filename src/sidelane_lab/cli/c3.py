@@ -23,7 +23,7 @@ from sidelane.cli.options import (
     say_rounding,
     size,
 )
-from sidelane.cli.output import STDOUT, Written
+from sidelane.cli.output import Written
 from sidelane.kernels.gemm_shape import SHAPES
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -41,6 +41,7 @@ from sidelane_lab.harness.options import (
     loaded,
     names,
     option,
+    require_file_to_resume,
     run,
     shared,
     values_of,
@@ -208,8 +209,7 @@ class C3Options(PairOptions):
             raise ValueError(f"C3Options: not_run (value={self.not_run}, allowed=pairs that do not run, with a reason)")
         for name in self.strategies:
             named(name)
-        if self.resume and (self.json is None or self.json == STDOUT):
-            raise ValueError(f"C3Options: resume (value={self.resume}, allowed=with a file that json names)")
+        require_file_to_resume(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from sidelane.cli.help import HOW
-from sidelane.cli.output import STDOUT
-from sidelane_lab.harness.options import StudyOptions, count, names, option, study_command
+from sidelane_lab.harness.options import StudyOptions, count, names, option, require_file_to_resume, study_command
 
 PROGRAMS = ("ddp", "fsdp", "tensor")
 SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "metavar": "SECONDS"}
@@ -71,8 +70,7 @@ class ClientOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         StudyOptions.__post_init__(self)
-        if self.resume and (self.json is None or self.json == STDOUT):
-            raise ValueError(f"ClientOptions: resume (value={self.resume}, allowed=with a file that json names)")
+        require_file_to_resume(self)
 
 
 clients = study_command("clients", ClientOptions)

@@ -34,7 +34,7 @@ from sidelane.cli.options import (
 )
 from sidelane.cli.options import names as read_names
 from sidelane.cli.options import size as read_size
-from sidelane.cli.output import Written
+from sidelane.cli.output import STDOUT, Written
 from sidelane.program.collective import Kind
 from sidelane.sizes import parse_bytes
 
@@ -52,6 +52,13 @@ def require_all(where: str, name: str, values: Collection[str], allowed: Collect
     unknown = [value for value in values if value not in allowed]
     if unknown:
         raise ValueError(f"{where}: {name} (value={', '.join(unknown)}, allowed={', '.join(allowed)})")
+
+
+def require_file_to_resume(options: Any) -> None:
+    """Refuse ``resume`` without a file to go on with. Takes the options of a study that has it."""
+    if options.resume and (options.json is None or options.json == STDOUT):
+        where = type(options).__name__
+        raise ValueError(f"{where}: resume (value={options.resume}, allowed=with a file that json names)")
 
 
 def require(where: str, name: str, value: str, allowed: Sequence[str]) -> None:

@@ -280,10 +280,11 @@ def _paired(plain: Action, by: tuple[int, int], program: Program, image: Program
                     continue  # compared later
                 ours, images = ([*writes(each), *reads(each)] for each in (mine, theirs))
                 if [(each.buffer, each.nbytes) for each in ours] == [(each.buffer, each.nbytes) for each in images]:
-                    yield tuple(  # type: ignore[misc]
+                    here, there = (
                         [(plain.bases[each.buffer] + each.offset, each.nbytes) for each in found]
                         for found in (ours, images)
                     )
+                    yield here, there
                     continue
             raise AsymmetryError(f"moves: {mine} of rank {one.rank} {one.engine} becomes {theirs} of rank {other.rank}")
 

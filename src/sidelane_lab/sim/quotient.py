@@ -147,7 +147,7 @@ class _Pass:
         self.places: list[Occurrence] = []
         self.blocked: dict[int, Occurrence] = {}
         self.ticks = _Ticks(count)
-        self.flags = FlagStates(layout, Counters(), self.ticks)  # type: ignore[arg-type]
+        self.flags = FlagStates(layout, Counters(), self.ticks)  # type: ignore[arg-type]  # a list, of images as well
         self.accesses = _Accesses(layout, action, count, self.ticks)
         self._plans = {plan.chain: plan for plan in plans}
         self._clocks = np.zeros((count, action.size * count), np.int32)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,14 +29,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from sidelane import ops
-from sidelane.integrations.ledger import SIDELANE
-from sidelane.integrations.registration import register
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
-from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.studies.e2e.workload import Prepared, sidelane_group
 from sidelane_lab.studies.layouts.rows import BACK, THERE
 from sidelane_lab.studies.layouts.ways import merged, permuted
-from sidelane_lab.studies.process_group.ways import library_of
 
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 EPS = 1e-5
@@ -212,16 +210,16 @@ class LibraryExchange(torch.autograd.Function):
     """An exchange whose backward is the way back."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, *inputs: object) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, layout: str, group: dist.ProcessGroup) -> Tensor:
         """Exchange a tensor in a layout by a group."""
-        tensor, ctx.layout, ctx.group = inputs  # type: ignore[attr-defined]
-        return exchange(tensor, ctx.layout, ctx.group)  # type: ignore[attr-defined, arg-type]
+        ctx.layout, ctx.group = layout, group
+        return exchange(tensor, layout, group)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Exchange the gradient the other way."""
-        other = BACK if ctx.layout == THERE else THERE  # type: ignore[attr-defined]
-        return exchange(grads[0], other, ctx.group), None, None  # type: ignore[attr-defined]
+        other = BACK if ctx.layout == THERE else THERE
+        return exchange(grads[0], other, ctx.group), None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +255,7 @@ class AttentionWorkload:
 
         order = "zigzag" if size.is_causal else "plain"
         ways: dict[str, tuple[Attend, str, Callable[[Tensor], object]]] = {
-            library_of(device.type): by(group),
+            "nccl": by(group),
             "group": by(own),
             "operators": (blocks.ulysses(reshard(2, 1), reshard(1, 2)), "plain", comm.all_reduce),
             "ring": (blocks.ring(comm, order), order, comm.all_reduce),
@@ -280,16 +278,6 @@ class AttentionWorkload:
             },
             collectives=exchanged,
         )
-
-
-@functools.cache
-def sidelane_group(device: torch.device) -> dist.ProcessGroup:
-    """Return a group of Sidelane's, which lasts as long as this process. Collective where it is new."""
-    register()
-    both = device.type == "cpu" and torch.cuda.is_available()
-    made = dist.new_group(backend="cpu:sidelane,cuda:sidelane" if both else SIDELANE)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 # Hidden size, heads and feed-forward width as in the published configurations: Llama 3.1 8B, and Wan 2.1 14B's

@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from sidelane.integrations.ledger import SIDELANE
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.studies.clients.programs import GROUP, MODELS, NONE, TINY, ClientModel
-from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.studies.e2e.workload import Prepared, sidelane_group
 from sidelane_lab.studies.fused.case import OneShot
-from sidelane_lab.studies.process_group.ways import library_of, make_group
 
 EPS, ROTARY_BASE = 1e-5, 500_000.0
 MOST_NORMED, MOST_TOKENS = 512, 16
@@ -218,7 +216,7 @@ class DecodeWorkload:
         own, few = sidelane_group(device), size.tokens <= MOST_NORMED
         many = half_of(functools.partial(ops.gemm_all_reduce, comm))
         ways: dict[str, tuple[Half, Gather]] = {
-            library_of(device.type): (summed_by(group), gathered(group)),
+            "nccl": (summed_by(group), gathered(group)),
             GROUP: (summed_by(own), gathered(own)),
             "operators": (fused if few else many, comm.all_gather),
         }
@@ -233,7 +231,10 @@ class DecodeWorkload:
                 return one_shot()
 
             ways["symm_mem"] = half_of(in_symmetric_memory), gathered(group)
-        alone: Gather = lambda output, input: output.copy_(input.repeat(llama.ranks, 1))  # noqa: E731
+
+        def alone(output: torch.Tensor, input: torch.Tensor) -> None:
+            output.copy_(input.repeat(llama.ranks, 1))
+
         ways[NONE] = half_of(functional.linear), alone
 
         def step(half: Half, gather: Gather) -> torch.Tensor:
@@ -252,12 +253,6 @@ class DecodeWorkload:
             },
             collectives=llama.collectives,
         )
-
-
-@functools.cache
-def sidelane_group(device: torch.device) -> dist.ProcessGroup:
-    """Return a group of Sidelane's, which lasts as long as this process. Collective where it is new."""
-    return make_group(SIDELANE, device)
 
 
 PUBLIC = ("llama-3.2-1b", "llama-3.1-8b")

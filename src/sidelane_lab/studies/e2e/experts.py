@@ -17,6 +17,7 @@ none               no tokens move between ranks: the products alone
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -339,12 +340,13 @@ class Experts:
                 inner = functional.silu(gate) * other
                 return functional.grouped_mm(inner, down.transpose(1, 2), offs=routed.routes.ends)
 
-            for name, way in ways.items():
-                steps[name] = lambda way=way: way.combine(compute(way.dispatch(x)))  # type: ignore[misc]
+            def layer(way: ExpertWay) -> Tensor:
+                return way.combine(compute(way.dispatch(x)))
+
+            steps = {name: functools.partial(layer, way) for name, way in ways.items()}
             steps["none"] = lambda: compute(results)
         elif size.part == DISPATCH:
-            for name, way in ways.items():
-                steps[name] = lambda way=way: way.dispatch(x)[:total]  # type: ignore[misc]
+            steps = {name: functools.partial(lambda way: way.dispatch(x)[:total], way) for name, way in ways.items()}
         else:
             del ways["operators, routed"]  # which routes before it dispatches
             for name, way in ways.items():

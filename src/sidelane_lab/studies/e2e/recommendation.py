@@ -291,7 +291,8 @@ class Recommender:
 
     def exchanged(self, sent: Tensor) -> Tensor:
         """Exchange parts of equal size by the process group, with the bottom MLP beside."""
-        came: Tensor = Exchanged.apply(sent, self)  # type: ignore[no-untyped-call]
+        apply: Callable[..., Tensor] = Exchanged.apply
+        came = apply(sent, self)
         self.run_bottom()
         self.work.wait()
         return came

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from sidelane.integrations.ledger import SIDELANE
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
+from sidelane_lab.studies.process_group.ways import make_group
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Prepared:
 
     steps: Mapping[str, Callable[[], torch.Tensor]]
     """A step by each way; it enqueues its work on the current stream and returns the tensor that is compared. The first
-    way is the library's (NCCL or Gloo); "none" leaves the communication out, and its result is not compared."""
+    way is the library's, "nccl", which the study calls "gloo" on CPU ranks; "none" leaves the communication out, and
+    its result is not compared."""
     tolerance: float
     """The largest allowed norm of a difference over the norm of the first way's result."""
     units: int
@@ -46,3 +50,9 @@ class EndToEndWorkload(Protocol):
     ) -> Prepared:
         """Make the steps of one size. Collective."""
         ...
+
+
+@functools.cache
+def sidelane_group(device: torch.device) -> torch.distributed.ProcessGroup:
+    """Return a group of Sidelane's, which lasts as long as this process. Collective where it is new."""
+    return make_group(SIDELANE, device)
