@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -179,11 +180,12 @@ def with_room(chosen: torch.Tensor, each: int, most_rows: int) -> torch.Tensor:
     return has_room
 
 
-def left_out_of_used_buffers(group: dist.ProcessGroup, seed: int) -> int:
+def left_out_of_used_buffers(group: dist.ProcessGroup, seed: int, calls: int) -> int:
     """Nothing of an earlier step is taken for results of experts without room: forward and backward, on two ranks."""
     with communicator(group) as comm:
         n, draws, device, done = comm.world_size, Draws(seed, comm.rank), comm.device, 0
-        for dtype, k in ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2), (torch.float16, 3)):
+        kinds = ((torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 2), (torch.float16, 3))
+        for dtype, k in itertools.islice(itertools.cycle(kinds), calls):
             tokens, each, columns = 6, 2, 8
             near = [*range(each), *range((n - 1) * each, n * each)]  # experts of the first rank and of the last one
             rows = [draws.sizes.sample(near, k) for _ in range(n * tokens)]

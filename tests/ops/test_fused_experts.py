@@ -105,7 +105,7 @@ def test_tokens_without_room_are_left_out(four: Crew) -> None:
 
 @pytest.mark.parametrize("world_size", [2, long(3)])
 def test_nothing_is_left_of_tokens_without_room(four: Crew, world_size: int) -> None:
-    assert four.run(fused_tokens.left_out_of_used_buffers, world_size, 5, timeout_s=110) == [4] * world_size
+    assert four.run(fused_tokens.left_out_of_used_buffers, world_size, 5, 4, timeout_s=110) == [4] * world_size
 
 
 @pytest.mark.parametrize("known", ["", "2"])
