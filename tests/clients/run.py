@@ -72,7 +72,9 @@ def run(client: str, variant: str, backend: str, ranks: int, seconds: int) -> li
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), str(FOLDER / f"{client}.py"), backend, *variant.split()]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, OUT: folder}
+        # Inductor takes the reduction that is fastest when it compiles, so that two runs could round differently.
+        same = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+        environment = {**same, **os.environ, OUT: folder}
         log = Path(folder, "log")
         with log.open("w") as file:
             child = subprocess.Popen(

@@ -151,10 +151,14 @@ def test_rows_say_what_is_wrong_and_where_nothing_can_be_won(monkeypatch: pytest
         return study._Study._row(this, case, way, "eager", trial)
 
     assert row("enable").correct is False and row("enable").step_ms is None
-    assert "the output is 0.2 from that of nccl" in row("enable").note
+    assert "the output is 4% from that of nccl" in row("enable").note
     assert row("group").over_percent == pytest.approx(2.0) and row("group").note == "two passes"
     trial.found["none", "eager"] = times(995.0, 3.0)
     assert row("group").note == "nccl exposes 0.5% of a step: there is nothing to win; two passes"
     assert row("group").exposed_ms == pytest.approx(0.02625) and row("none").loss is None
+    case = dataclasses.replace(case, program="tensor")  # whose logits rounding moves further than a loss
+    assert row("enable").correct is True and row("none").correct is None
+    trial.found["enable", "eager"] = times(900.0, 5.6)
+    assert row("enable").correct is False
     trial.problems["group"] = Problem("OutOfMemoryError: no")
     assert (row("group").step_ms, row("group").note, row("group").correct) == (None, "OutOfMemoryError: no", None)

@@ -38,7 +38,14 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import library_us
 from sidelane_lab.model.kernels import dma_us, own_gang
 from sidelane_lab.studies.clients.programs import EAGER, GRAPH, GROUP, NONE, calls_by_maker
-from sidelane_lab.studies.clients.study import FEWEST_ROUNDS, loaded_nccl, makers_of, over_percents, spread_ms
+from sidelane_lab.studies.clients.study import (
+    FEWEST_ROUNDS,
+    difference,
+    loaded_nccl,
+    makers_of,
+    over_percents,
+    spread_ms,
+)
 from sidelane_lab.studies.e2e.workload import EndToEndWorkload, Prepared
 from sidelane_lab.studies.fsdp.study import exposed_ms, recovered_percent
 from sidelane_lab.studies.process_group.ways import StudyGroups, library_of
@@ -289,12 +296,6 @@ class _SizeTrial:
         count = max(min(FEWEST_ROUNDS, options.rounds), min(options.rounds, int(options.size_s / steps / sum(times_s))))
         jobs = {variant: Job(run, repeats=steps, calls=steps) for variant, run in ready.items()}
         return self._meter.rounds(jobs, warmup=1, repeats=count)
-
-
-def difference(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the norm of a difference over the norm of the reference."""
-    apart = torch.linalg.vector_norm(result.float() - reference.float(), dtype=torch.float64)
-    return float(apart / torch.linalg.vector_norm(reference.float(), dtype=torch.float64).clamp_min(1e-30))
 
 
 def _replays(step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
