@@ -1,0 +1,64 @@
+"""The command ``sidelane nccl-tests``: a collective in the form of NVIDIA's nccl-tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sidelane.cli.errors import plain_errors
+from sidelane.cli.help import MEASURE, Command, how, what, where
+from sidelane.cli.options import json_option, names, size
+from sidelane_lab.harness.options import loaded
+
+COLLECTIVES = {
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce_scatter": "reduce_scatter",
+}
+"""Our names of collectives, by the first words of nccl-tests' programs (``all_reduce_perf``)."""
+
+DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "int32": "int32", "int64": "int64"}
+"""Our names of types, by those of nccl-tests."""
+
+
+@click.command(
+    "nccl-tests",
+    cls=Command,
+    heading=MEASURE,
+    examples=(
+        (
+            "sidelane nccl-tests all_reduce -b 8 -e 128M -f 2 -g 2",
+            "for all_reduce_perf with these options",
+        ),
+        ("sidelane nccl-tests all_gather -b 1M -e 1G -f 4 --implementations auto,nccl", "Sidelane, and then NCCL"),
+        ("sidelane nccl-tests alltoall -b 64K -e 64M -G 1", "calls in a CUDA graph"),
+    ),
+)
+@click.argument("collective", type=click.Choice(list(COLLECTIVES)))
+@what("-b", "--minbytes", callback=size, default="32M", metavar="SIZE", help="Smallest size, such as 64K.")
+@what("-e", "--maxbytes", callback=size, default="32M", metavar="SIZE", help="Largest size.")
+@what("-f", "--stepfactor", type=click.IntRange(2), metavar="N", help="Each size over the one before it.")
+@what("-i", "--stepbytes", callback=size, metavar="SIZE", help="Each size less the one before it; 1M without -f.")
+@what("-d", "--datatype", type=click.Choice(list(DTYPES)), default="float", help="Type of the elements.")
+@what("-G", "--cudagraph", type=click.IntRange(0), default=0, metavar="N", help="Calls in a CUDA graph if N is not 0.")
+@what("--implementations", callback=names, default="auto", metavar="NAME,...",
+      help="One table each: auto (Sidelane), nccl, nccl_ce, symm_mem, gloo, dma, sm.")  # fmt: skip
+@how("-n", "--iters", type=click.IntRange(1), default=20, help="Measured rounds.")
+@how("-w", "--warmup_iters", type=click.IntRange(0), default=5, help="Rounds before them.")
+@how("-c", "--check", type=click.IntRange(1), default=1, help="Outputs are always checked.")
+@where("-g", "--ngpus", type=click.IntRange(1), default=None, show_default="every GPU", help="Processes to start.")
+@json_option
+def nccl_tests(collective: str, datatype: str, check: int, json: Path | None, **options: Any) -> None:
+    """Time a collective, and print the lines of nccl-tests.
+
+    Sizes, counts, algbw and busbw are defined as there; a time is the median over rounds of the slowest rank's. Each
+    output is compared with a reference before and after it was timed. The exit code is 1 if one is wrong.
+    """
+    with plain_errors():
+        main = loaded("studies.nccl_tests").main
+        sys.exit(main(COLLECTIVES[collective], DTYPES[datatype], datatype, json=json, **options))

@@ -1,0 +1,145 @@
+"""The study of collectives in the lines that nccl-tests prints: out of place and in place beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from sidelane.cli.launch import choose_target
+from sidelane.cli.output import STDOUT, write_json
+from sidelane.cli.table import grouped
+from sidelane.cli.terminal import progress_console
+from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
+from sidelane.sizes import parse_bytes
+from sidelane_lab.cli.collectives import CollectiveOptions
+from sidelane_lab.harness.running import StudyFollower, follow
+from sidelane_lab.harness.study import Results, collect
+from sidelane_lab.machines.load import machine_names, named
+from sidelane_lab.machines.spec import Topology
+from sidelane_lab.studies.collectives import STUDY, CollectiveRow
+
+STEP_BYTES = "1M"
+HEADING = (
+    f"#{'':51}{'out-of-place':^33}{'in-place':^33}",
+    f"#{'size':>11}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+    + 2 * f"{'time':>9}{'algbw':>8}{'busbw':>8}{'#wrong':>8}",
+    f"#{'(B)':>11}  {'(elements)':>12}{'':>26}" + 2 * f"{'(us)':>9}{'(GB/s)':>8}{'(GB/s)':>8}{'':>8}",
+)
+
+
+def main(
+    collective: str,
+    dtype: str,
+    shown_dtype: str,
+    *,
+    minbytes: int,
+    maxbytes: int,
+    stepfactor: int | None,
+    stepbytes: int | None,
+    cudagraph: int,
+    implementations: Sequence[str],
+    iters: int,
+    warmup_iters: int,
+    ngpus: int | None,
+    json: Path | None,
+) -> int:
+    """Measure, and print. Return 1 if an output was wrong.
+
+    Raises:
+        ValueError: sizes or names are not allowed.
+    """
+    sizes = tuple(sizes_of(minbytes, maxbytes, stepfactor, stepbytes))
+    options = CollectiveOptions(
+        collectives=(Kind(collective),),
+        sizes=sizes,
+        dtype=dtype,
+        launches=("graph" if cudagraph else "eager",),
+        repeats=iters,
+        warmup=warmup_iters,
+        profile=False,
+        implementations=tuple(implementations),
+        ranks=ngpus,
+        json=json,
+    )
+    place = choose_target(options.ranks, options.device)
+    STUDY.check(options, place)
+    follower: StudyFollower[CollectiveRow] = StudyFollower(STUDY.row, progress_console())
+    assert STUDY.measure is not None
+    try:
+        follow(follower, STUDY.measure, options, place, STUDY.progress)
+    finally:  # what was measured before a rank failed counts
+        if follower.rows:
+            found = collect(STUDY.name, follower.rows, device_type=place.device_type, ranks=place.world_size)
+            if json is not None:
+                write_json(json, found.to_dict())
+            if json != STDOUT:
+                click.echo("\n".join(lines_of(found, follower.rows, shown_dtype)))
+    return int(any(row.correct is False for row in follower.rows))
+
+
+def sizes_of(smallest: int, largest: int, factor: int | None, step: int | None) -> Iterator[int]:
+    """Yield the sizes of nccl-tests: each times a factor, or plus a step.
+
+    >>> list(sizes_of(8, 40, 2, None)), list(sizes_of(8, 40, None, 16)), list(sizes_of(8, 8, None, None))
+    ([8, 16, 32], [8, 24, 40], [8])
+
+    Raises:
+        ValueError: both are given, or there is no size.
+    """
+    if factor is not None and step is not None:
+        raise ValueError(f"nccl-tests: -f and -i exclude each other (value=-f {factor}, -i {step})")
+    if not 0 < smallest <= largest:
+        raise ValueError(f"nccl-tests: -b must be above 0 and not above -e (value=-b {smallest}, -e {largest})")
+    size = smallest
+    while size <= largest:
+        yield size
+        size = size * factor if factor is not None else size + (step or parse_bytes(STEP_BYTES))
+
+
+def lines_of(found: Results, rows: Sequence[CollectiveRow], dtype: str) -> Iterator[str]:
+    """Yield the lines: a table for each implementation and variant, and a verdict behind it."""
+    yield f"# sidelane {found.software.get('sidelane', '')}: {found.ranks} ranks, {found.device}"
+    for (implementation, variant), same in grouped(
+        rows, lambda row: (row.implementation, "" if row.implementation == "auto" else row.variant)
+    ):
+        yield "#"
+        yield f"# {same[0].collective}, {same[0].launch}, by {f'{implementation} {variant}'.rstrip()}"
+        yield from HEADING
+        for nbytes, places in grouped(same, lambda row: row.bytes):
+            yield _line(nbytes, places, found.ranks, dtype)
+        yield from _verdict(found, same)
+
+
+def _line(nbytes: int, places: Sequence[CollectiveRow], ranks: int, dtype: str) -> str:
+    kind = Kind(places[0].collective)
+    shared = ranks if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL) else 1
+    count = nbytes // ELEMENT_BYTES[places[0].dtype] // shared
+    redop, root = "sum" if kind in REDUCING else "none", 0 if kind is Kind.BROADCAST else -1
+    line = f"{nbytes:>12}  {count:>12}  {dtype:>8}  {redop:>6}  {root:>6}"
+    for in_place in (False, True):
+        row = next((one for one in places if one.in_place is in_place), None)
+        wrong = "N/A" if row is None or row.correct is None else str(int(not row.correct))
+        if row is None or row.time_us is None or row.bus_gbps is None:
+            line += f"{'N/A':>9}{'N/A':>8}{'N/A':>8}{wrong:>8}"
+        else:
+            time = f"{row.time_us:.2f}" if row.time_us < 1e4 else f"{row.time_us:.0f}"
+            line += f"{time:>9}{nbytes / row.time_us / 1e3:>8.2f}{row.bus_gbps:>8.2f}{wrong:>8}"
+    return line
+
+
+def _verdict(found: Results, rows: Sequence[CollectiveRow]) -> Iterator[str]:
+    """Say what was wrong or refused, the average, and what share of its links a described machine reached."""
+    wrong = sum(row.correct is False for row in rows)
+    yield f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
+    speeds = [row.bus_gbps for row in rows if row.bus_gbps is not None]
+    if speeds:
+        yield f"# Avg bus bandwidth    : {sum(speeds) / len(speeds):.4g}"
+    if speeds and found.machine in machine_names():
+        links = named(found.machine).links
+        usable = float(links.usable_gbps) * (found.ranks - 1 if links.topology is Topology.MESH else 1)
+        share = f"{100 * max(speeds) / usable:.0f}% of the {usable:.4g} that copies reach on {found.machine}"
+        yield f"# Max bus bandwidth    : {max(speeds):.4g}, {share}"
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        yield f"# {note}"

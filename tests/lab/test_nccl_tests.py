@@ -1,0 +1,122 @@
+"""``sidelane nccl-tests``: sizes, lines and verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sidelane import cli
+from sidelane_lab.harness.study import Results
+from sidelane_lab.studies import nccl_tests
+from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
+
+RANKS = 4
+
+
+def row(collective: str, nbytes: int, in_place: bool, time_us: float | None, **columns: object) -> CollectiveRow:
+    values: dict[str, object] = {
+        "collective": collective,
+        "bytes": nbytes,
+        "dtype": "float32",
+        "in_place": in_place,
+        "launch": "eager",
+        "implementation": "auto",
+        "variant": "b2b",
+        "prelaunch": False,
+        "time_us": time_us,
+        "p10_us": time_us,
+        "p90_us": time_us,
+        "bus_gbps": None if time_us is None else bus_gbps(collective, nbytes, RANKS, time_us),
+        "energy_mj": None,
+        "correct": True,
+    }
+    return CollectiveRow(**{**values, **columns})  # type: ignore[arg-type]
+
+
+def lines(*rows: CollectiveRow, machine: str = "cpu", dtype: str = "float") -> list[str]:
+    found = Results("collectives", machine, 4, "4 GPUs", RANKS, "", "", "", {"sidelane": "0"}, rows)
+    return list(nccl_tests.lines_of(found, rows, dtype))
+
+
+@pytest.mark.parametrize(
+    ("collective", "count", "redop", "root", "busbw"),
+    [
+        ("all_reduce", 1024, "sum", "-1", 6.144),
+        ("reduce_scatter", 256, "sum", "-1", 3.072),
+        ("all_gather", 256, "none", "-1", 3.072),
+        ("all_to_all", 256, "none", "-1", 3.072),
+        ("broadcast", 1024, "none", "0", 4.096),
+    ],
+)
+def test_a_line_has_the_columns_of_nccl_tests(collective: str, count: int, redop: str, root: str, busbw: float) -> None:
+    found = lines(row(collective, 4096, False, 1.0), row(collective, 4096, True, 2.0))
+    (line,) = (line for line in found if not line.startswith("#"))
+    first = ["4096", str(count), "float", redop, root]
+    places = ["1.00", "4.10", f"{busbw:.2f}", "0", "2.00", "2.05", f"{busbw / 2:.2f}", "0"]
+    assert line.split() == [*first, *places]
+    heading = next(line for line in found if "algbw" in line)
+    for name, value in (("size", "4096"), ("count", str(count)), ("time", "1.00"), ("algbw", "4.10")):
+        assert heading.index(name) + len(name) == line.index(f" {value} ") + len(value) + 1
+    assert len(heading) == len(line)
+
+
+def test_what_is_missing_or_wrong_is_said() -> None:
+    good, wrong = (
+        row("all_reduce", 64, True, 20_000.0),
+        row("all_reduce", 64, False, None, correct=False, note="it is 3"),
+    )
+    found = lines(wrong, good)
+    (line,) = (line for line in found if not line.startswith("#"))
+    assert line.split()[5:] == ["N/A", "N/A", "N/A", "1", "20000", "0.00", "0.00", "0"]
+    assert "# Out of bounds values : 1 FAILED" in found and "# it is 3" in found
+    (alone,) = (line for line in lines(good) if not line.startswith("#"))
+    assert alone.split()[5:9] == ["N/A", "N/A", "N/A", "N/A"]
+    assert "# Out of bounds values : 0 OK" in lines(good)
+
+
+def test_implementations_have_tables_and_described_machines_a_verdict() -> None:
+    rows = [row("all_gather", 1 << 30, False, 3000.0, implementation=name, variant=v) for name, v in
+            (("auto", "b2b"), ("dma", "b2b"), ("dma", "pcpy"))]  # fmt: skip
+    rows.append(dataclasses.replace(rows[0], bytes=1 << 20, variant="one_shot"))
+    found = lines(*rows, machine="h200x4")
+    assert [line.rpartition("by ")[2] for line in found if ", by " in line] == ["auto", "dma b2b", "dma pcpy"]
+    verdicts = [line for line in found if line.startswith("# Max")]
+    assert len(verdicts) == 3 and "copies reach on h200x4" in verdicts[0]
+    assert not any(line.startswith("# Max") for line in lines(*rows, machine="unknown"))
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["nccl-tests", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("all_reduce", "-b", "8", "-e", "64", "-f", "2", "-i", "8"), "exclude each other"),
+        (("all_reduce", "-b", "64", "-e", "8"), "-b 64, -e 8"),
+        (("all_reduce", "-b", "0", "-e", "8"), "-b 0"),
+        (("all_reduce", "--implementations", "mpi"), "mpi"),
+        (("allreduce",), "all_reduce"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code != 0 and told in result.output
+
+
+def test_ranks_are_timed(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ("-b", "4K", "-e", "8K", "-i", "4K", "-g", "2", "-n", "2", "-w", "0")
+    result = call("alltoall", *sizes, "-d", "half", "--json", str(out))
+    assert result.exit_code == 0, result.output
+    measured = [line.split() for line in result.stdout.splitlines() if line and line[0] == " "]
+    assert [line[:5] for line in measured] == [
+        [str(nbytes), str(nbytes // 4), "half", "none", "-1"] for nbytes in (4096, 8192)
+    ]
+    assert all(line[8] == "0" for line in measured)
+    rows = json.loads(out.read_text())["rows"]
+    assert {(one["implementation"], one["dtype"], one["launch"]) for one in rows} == {("auto", "float16", "eager")}
