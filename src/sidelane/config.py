@@ -14,6 +14,7 @@ variable                    meaning                                             
 ``SIDELANE_MAPPED_BYTES``   most bytes of a rank that its peers map because they learn                  (f)
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_LOG``            what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG           (g)
+``SIDELANE_NVTX``           1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)           (h)
 ``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
 ==========================  ==========================================================================  =======
 
@@ -24,6 +25,7 @@ variable                    meaning                                             
 (e) the ranks of a machine share a node; others are for tests (docs/internals/several-nodes.md).
 (f) an eighth of what the device has.
 (g) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
+(h) 0. It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -42,7 +44,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from sidelane import log
-from sidelane.errors import SEE, Page, nearest, see
+from sidelane.errors import SEE, Page, UnavailableError, nearest, see
 from sidelane.fields import Rule, number, optional, several, switch, text, whole
 from sidelane.sizes import parse_bytes
 
@@ -50,7 +52,7 @@ VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
     *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
     "SIDELANE_VIRTUAL_NODES",
-    "SIDELANE_LOG",  # for the process, not for a communicator
+    *("SIDELANE_LOG", "SIDELANE_NVTX"),  # for the process, not for a communicator
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -163,6 +165,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
                 f"{name}: no such setting, ignored (allowed={', '.join(VARIABLES)}). {SEE}{Page.SETTINGS}", stacklevel=2
             )
     _log_level(environment)
+    _switch(environment, "SIDELANE_NVTX", default=False)
     timeout = environment.get("SIDELANE_TIMEOUT_S", "600")
     try:
         timeout_s = float(timeout)
@@ -220,6 +223,23 @@ def show_log() -> None:
     """
     if (level := _log_level(os.environ)) is not None:
         log.show(level)
+
+
+@functools.cache
+def mark_ranges() -> None:
+    """Mark calls by NVTX if ``SIDELANE_NVTX`` asks for it; once, whatever the settings of communicators are.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+        UnavailableError: the package ``nvtx`` is not installed.
+    """
+    if _switch(os.environ, "SIDELANE_NVTX", default=False):
+        from sidelane import ranges
+
+        try:
+            ranges.mark_by_nvtx()
+        except ImportError as error:
+            raise see(UnavailableError(f"SIDELANE_NVTX=1 needs the package nvtx: {error}"), Page.SETTINGS) from None
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ class Calls:
         renewal: the number that follows the last of these.
         entrance: lock of the thread that is inside of a call (``entry``).
         keep: keeps memory that a graph has captured.
+        ranks: ranks of the world that take part, as profilers show them.
         renew: sets all flags of this rank as if the call of the given number had set them (:data:`RENEWAL_CALLS`).
     """
 
@@ -85,7 +86,9 @@ class Calls:
         config: Config,
         renew: Callable[[int], None] = lambda call: None,
         keep: Callable[[Sequence[torch.Tensor | None]], None] = lambda tensors: None,
+        ranks: Sequence[int] = (),
     ) -> None:
+        self.ranks = ranks
         self.control, self.backend, self.config, self.renew, self.keep = control, backend, config, renew, keep
         self.last_choice: Choice | None = None
         self.armed: Handle | None = None

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
-from sidelane import forks
+from sidelane import forks, ranges
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config, learning
@@ -204,7 +204,7 @@ class Dispatcher:
         is_async, on_host = opts.asyncOp, device.type == "cpu"
         if is_async and on_host:
             return None  # its thread makes all decisions, while the caller goes on
-        if torch.autograd._profiler_enabled() or not may_be_plain(tensors):
+        if ranges.is_active() or not may_be_plain(tensors):
             return None
         if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
             return None
@@ -228,26 +228,11 @@ class Dispatcher:
         """Make a call of all ranks, in its order. Profilers of torch see it by its name, and those that record shapes
         also get the fields that ``record_param_comms`` has for calls in C++: sizes, data type and group.
         """
-        if not torch.autograd._profiler_enabled():
+        if not ranges.is_active():
             return self._run(call)
-        with torch._C._profiler._RecordFunctionFast(
-            f"{SIDELANE}:{call.name}", list(call.tensors), self._recorded(call)
-        ):
-            return self._run(call)
-
-    def _recorded(self, call: GroupCall) -> dict[str, Any]:
-        """Return the fields of a call in traces, under the names that tools read."""
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
-        kind = call.tensors[0].type().rpartition(".")[2].removesuffix("Tensor") if call.tensors else ""
-        return {
-            "Collective name": call.name,
-            "dtype": kind,
-            "In msg nelems": sum(tensor.numel() for tensor in read or call.outputs),
-            "Out msg nelems": sum(tensor.numel() for tensor in call.outputs),
-            "Group size": len(self._ranks),
-            "Process Group Name": self._name,
-            "Process Group Ranks": str(list(self._ranks)),
-        }
+        with ranges.call(call.name, call.outputs, read, self._ranks, self._name):
+            return self._run(call)
 
     def _run(self, call: GroupCall) -> dist.Work:
         self.require()

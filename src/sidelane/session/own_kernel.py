@@ -70,6 +70,11 @@ class OwnKernel:
     def __str__(self) -> str:
         return f"kernel {self.name}"
 
+    @property
+    def range_name(self) -> str:
+        """Name of its launches in profilers."""
+        return str(self)
+
     @entry
     def launch(
         self, grid: Sequence[int], /, *arguments: Any, async_op: bool = False, alike: str = "", **options: Any

@@ -156,6 +156,7 @@ class Session:
         try:
             self.device = choose_device(device)
             settings.show_log()
+            settings.mark_ranges()
             self.config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
@@ -314,7 +315,9 @@ class Lane:
             abilities=self.backend.abilities,
         )
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
-        self.calls = self._calls = Calls(self.control, self.backend, config, self.preparer.renew, session.heap.keep)
+        self.calls = self._calls = Calls(
+            self.control, self.backend, config, self.preparer.renew, session.heap.keep, session.ranks
+        )
         self.peers = Peers(session.heap, self.arguments).of
         maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
         learns = session.world_size > 1 and maps

@@ -1,0 +1,121 @@
+"""Ranges of calls in profilers: each call has one, by its name, with the fields that tools read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+import sidelane
+from sidelane import Config, ranges
+from sidelane.config import from_environment
+
+FIELDS = ("dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Ranks")
+
+
+def recorded(group: dist.ProcessGroup) -> list[tuple[str, dict[str, Any]]]:
+    """The ranges of some calls in a trace, with their fields."""
+    with sidelane.Communicator(group, config=Config(timeout_s=30)) as comm:
+        n = comm.world_size
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            for _ in range(2):
+                comm.all_gather(torch.empty(n, 7), torch.ones(7))
+            comm.all_to_all(
+                [torch.empty(n), torch.empty(2 * n)], [torch.ones(n), torch.ones(2 * n)], async_op=True
+            ).wait()
+            comm.all_reduce(tensor=torch.ones(5, dtype=torch.int32))
+            with pytest.raises(ValueError, match="broadcast"):
+                comm.broadcast(torch.ones(3), root=n)
+            comm.barrier()
+        own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
+        with torch.profiler.profile() as grouped:
+            dist.all_reduce(torch.ones(3), group=own)
+        dist.destroy_process_group(own)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for one in (profiler, grouped):
+            one.export_chrome_trace(f"{folder}/trace.json")
+            events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+            found += [(event["name"], event["args"]) for event in events if "sidelane:" in str(event.get("name"))]
+    return found
+
+
+def test_each_call_is_one_range(pool: RankPool) -> None:
+    for found in pool.run(recorded, 2):
+        names = [name.removeprefix("sidelane:") for name, _ in found]
+        assert names == ["all_gather", "all_gather", "all_to_all", "all_reduce", "broadcast", "barrier", "all_reduce"]
+        fields = [
+            (
+                said["dtype"],
+                said["In msg nelems"],
+                said["Out msg nelems"],
+                said["Group size"],
+                said["Process Group Ranks"],
+            )
+            for _, said in found[:4]
+        ]
+        assert fields == [
+            ("Float", 7, 14, 2, "[0, 1]"),
+            ("Float", 7, 14, 2, "[0, 1]"),
+            ("Float", 6, 6, 2, "[0, 1]"),
+            ("Int", 5, 5, 2, "[0, 1]"),
+        ]
+        assert found[0][1]["Input Dims"] == [[2, 7], [7]]
+
+
+class Domain:
+    """What ``nvtx.get_domain`` returns, as far as ranges use it."""
+
+    def __init__(self) -> None:
+        self.marks: list[str] = []
+
+    def get_event_attributes(self, message: str) -> str:
+        return message
+
+    def push_range(self, attributes: str) -> None:
+        self.marks.append(attributes)
+
+    def pop_range(self) -> None:
+        self.marks.append("end")
+
+
+def test_nvtx_marks_calls_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = Domain()
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(get_domain={"sidelane": domain}.__getitem__))
+    monkeypatch.setattr(ranges, "_domain", None)
+    monkeypatch.setattr(ranges, "is_active", ranges.is_active)
+    assert not ranges.is_active()
+    with ranges.method_call("unseen", (), ()):
+        pass
+    ranges.mark_by_nvtx()
+    assert ranges.is_active()
+    with ranges.method_call("barrier", (), (0, 1)), ranges.call("all_reduce", [torch.ones(1)], [], (0, 1)):
+        domain.marks.append("within")
+    with pytest.raises(KeyError), ranges.method_call("all_gather", (torch.ones(1), 5), (0,)):
+        raise KeyError
+    assert domain.marks == ["sidelane:barrier", "within", "end", "sidelane:all_gather", "end"]
+
+
+PROGRAM = "from sidelane import config\nconfig.mark_ranges()"
+
+
+def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"SIDELANE_NVTX: not a switch \(value='yes'"):
+        from_environment({"SIDELANE_NVTX": "yes"})
+    (tmp_path / "nvtx.py").write_text("raise ImportError('no library')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SIDELANE_NVTX", "1")
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert "UnavailableError: SIDELANE_NVTX=1 needs the package nvtx: no library" in ended.stderr
+    (tmp_path / "nvtx.py").write_text("def get_domain(name):\n    print(name)")
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "sidelane\n"), ended.stderr
