@@ -7,6 +7,7 @@
 # NEWEST_TORCH   what pip installs as torch for `make test-newest`: "torch==2.15.0 --index-url <index of CPU builds>"
 # RESULTS        file for what `make test-device` and `make sanitize` find; folder for the files of `make results`.
 # STUDIES        what `make results` measures, such as "c3 fsdp-1"; all if empty (MEASURE=--list shows them).
+# BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
@@ -117,7 +118,7 @@ sanitize: $(READY) ## look into every kernel with compute-sanitizer; needs a GPU
 
 results: $(READY) ## measure a machine with GPUs: all that is published, into the folder RESULTS; SECONDS=600 at a time
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
-	  $(if $(SECONDS),--seconds $(SECONDS)) $(MEASURE) $(STUDIES)
+	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
 
 wheel: $(READY) ## build dist/sidelane-*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

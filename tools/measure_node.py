@@ -4,7 +4,8 @@
 whatever becomes of the rest, and the same command goes on with what is missing. What failed is tried once more, behind
 everything else.
 
-Exit status: 1 if something failed or was wrong, also in an earlier call; 0 if not, and more may be left.
+Exit status: 1 if something failed or was wrong, also in an earlier call, or became slower than in the folder of
+--before; 0 if not, and more may be left.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from outputs import folder_to_write
 from sidelane.cli import provenance
 from sidelane.cli.launch import choose_target
 from sidelane.machine.inventory import machine_name
+from sidelane_lab.harness import regress
 
 DIRTY = "-dirty"
+SMALLEST_CHANGE = 0.02
+"""Smallest change of a point that counts when two folders are compared, as a share."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,12 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="show the parts, how they stand and what they take")
     parser.add_argument("--again", action="store_true", help="set aside what the folder has, and start anew")
     parser.add_argument("--dry-run", action="store_true", help="each part in its smallest form, on CPU ranks")
+    parser.add_argument("--before", type=Path, help="earlier results: say what is slower than there")
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts, or files without their ending; default: all")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in names]:
         parser.error(f"NAME (value={', '.join(unknown)}, allowed={', '.join(names)})")
     if not given.seconds > 0:
         parser.error(f"--seconds (value={given.seconds:g}, allowed=more than 0)")
+    if given.before is not None and not given.before.is_dir():
+        parser.error(f"--before (value={given.before}, allowed=a folder of results)")
     out = Path(os.path.abspath(given.out))
     place = place_here(out, dry=given.dry_run)
     if place.ranks < 2 and not given.list:
@@ -71,7 +78,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             + "\n  ".join(objections)
         )
     warn_of(place)
-    return Session(folder, chosen, seconds=given.seconds, dry=given.dry_run, again=bool(given.names)).run()
+    code = Session(folder, chosen, seconds=given.seconds, dry=given.dry_run, again=bool(given.names)).run()
+    return code if given.before is None else max(code, compare_with(given.before, out))
+
+
+def compare_with(before: Path, out: Path) -> int:
+    """Say what is slower beyond noise in the files that both folders have (``sidelane regress``); 1 if anything is."""
+    code = 0
+    for new in sorted(out.glob("*.json")):
+        old = before / new.name
+        if not old.exists():
+            continue
+        say(f"{new.name}, next to {old}")
+        try:
+            code |= regress.main(old, new, SMALLEST_CHANGE, None)
+        except ValueError as problem:  # of another study or machine, or with no times in it
+            say(f"not compared: {problem}")
+    return code
 
 
 def place_here(out: Path, *, dry: bool) -> Place:

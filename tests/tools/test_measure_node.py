@@ -363,6 +363,31 @@ def test_an_unknown_study_is_named(tool: ModuleType, tmp_path: Path, capsys: pyt
     assert "NAME (value=list, allowed=collectives, collectives-1, collectives-2" in capsys.readouterr().err
 
 
+def test_folders_are_compared_file_by_file(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, out = tmp_path / "before", tmp_path / "out"
+    for folder in (before, out):
+        folder.mkdir()
+    for name in ("fused.json", "gemms.json"):
+        shutil.copy(ROOT / "results/h100x2/fused.json", before / name)
+    shutil.copy(ROOT / "results/h100x2/fused.json", out / "fused.json")
+    assert tool.compare_with(before, out) == 0
+    assert "gemms.json" not in capsys.readouterr().out
+    slower = json.loads((out / "fused.json").read_text())
+    for row in slower["rows"]:
+        if row["implementation"] == "auto" and row["time_us"]:
+            row |= {name: 1.3 * row[name] for name in ("time_us", "p10_us", "p90_us")}
+    (out / "fused.json").write_text(json.dumps(slower))
+    shutil.copy(ROOT / "results/h200x1/gemms.json", out / "gemms.json")
+    assert tool.compare_with(before, out) == 1
+    told = capsys.readouterr().out
+    assert "fused.json, next to" in told and "not compared: regress: study" in told
+    with pytest.raises(SystemExit):
+        tool.main(["--out", str(out), "--before", str(tmp_path / "nowhere")])
+    assert "nowhere, allowed=a folder of results" in capsys.readouterr().err
+
+
 def test_the_list_has_every_part(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--out", str(tmp_path / "new"), "--list"]) == 0
     shown = capsys.readouterr().out.splitlines()
