@@ -48,6 +48,8 @@ with cases.on_nodes(world, layout) as group:
     assert torch.ones(5).sum().item() == 5, "the device works on"
     store.set(f"named by {rank}", "")
     print("named", flush=True)
-    if MODE == "stays_away":  # the store goes with rank 0
-        store.wait(["heard by 2", "heard by 3"], timedelta(seconds=60))
+    if rank == 0:  # the store goes with rank 0, which leaves last
+        others = (1, 2, 3) if MODE == "stays_away" else (1,)
+        store.wait([f"heard by {other}" for other in others], timedelta(seconds=60))
+    store.set(f"heard by {rank}", "")
     os._exit(0)  # groups with the dead cannot be taken down

@@ -17,6 +17,8 @@ if importlib.util.find_spec("triton") is None:
 
 import scale_out_cases as cases
 
+from sidelane_lab.studies.fused.between_nodes import compare
+
 
 @pytest.mark.parametrize(
     ("layout", "capacity", "transport"),
@@ -118,6 +120,23 @@ def test_ways_between_nodes_are_measured(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom sidelane_lab.studies.fused.between_nodes import main\nmain(Path('rows.json'))\n"
     )
     run_program(program, tmp_path)
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {row["way"] for row in rows} >= {"bags alone", "our kernel, process group, copy", "fused, slices of 2"}
     assert all(row["max_rel_err"] < 1e-5 for row in rows if "alone" not in row["way"])
+
+
+def test_measured_ways_stand_next_to_the_prediction_of_their_shape(tmp_path: Path) -> None:
+    fixed = {"transport": "group", "batch": 8, "tables": 2, "pooling": 3}
+    ways = ("bags alone", "process group alone", "our kernel, process group, copy", "fused, slices of 4 by default")
+    rows = [{**fixed, "way": way, "us": 100.0} for way in ways]
+    rows += [{**fixed, "batch": 16, "way": "process group alone", "us": 100.0}]  # nothing was predicted for it
+    rows += [{**fixed, "way": "fused, slices of 1", "us": None, "note": "not run"}]
+    times = {"compute_us": 50.0, "comm_us": 120.0, "unfused_us": 170.0, "time_us": 130.0}
+    model = {"shape": "batch 8, 2 tables a rank, pooling 3, dim 256", "unfused": "one kernel", "order": "remote_first"}
+    others = [{**model, "order": "oblivious"}, {**model, "unfused": "a kernel a table"}]
+    predicted = tmp_path / "predicted.json"
+    predicted.write_text(json.dumps({"rows": [{**model, **times}, *others]}))
+    found = compare(rows, [predicted])
+    assert [row["predicted_us"] for row in found] == [50, 120, None, 130, None, None]
+    assert [row["error_percent"] for row in found] == pytest.approx([-50, 20, None, 30, None, None])
+    assert found[-1]["note"] == "not run" and "not this kernel" in found[0]["note"]

@@ -59,6 +59,20 @@ def test_a_file_may_state_what_differs(tmp_path):
     assert mine.gpu == named("mi300x8").gpu
 
 
+@pytest.mark.parametrize(
+    ("base", "counts", "title"),
+    [
+        ("h100x8", "nodes = 2", "2 nodes of 8 x NVIDIA H100 SXM"),
+        ("h100x8x2", "nodes = 16\ngpus = 4", "16 nodes of 4 x NVIDIA H100 SXM"),
+        ("h100x8x2", "nodes = 1", "8 x NVIDIA H100 SXM"),
+        ("h100x8", 'nodes = 2\ntitle = "mine"', "mine"),
+    ],
+)
+def test_a_title_follows_the_number_of_gpus_and_nodes(base, counts, title):
+    network = "\n[links]\nnetwork_gbps = 50\nnetwork_us = 3\n"
+    assert parse(f'base = "{base}"\nname = "x"\n{counts}{network}', "x.toml").title == title
+
+
 def test_of_another_gpu_nothing_is_known_but_what_the_file_states():
     base = named("h200x4")
     other = parse('base = "h200x4"\n[gpu]\nunits = { value = 84, source = "datasheet" }\n', "other.toml")

@@ -118,6 +118,10 @@ def test_nobody_stands_for_others_where_they_do_not_do_the_same():
         assert built(rails, way, Kind.BROADCAST, 1 << 18).fold is None, "which has a root"
     assert planned(machine_of(nodes=3), Kind.ALL_REDUCE, 1 << 20, 1).fold is None, "blocks of two sizes"
     assert flat(machine_of(nodes=3), Kind.ALL_GATHER, 1 << 20).fold is None, "the last node is left by another place"
+    slower = named("h100x8x2").with_value("links.usable_gbps", 372.2)
+    some, everyone = (planned(slower, Kind.ALL_TO_ALL, 32 << 20, 8, full=full) for full in (False, True))
+    assert some.fold is not None and some.fold.places == 8, "two ranks of a node exchange blocks, one of them copies"
+    assert some.simulate().time_us == everyone.simulate().time_us
 
 
 def test_the_smallest_fold_of_a_network():

@@ -143,6 +143,15 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
     assert {node.ident: node.after for node in written} == {node.ident: node.after for node in LAYERS.nodes}
 
 
+def test_a_recorded_run_is_written_as_it_was(tmp_path: Path) -> None:
+    recorded = [gemm(2, 100.0, start_us=10.0), gather(3, 2, us=55.5, name="all_to_all")]
+    path, copied = write_chakra(tmp_path / "in.et", recorded), tmp_path / "out.et"
+    result = run(path, "--machine", "mi300x8", "--write-recorded", copied)
+    assert result.exit_code == 0, result.output
+    assert read_chakra(copied).nodes == read_chakra(path).nodes
+    assert [node.duration_us for node in read_chakra(copied).nodes] == [100.0, 55.5]
+
+
 def test_the_command_says_where_strategies_make_no_difference(tmp_path: Path) -> None:
     path = write_chakra(tmp_path / "in.et", [gemm(1, 9_000.0)])
     assert "no collective that takes time" in run(path, "--machine", "mi300x8").output

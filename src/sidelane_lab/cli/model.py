@@ -185,8 +185,21 @@ def plan(
     metavar="FILE",
     help="Write the run under the last strategy here, as a trace of Chakra.",
 )
+@output(
+    "--write-recorded",
+    type=Written(),
+    metavar="FILE",
+    help="Write TRACE as it was recorded here, as a trace of Chakra: a PyTorch profile for other simulators.",
+)
 @json_option
-def replay(trace: Path, machine: str, strategies: tuple[str, ...], write: Path | None, json: Path | None) -> None:
+def replay(
+    trace: Path,
+    machine: str,
+    strategies: tuple[str, ...],
+    write: Path | None,
+    write_recorded: Path | None,
+    json: Path | None,
+) -> None:
     """Replay a recorded step on a described machine, by strategy.
 
     TRACE is a Chakra execution trace of one rank, or with .json or .json.gz a trace of PyTorch's profiler. A trace that
@@ -194,4 +207,4 @@ def replay(trace: Path, machine: str, strategies: tuple[str, ...], write: Path |
     """
     with plain_errors():
         command = loaded("traces.command")
-        command.main(command.ReplayOptions(trace, machine, strategies, write, json))
+        command.main(command.ReplayOptions(trace, machine, strategies, write, write_recorded, json))

@@ -149,6 +149,9 @@ def _machine(content: Any) -> Machine:
         least = 2 if key == "gpus" and nodes == 1 else 1
         if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
+    if base is not None and "title" not in content and (values["gpus"], values["nodes"]) != (base.gpus, base.nodes):
+        many = f"{values['nodes']} nodes of " if values["nodes"] > 1 else ""
+        values["title"] = re.sub(r"^(\d+ nodes of )?\d+ x ", f"{many}{values['gpus']} x ", base.title)
     another_gpu = "gpu" in content
     for name, (section, optional) in sections.items():
         inherited = getattr(base, name) if base is not None else None

@@ -23,7 +23,7 @@ from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import default_units
 from sidelane_lab.model.device import Gang, run_device
 from sidelane_lab.model.kernels import DMA_TRAFFIC, dma_gangs, library_gang
-from sidelane_lab.model.nodes import NodesTimes, nodes_times
+from sidelane_lab.model.nodes import NodesTimes, library_times, nodes_times
 
 DTYPE = "bfloat16"
 """Type of the elements of collectives among nodes, as :func:`nodes_times` has it."""
@@ -74,8 +74,7 @@ def rails_gang(machine: Machine, kind: Kind, nbytes: int) -> Gang:
 
 def flat_us(machine: Machine, kind: Kind, nbytes: int) -> float:
     """Return the time of the library's ring, its tree or its exchange among all ranks of several nodes."""
-    times = _nodes_times(machine, kind, nbytes)
-    return min(us for us in (times.flat_us, times.tree_us) if us is not None)
+    return min(us for us in library_times(machine, kind, nbytes) if us is not None)
 
 
 def gangs_us(machine: Machine, gangs: tuple[Gang, ...]) -> float:

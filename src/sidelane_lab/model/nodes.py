@@ -17,6 +17,7 @@ from sidelane.integrations.nodes.choose import NodesChoice, choose
 from sidelane.integrations.nodes.explain import nodes_of
 from sidelane.integrations.nodes.steps import Step
 from sidelane.program.collective import Kind
+from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.nodes_baselines import TREES, flat, tree
 from sidelane_lab.model.nodes_program import planned
@@ -67,11 +68,7 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = 
     Raises:
         ValueError: another kind, one node, or nodes that are not connected.
     """
-    if kind not in KINDS:
-        allowed = ", ".join(KINDS)
-        raise ValueError(f"nodes_times: kind (value={kind}, allowed={allowed}; all of it passes the root's network)")
-    if machine.nodes == 1:
-        raise ValueError(f"nodes_times: nodes of {machine.name} (value=1, allowed=2 and more)")
+    flat_us, tree_us = library_times(machine, kind, nbytes)
     choice = choose(kind, nbytes, nodes_of([machine.gpus] * machine.nodes))
     hierarchical: float | None = None
     steps: tuple[TimedStep, ...] = ()
@@ -80,11 +77,23 @@ def nodes_times(machine: Machine, kind: Kind, nbytes: int, pieces: int | None = 
         run = plans.simulate()
         hierarchical = run.time_us
         steps = tuple(TimedStep(step, run.stamps[0, begin], run.stamps[0, end]) for step, begin, end in plans.steps)
+    return NodesTimes(choice, flat_us, tree_us, hierarchical, least_us(machine, kind, nbytes), steps)
+
+
+@remembered("gpu", "links", "dma", "library")
+def library_times(machine: Machine, kind: Kind, nbytes: int) -> tuple[float | None, float | None]:
+    """Predict a collective of the vendor's library among all GPUs: by rings or an exchange, and by its tree.
+
+    Either is None as in :class:`NodesTimes`; arguments and errors are those of :func:`nodes_times`.
+    """
+    if kind not in KINDS:
+        allowed = ", ".join(KINDS)
+        raise ValueError(f"nodes_times: kind (value={kind}, allowed={allowed}; all of it passes the root's network)")
+    if machine.nodes == 1:
+        raise ValueError(f"nodes_times: nodes of {machine.name} (value=1, allowed=2 and more)")
     rings = flat(machine, kind, nbytes)
     branches = tree(machine, kind, nbytes).simulate().time_us if kind in TREES else None
-    floor = least_us(machine, kind, nbytes)
-    flat_us = None if rings is None else rings.simulate().time_us
-    return NodesTimes(choice, flat_us, branches, hierarchical, floor, steps)
+    return None if rings is None else rings.simulate().time_us, branches
 
 
 def least_us(machine: Machine, kind: Kind, nbytes: int) -> float:

@@ -126,6 +126,8 @@ def _fold(machine: Machine, plan: NodePlan, alike: bool) -> Fold | None:
     # Programs of several broadcasts answer the roots in one order on all ranks: no place is like another one there.
     alike = alike and machine.dma.host is HostThreads.RANK
     alike = alike and not any(isinstance(step, NodeBroadcast) for step in plan.steps)
+    near = (_near_collective(step, machine.gpus) for step in plan.steps if isinstance(step, Near))
+    alike = alike and all(fastest_near(machine, what).is_even for what in near)
     shifts = range(1, machine.nodes) if any(step.kind is Kind.ALL_TO_ALL for step in fars) else (1,)
     return fold_of(machine, tuple((by, 0) for by in shifts), places=1 if alike else machine.gpus)
 
@@ -230,7 +232,7 @@ class _Planned:
             )
             spans = [self.where(0, span) for _, span in step.parts]
         else:
-            what, spans = _nearwhole_collective(step, gpus), []
+            what, spans = _near_collective(step, gpus), []
         near = self.near
         self.near += 1
         near_program = fastest_near(self.world.machine, what)
@@ -359,7 +361,7 @@ def _slot_bytes(step: Far, many: int) -> int:
     return -(-step.input.count // many) * ITEM if step.kind is Kind.ALL_REDUCE else 0
 
 
-def _nearwhole_collective(step: Near, gpus: int) -> Collective:
+def _near_collective(step: Near, gpus: int) -> Collective:
     part = step.input.count // gpus * ITEM
     if step.kind is Kind.SCATTER:
         return define.scatter([part] * gpus, step.root)
@@ -377,12 +379,14 @@ class NearProgram:
         dependencies: flags that a graph has as dependencies.
         local: flags between queues of one rank.
         queues: queues of each place.
+        is_even: all places do the same, each with those that are as far on from it.
     """
 
     program: Program
     dependencies: frozenset[Flag]
     local: frozenset[Flag]
     queues: tuple[tuple[Queue, ...], ...]
+    is_even: bool
 
 
 @remembered("gpu", "links", "dma", maxsize=64)
@@ -406,7 +410,26 @@ def fastest_near(machine: Machine, what: Collective | tuple[tuple[int, int], ...
         for command in queue.commands
         if isinstance(command, Signal) and command.flag.rank == queue.rank
     )
-    return NearProgram(program, own, local, tuple(map(tuple, queues)))
+    alike = [sorted((_from_its_rank(queue, program.world_size) for queue in one), key=str) for one in queues]
+    return NearProgram(program, own, local, tuple(map(tuple, queues)), all(one == alike[0] for one in alike))
+
+
+def _from_its_rank(queue: Queue, gpus: int) -> tuple[Engine, list[tuple[object, ...]]]:
+    """Return what a queue does, with other ranks as distances from its own; sums have their operands in any order."""
+
+    def seen(span: Span) -> tuple[int, str, int]:
+        return (span.rank - queue.rank) % gpus, span.buffer, span.nbytes
+
+    found: list[tuple[object, ...]] = []
+    for command in queue.commands:
+        match command:
+            case Copy(dst, src):
+                found.append((Copy, seen(dst), seen(src)))
+            case Reduce(dst, srcs):
+                found.append((Reduce, seen(dst), sorted(map(seen, srcs))))
+            case Signal(flag) | Wait(flag):
+                found.append((type(command), (flag.rank - queue.rank) % gpus))
+    return queue.engine, found
 
 
 def _near_programs(node: Machine, what: Collective | tuple[tuple[int, int], ...]) -> Iterator[Program]:

@@ -35,6 +35,7 @@ class ReplayOptions:
         machine: in the catalogue, or a file.
         strategies: names; none: ``STRATEGIES``.
         write: file for the run under the last strategy, as a trace of Chakra.
+        write_recorded: file for the trace as it was recorded, as one of Chakra.
         json: file for the numbers, or ``written.STDOUT``.
     """
 
@@ -42,6 +43,7 @@ class ReplayOptions:
     machine: str
     strategies: tuple[str, ...] = ()
     write: Path | None = None
+    write_recorded: Path | None = None
     json: Path | None = None
 
 
@@ -63,6 +65,8 @@ def main(options: ReplayOptions) -> None:
     written = write_numbers(options.json, "replay", machine, rows)
     if options.write is not None:
         written.append(write_chakra(options.write, found[-1].nodes))
+    if options.write_recorded is not None:
+        written.append(write_chakra(options.write_recorded, trace.nodes))
     say_written(written)
 
 

@@ -3,14 +3,16 @@ r"""Fused embedding and all-to-all among nodes, next to bags and an all-to-all o
 A program of its own, as each rank stands for a node: the study ``fused`` is for the ranks of one node. On two GPUs::
 
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun --standalone --nproc-per-node 2 \
-        -m sidelane_lab.studies.fused.between_nodes results.json
+        -m sidelane_lab.studies.fused.between_nodes results.json [predicted.json ...]
 
 Ways take turns in rounds. A time is the median over rounds of the slowest rank's time of a call. A way that the ring
-has no room for is a row with a note.
+has no room for is a row with a note. Files of ``sidelane fused --machine ... --json``, one or more shapes each, stand
+next to what was measured.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import os
@@ -41,8 +43,17 @@ BUDGET_S = 1.5
 MOST_CALLS, LEAST_ROUNDS, MOST_ROUNDS, WARM_UP = 8, 5, 25, 2
 
 
-def main(path: Path | None = None) -> None:
-    """Measure, print a line for each way, and write all of them to a file of JSON."""
+PREDICTED = {
+    "bags alone": ("compute_us", "predicted: PyTorch's embedding_bag, not this kernel"),
+    "process group alone": ("comm_us", ""),
+    "embedding_bag, copy, process group, copy": ("unfused_us", "predicted: without the copies"),
+    "by default": ("time_us", ""),
+}
+"""Keys of the model's times by (the end of) a way's name, and how what they stand for differs; others have none."""
+
+
+def main(path: Path | None = None, predicted: Sequence[Path] = ()) -> None:
+    """Measure, print a line for each way, and write all of them, next to what was predicted, to a file of JSON."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported
@@ -64,8 +75,55 @@ def main(path: Path | None = None) -> None:
                     if ranks.rank == 0:
                         print(json.dumps(row), flush=True)
     if path is not None and dist.get_rank() == 0:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
+        record(path, rows, predicted)
     dist.destroy_process_group()
+
+
+def record(path: Path, rows: Sequence[Mapping[str, Any]], predicted: Sequence[Path] = ()) -> None:
+    """Write rows of the machine at hand with where they come from, and how far the prediction is off in percent of the
+    measured time.
+    """
+    from sidelane.cli import provenance
+    from sidelane.cli.output import write_json
+    from sidelane.machine.inventory import machine_name
+
+    ranks = rows[0]["ranks"]
+    on_cpu = not torch.cuda.is_available()
+    device, gpus = (provenance.processor_name(), 0) if on_cpu else provenance.accelerator_name()
+    command = f"torchrun --standalone --nproc-per-node {ranks} -m sidelane_lab.studies.fused.between_nodes {path.name}"
+    content: dict[str, Any] = {
+        "study": "fused_between_nodes",
+        "machine": "cpu" if on_cpu else machine_name(device, gpus),
+        "gpus": gpus,
+        "device": device,
+        "ranks": ranks,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": provenance.commit(),
+        "command": " ".join([command, *(one.name for one in predicted)]),
+        "software": provenance.software_versions(),
+        "rows": compare(rows, predicted),
+    }
+    write_json(path, content)
+
+
+def compare(rows: Sequence[Mapping[str, Any]], predicted: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return measured rows with ``predicted_us`` and ``error_percent``; None for ways without prediction."""
+    models: dict[str, Mapping[str, Any]] = {}
+    for path in predicted:
+        for model in json.loads(path.read_text())["rows"]:
+            if (model["unfused"], model["order"]) == ("one kernel", "remote_first"):
+                models[model["shape"]] = model
+    found = []
+    for row in rows:
+        model = models.get("batch {batch}, {tables} tables a rank, pooling {pooling}, dim 256".format(**row), {})
+        key, note = next((found for way, found in PREDICTED.items() if row["way"].endswith(way)), ("", ""))
+        us, measured = model.get(key), row["us"]
+        error = None if us is None or measured is None else 100 * (us / measured - 1)
+        if key == "time_us" and row["transport"] != "group":
+            note = "predicted: slices carried by NCCL"
+        note = row.get("note", "") or (note if us is not None else "")
+        found.append({**row, "predicted_us": us, "error_percent": error, "note": note})
+    return found
 
 
 def _most_slices(shape: tuple[int, int, int], cut: int, ranks: int) -> int:
@@ -209,4 +267,5 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    files = [Path(name) for name in sys.argv[1:]]
+    main(files[0] if files else None, files[1:])
