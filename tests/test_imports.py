@@ -38,7 +38,8 @@ LAYERS = (
     ("sidelane.memory", "sidelane.machine", "sidelane.program"),
     ("sidelane.native",),
     ("sidelane.config", "sidelane.forks", "sidelane.modes"),
-    ("sidelane.errors", "sidelane.fields", "sidelane.log", "sidelane.sizes", "sidelane.user_files", "sidelane.version"),
+    ("sidelane.errors", "sidelane.fields", "sidelane.log", "sidelane.ranges", "sidelane.sizes"),
+    ("sidelane.user_files", "sidelane.version"),
 )
 HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}
 
