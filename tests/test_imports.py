@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -64,7 +66,8 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Full names of what a file imports, wherever it does: in functions and for types, too."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -78,7 +81,7 @@ def imports(path: Path) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
         waiting.extend(ast.iter_child_nodes(node))
-    return found
+    return frozenset(found)
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -94,7 +97,7 @@ def room_of(module: str) -> str:
     return f"{package}.{room}" if room else ""
 
 
-def ours(names: set[str]) -> set[str]:
+def ours(names: Set[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] in PACKAGES}
 
 
