@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from interpreter import Interpreter
+
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGES = ("sidelane", "sidelane_lab")
 
@@ -223,10 +225,10 @@ assert 'torch' not in sys.modules, 'help would take seconds'
 """)
 
 
-def test_operators_and_their_pass_are_loaded_by_their_names():
+def test_operators_and_their_pass_are_loaded_by_their_names(interpreter: Interpreter, tmp_path: Path):
     """A user who has imported the package writes what the guide does; the pass brings Inductor, and comes last."""
     pytest.importorskip("triton")
-    run_python("""
+    program = """
 import sys, sidelane
 assert "ops" in dir(sidelane)
 assert sidelane.ops.explain and "fusion" in dir(sidelane.ops)
@@ -238,12 +240,13 @@ except AttributeError as error:
     assert "has no attribute 'fusions'" in str(error)
 else:
     raise AssertionError
-""")
+"""
+    interpreter.run(program, tmp_path)
 
 
-def test_a_study_is_loaded_by_its_name_and_alone():
+def test_a_study_is_loaded_by_its_name_and_alone(interpreter: Interpreter, tmp_path: Path):
     """The harness knows none before somebody names one; each is declared in the module that ``STUDIES`` names."""
-    run_python("""
+    program = """
 import sys
 from sidelane_lab.harness import report, running
 from sidelane_lab.harness.study import studies, study_of
@@ -252,7 +255,8 @@ assert not loaded(), loaded()
 study_of("gemms")
 assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
 assert [study_of(name).name for name in studies()] == list(studies())
-""")
+"""
+    interpreter.run(program, tmp_path)
 
 
 def run_python(script: str) -> None:

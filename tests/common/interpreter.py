@@ -52,6 +52,13 @@ class Interpreter:
         texts = [[(self._folder / f"{kind}-{n}").read_text() for n in range(len(codes))] for kind in ("out", "err")]
         return codes, *texts
 
+    def run(self, code: str, folder: Path) -> str:
+        """Run a program of one process, which must not fail; returns what it wrote to stdout."""
+        self.start(code, folder, ())
+        (status,), (said,), (errors,) = self.wait()
+        assert status == 0, f"{said}{errors}"
+        return said
+
     def close(self) -> None:
         """End the interpreter and whatever it has become."""
         self.closed = True

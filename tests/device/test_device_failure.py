@@ -10,8 +10,9 @@ from pathlib import Path
 import interrupted_program
 import pytest
 from device_pool import Pool, Ranks
-from interpreter import Interpreter
 from interrupted_program import shared_memory
+
+from interpreter import Interpreter
 
 
 def test_absent_peer(ranks: Ranks) -> None:

@@ -34,6 +34,7 @@ def test_ulysses(pool: RankPool, n: int) -> None:
     pool.run(attention_cases.ulysses, n, False)
 
 
+@pytest.mark.long
 def test_ulysses_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ulysses, 2, True)
 
@@ -48,6 +49,7 @@ def test_compiled_code_takes_any_length(pool: RankPool, name: str) -> None:
     pool.run(attention_cases.lengths_that_change, 2, name, 3)
 
 
+@pytest.mark.long
 def test_ring_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ring, 2, True)
 
