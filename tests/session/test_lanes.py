@@ -15,7 +15,7 @@ from ranks import RankPool, crew
 from sidelane import Communicator
 
 
-@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), long(4, 2)])
 def test_lanes_of_one_thread(pool: RankPool, n: int, seed: int) -> None:
     pool.run(lanes.in_turn, n, seed, 60, timeout_s=100)
 
