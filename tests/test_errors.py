@@ -20,6 +20,7 @@ import torch
 from marks import long
 
 import sidelane
+from interpreter import Interpreter
 from sidelane import Communicator, Session, config, ddp, errors, fsdp, overlap, pool, wrap
 from sidelane.c3.overlap import possible
 from sidelane.config import VARIABLES, Config, from_environment
@@ -248,9 +249,9 @@ with Communicator() as comm:
 """
 
 
-def test_refused_arguments_of_a_call_say_where_to_read(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ONE_RANK, str(tmp_path / "store")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    lines = [line.removeprefix("[rank0]: ") for line in ended.stderr.rstrip().splitlines()]  # as torch prints them
+def test_refused_arguments_of_a_call_say_where_to_read(interpreter: Interpreter, tmp_path: Path) -> None:
+    interpreter.start(ONE_RANK, tmp_path, (tmp_path / "store",))
+    _, _, (told,) = interpreter.wait()
+    lines = [line.removeprefix("[rank0]: ") for line in told.rstrip().splitlines()]  # as torch prints them
     place = next(n for n, line in enumerate(lines) if line.startswith("ValueError: ") and "no_such" in line)
     assert lines[place + 1] == f"See {Page.ERRORS}"

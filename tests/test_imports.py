@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
+from collections.abc import Set
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from interpreter import Interpreter
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGES = ("sidelane", "sidelane_lab")
@@ -65,7 +69,8 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Full names of what a file imports, wherever it does: in functions and for types, too."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
@@ -79,7 +84,7 @@ def imports(path: Path) -> set[str]:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
         waiting.extend(ast.iter_child_nodes(node))
-    return found
+    return frozenset(found)
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -95,7 +100,7 @@ def room_of(module: str) -> str:
     return f"{package}.{room}" if room else ""
 
 
-def ours(names: set[str]) -> set[str]:
+def ours(names: Set[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] in PACKAGES}
 
 
@@ -221,10 +226,10 @@ assert 'torch' not in sys.modules, 'help would take seconds'
 """)
 
 
-def test_operators_and_their_pass_are_loaded_by_their_names():
+def test_operators_and_their_pass_are_loaded_by_their_names(interpreter: Interpreter, tmp_path: Path):
     """A user who has imported the package writes what the guide does; the pass brings Inductor, and comes last."""
     pytest.importorskip("triton")
-    run_python("""
+    program = """
 import sys, sidelane
 assert "ops" in dir(sidelane)
 assert sidelane.ops.explain and "fusion" in dir(sidelane.ops)
@@ -236,12 +241,13 @@ except AttributeError as error:
     assert "has no attribute 'fusions'" in str(error)
 else:
     raise AssertionError
-""")
+"""
+    interpreter.run(program, tmp_path)
 
 
-def test_a_study_is_loaded_by_its_name_and_alone():
+def test_a_study_is_loaded_by_its_name_and_alone(interpreter: Interpreter, tmp_path: Path):
     """The harness knows none before somebody names one; each is declared in the module that ``STUDIES`` names."""
-    run_python("""
+    program = """
 import sys
 from sidelane_lab.harness import report, running
 from sidelane_lab.harness.study import studies, study_of
@@ -250,7 +256,8 @@ assert not loaded(), loaded()
 study_of("gemms")
 assert loaded() == {"sidelane_lab.studies.gemms"}, loaded()
 assert [study_of(name).name for name in studies()] == list(studies())
-""")
+"""
+    interpreter.run(program, tmp_path)
 
 
 def run_python(script: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import RankPool
 
 import sidelane
+from interpreter import Interpreter
 from sidelane import Config, log
 from sidelane.config import from_environment
 
@@ -93,13 +95,17 @@ dist.destroy_process_group()
 """
 
 
-def test_settings_of_a_communicator_do_not_hide_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_communicator_do_not_hide_the_log(
+    interpreter: Interpreter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SIDELANE_LOG", "INFO")
-    ended = subprocess.run([sys.executable, "-c", COMMUNICATOR], capture_output=True, text=True, timeout=60)
-    assert "[sidelane] INFO rank 0 of 1 on cpu: communicator of ranks [0]" in ended.stderr, ended.stderr
+    interpreter.start(COMMUNICATOR, tmp_path, ())
+    (code,), _, (errors,) = interpreter.wait()
+    assert code == 0 and "[sidelane] INFO rank 0 of 1 on cpu: communicator of ranks [0]" in errors, errors
     monkeypatch.setenv("SIDELANE_LOG", "loud")
-    ended = subprocess.run([sys.executable, "-c", COMMUNICATOR], capture_output=True, text=True, timeout=60)
-    assert ended.returncode and "SIDELANE_LOG: no such level" in ended.stderr
+    interpreter.start(COMMUNICATOR, tmp_path, ())
+    (code,), _, (errors,) = interpreter.wait()
+    assert code and "SIDELANE_LOG: no such level" in errors
 
 
 def test_a_handler_of_the_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

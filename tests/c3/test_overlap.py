@@ -7,10 +7,11 @@ from pathlib import Path
 import overlap_cases
 import pytest
 from isolated_files import collective, file_of, gemm, pair
+from marks import long
 from ranks import RankPool
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, long(2), 3])
 def test_every_strategy(pool: RankPool, n: int) -> None:
     pool.run(overlap_cases.every_strategy, n, n, 40)
 

@@ -21,13 +21,13 @@ from sidelane.collectives.plan import Agreement
 from sidelane.program.collective import Kind
 
 
-@pytest.mark.parametrize("n", [2, 3, long(4), long(6), 8])
+@pytest.mark.parametrize("n", [2, 3, long(4), long(6), long(8)])
 def test_moving_collectives(pool: RankPool, n: int) -> None:
     sizes = (1, 1023) if n in (2, 4) else (257,)
     assert pool.run(sweeps.moving_sweep, n, (torch.bfloat16,), sizes) == [2 * len(sizes)] * n
 
 
-@pytest.mark.parametrize("n", [3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_every_dtype_moves(pool: RankPool, n: int) -> None:
     some = ("auto",)  # a program moves bytes: variants do not know of dtypes
     assert pool.run(sweeps.moving_sweep, n, MOVING_DTYPES, (37,), some, timeout_s=120) == [2 * len(MOVING_DTYPES)] * n

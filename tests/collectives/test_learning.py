@@ -44,7 +44,7 @@ def test_lists_go_ahead_and_miss_if_one_of_their_tensors_lies_elsewhere(pool: Ra
         assert ahead == [True, rank == 0, True]
 
 
-@pytest.mark.parametrize("n", [long(4), 8])
+@pytest.mark.parametrize("n", [4, long(8)])
 def test_many_ranks_go_ahead_alike(pool: RankPool, n: int) -> None:
     found = pool.run(learn_cases.what_comes_again, n, 1, 50)
     assert found == found[:1] * n and found[0]["hits"] > 0 and "misses" not in found[0]

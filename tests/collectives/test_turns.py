@@ -229,7 +229,7 @@ def some_collectives(n: int) -> list[Collective]:
     ]
 
 
-@pytest.mark.parametrize(("n", "seed"), [(2, 0), (3, 1), (4, 2), (5, 3)])
+@pytest.mark.parametrize(("n", "seed"), [(2, 0), (3, 1), long(4, 2), long(5, 3)])
 def test_graphs_and_eager_calls_with_random_delays(n: int, seed: int) -> None:
     """Graphs of 1 to 4 calls are replayed; eager calls and ordinary programs come between."""
     draw = random.Random(seed)

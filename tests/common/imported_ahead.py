@@ -1,18 +1,23 @@
-"""What ranks of tests are forked from imports this: what a step of training imports, which takes each rank seconds.
+"""What ranks of tests are forked from imports this: what a step of training and ``torch.compile`` take seconds for.
 
 Triton comes along, which reads its variable then: with it, ranks can have interpreted kernels, and others as well. The
 garbage collector is off meanwhile: it would take a quarter of the time.
 """
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
 
 gc.disable()
 os.environ["TRITON_INTERPRET"] = "1"
-for name in ("torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure"):
-    importlib.import_module(name)
+for name in (
+    *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp"),
+    *("matplotlib.figure", "pytest", "triton.experimental.gluon"),
+):
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(name)
 del os.environ["TRITON_INTERPRET"]
 gc.freeze()
 gc.enable()

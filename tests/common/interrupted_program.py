@@ -5,43 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from interpreter import Interpreter
 from sidelane import Communicator, Config
 
 START_S, END_S = 120.0, 60.0
 
 
-def run(world_size: int, device_type: str, folder: Path) -> list[str]:
+PROGRAM = """
+import sys
+from pathlib import Path
+import interrupted_program
+interrupted_program.main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+"""
+
+
+def run(interpreter: Interpreter, world_size: int, device_type: str, folder: Path) -> list[str]:
     """Run it; what each rank wrote to stderr. All must have failed by themselves, none may have to be killed."""
-    command = [sys.executable, __file__, str(world_size), device_type, str(folder)]
-    processes, logs = [], []
-    try:
-        for rank in range(world_size):
-            logs.append((folder / f"stderr-{rank}").open("w+"))
-            processes.append(subprocess.Popen([*command, str(rank)], stderr=logs[-1]))
-        deadline = time.monotonic() + START_S
-        while not all((folder / f"ready-{rank}").exists() for rank in range(world_size)):
-            assert time.monotonic() < deadline and all(process.poll() is None for process in processes), "no start"
-            time.sleep(0.05)
-        time.sleep(1.0)
-        processes[0].send_signal(signal.SIGINT)
-        codes = [process.wait(END_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for log in logs:
-        log.seek(0)
-    errors = [log.read() for log in logs]
-    for log in logs:
-        log.close()
+    arguments = [(world_size, device_type, folder, rank) for rank in range(world_size)]
+    processes = interpreter.start(PROGRAM, folder, *arguments)
+    deadline = time.monotonic() + START_S
+    while not all((folder / f"ready-{rank}").exists() for rank in range(world_size)):
+        assert time.monotonic() < deadline, "no start"
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(processes[0], signal.SIGINT)
+    codes, _, errors = interpreter.wait(END_S)
     # Python ends by the signal itself after a KeyboardInterrupt that nobody caught.
     assert codes[0] == -signal.SIGINT and codes[1:] == [1] * (world_size - 1), (codes, errors)
     return errors
@@ -70,7 +64,3 @@ def main(world_size: int, device_type: str, folder: Path, rank: int) -> None:
             time.sleep(4)
         comm.all_reduce(tensor)
         comm.synchronize()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))

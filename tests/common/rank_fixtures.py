@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 from ranks import Crew, RankPool
 
+from interpreter import Interpreter
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
@@ -22,3 +24,20 @@ def four() -> Iterator[Crew]:
         found = Crew(4)
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def shared_interpreter() -> Iterator[list[Interpreter]]:
+    """The interpreter of :func:`interpreter`, if one has been started."""
+    started: list[Interpreter] = []
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def interpreter(shared_interpreter: list[Interpreter]) -> Interpreter:
+    """What Python starts and ends programs with; another one after a test whose programs had to be killed."""
+    if not shared_interpreter or shared_interpreter[0].closed:
+        shared_interpreter[:] = [Interpreter()]
+    return shared_interpreter[0]

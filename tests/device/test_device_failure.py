@@ -12,6 +12,8 @@ import pytest
 from device_pool import Pool, Ranks
 from interrupted_program import shared_memory
 
+from interpreter import Interpreter
+
 
 def test_absent_peer(ranks: Ranks) -> None:
     messages = ranks.run("absent_peer", 2.0)
@@ -52,10 +54,10 @@ def test_ctrl_c_in_one_rank(fresh_pool: type[Pool], where: str) -> None:
     assert shared_memory() <= before
 
 
-def test_ctrl_c_ends_all_processes_of_a_program(ranks: Ranks, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_of_a_program(ranks: Ranks, interpreter: Interpreter, tmp_path: Path) -> None:
     """One that catches nothing, interrupted from outside in one process."""
     before = shared_memory()
-    errors = interrupted_program.run(ranks.world_size, "cuda", tmp_path)
+    errors = interrupted_program.run(interpreter, ranks.world_size, "cuda", tmp_path)
     assert "KeyboardInterrupt" in errors[0]
     assert all("PeerError" in error and "rank 0 was interrupted" in error for error in errors[1:]), errors
     assert shared_memory() <= before

@@ -67,6 +67,10 @@ def test_on_and_off(pool: RankPool) -> None:
 
 def test_all_that_was_taken_is_given_back_at_once(pool: RankPool) -> None:
     pool.run(fsdp_cases.given_back, 2)
+
+
+@pytest.mark.long
+def test_all_that_was_taken_on_several_nodes_is_given_back_at_once(pool: RankPool) -> None:
     pool.run(nodes_fsdp_cases.given_back, 4, (0, 0, 1, 1))
 
 

@@ -9,12 +9,13 @@ import nodes_world as scenarios
 import pytest
 import torch
 from group_world import leave
+from marks import long
 from ranks import RankPool, crew
 
 FEW = (torch.float32, torch.uint8)
 
 
-@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 1, 0, 1), (0, 0, 1, 1, 2, 2), (0, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 1, 0, 1), (0, 0, 1, 1, 2, 2), long((0, 1, 1, 1))], ids=str)
 @pytest.mark.parametrize("case", [cases.moves, cases.reduces], ids=lambda case: case.__name__)
 def test_every_collective(pool: RankPool, case: object, layout: tuple[int, ...]) -> None:
     few = () if layout == (0, 0, 1, 1) else (FEW[: 1 if case is cases.reduces else 2],)

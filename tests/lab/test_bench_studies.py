@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch.distributed as dist
 from forgetful import Forgetful
 from ranks import RankPool
 
+from interpreter import Interpreter
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
 from sidelane.c3.workload import parse_workload
@@ -502,7 +501,7 @@ def test_short_operations_are_repeated() -> None:
     assert calls_per_sample(Kind.ALL_GATHER, 16 << 20, "cpu") == 1
 
 
-def test_a_row_of_one_variant_loads_few_modules_of_the_laboratory() -> None:
+def test_a_row_of_one_variant_loads_few_modules_of_the_laboratory(interpreter: Interpreter, tmp_path: Path) -> None:
     script = """
 import sys
 from sidelane.cli import main
@@ -512,5 +511,4 @@ except SystemExit as ended: assert not ended.code
 names = [name for name in sys.modules if name.partition(".")[0] == "sidelane_lab"]
 assert len(names) <= 15, names
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
+    interpreter.run(script, tmp_path)

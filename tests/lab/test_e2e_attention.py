@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import crew
 from sweeps import communicator
 
@@ -32,7 +33,7 @@ def tiny_steps(group: dist.ProcessGroup, is_causal: bool) -> dict[str, list[floa
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_ways_agree(n: int) -> None:
     with crew(n) as ranks:
         for is_causal in (True, False):

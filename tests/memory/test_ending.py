@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from interpreter import Interpreter
 
 ALONE = """
 import sys, threading, time, torch, torch.distributed as dist
@@ -61,20 +60,11 @@ works = [dist.all_reduce(tensor, group=group, async_op=True) for _ in range(50)]
 """
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[str]:
-    try:
-        texts = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, error) in zip(processes, texts, strict=True):
-        assert "terminate called" not in error and process.returncode == 0, (process.returncode, error)
-    return [said for said, _ in texts]
-
-
-def started(code: str, *arguments: object) -> subprocess.Popen[str]:
-    line = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+def ended(interpreter: Interpreter, code: str, folder: Path, *arguments: tuple[object, ...]) -> list[str]:
+    interpreter.start(code, folder, *arguments)
+    codes, said, errors = interpreter.wait()
+    assert not any(codes) and "terminate called" not in "".join(errors), (codes, errors)
+    return said
 
 
 @pytest.mark.parametrize(
@@ -85,8 +75,10 @@ def started(code: str, *arguments: object) -> subprocess.Popen[str]:
         pytest.param(OF_COMMUNICATORS, 0.6, "left", id="communicator"),
     ],
 )
-def test_a_thread_leaves_torch_before_the_end(of: str, seconds: float, said: str) -> None:
-    (text,) = ended([started(ALONE + of.replace("SECONDS", str(seconds)))])
+def test_a_thread_leaves_torch_before_the_end(
+    interpreter: Interpreter, tmp_path: Path, of: str, seconds: float, said: str
+) -> None:
+    (text,) = ended(interpreter, ALONE + of.replace("SECONDS", str(seconds)), tmp_path, ())
     assert text.split() == said.split()
 
 
@@ -98,6 +90,5 @@ def test_a_thread_leaves_torch_before_the_end(of: str, seconds: float, said: str
         pytest.param("if rank: sys.exit()", id="alone"),
     ],
 )
-def test_an_open_group_ends_with_the_program(tmp_path: Path, how: str) -> None:
-    code = PAIR.replace("HOW", how)
-    ended([started(code, tmp_path / "store", rank) for rank in range(2)])
+def test_an_open_group_ends_with_the_program(interpreter: Interpreter, tmp_path: Path, how: str) -> None:
+    ended(interpreter, PAIR.replace("HOW", how), tmp_path, *((tmp_path / "store", rank) for rank in range(2)))

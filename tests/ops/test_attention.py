@@ -34,11 +34,12 @@ def test_ulysses(pool: RankPool, n: int) -> None:
     pool.run(attention_cases.ulysses, n, False)
 
 
+@pytest.mark.long
 def test_ulysses_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ulysses, 2, True)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, long(4)])
 def test_ring(pool: RankPool, n: int) -> None:
     pool.run(attention_cases.ring, n, False)
 
@@ -48,6 +49,7 @@ def test_compiled_code_takes_any_length(pool: RankPool, name: str) -> None:
     pool.run(attention_cases.lengths_that_change, 2, name, 3)
 
 
+@pytest.mark.long
 def test_ring_compiled(pool: RankPool) -> None:
     pool.run(attention_cases.ring, 2, True)
 
@@ -143,7 +145,7 @@ def test_parts_of_one_length(pool: RankPool) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize(("n", "length", "ring_order"), [(2, 8, None), (3, 10, None), (2, 9, "zigzag")])
+@pytest.mark.parametrize(("n", "length", "ring_order"), [(2, 8, None), long(3, 10, None), (2, 9, "zigzag")])
 def test_a_model_of_transformers(pool: RankPool, n: int, length: int, ring_order: str | None) -> None:
     pool.run(attention_cases.in_a_model, n, length, ring_order)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from interpreter import Interpreter
 from sidelane import Communicator, CommunicatorClosedError, PeerError, UnavailableError
 from sidelane.collectives.calls import compare
 from sidelane.memory import host_shared
@@ -490,20 +490,10 @@ except PeerError as error:
 """
 
 
-def test_a_program_that_ends_by_an_exception_does_not_wait_for_its_calls(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        (_, errors), (said, _) = (rank.communicate(timeout=100) for rank in ranks)  # the calls' time-out is 300 s
-    finally:
-        for rank in ranks:
-            rank.kill()
+def test_a_program_that_ends_by_an_exception_does_not_wait_for_its_calls(
+    interpreter: Interpreter, tmp_path: Path
+) -> None:
+    interpreter.start(PROGRAM, tmp_path, *((rank, tmp_path / "store") for rank in range(2)))
+    _, (_, said), (errors, _) = interpreter.wait()  # the calls' time-out is 300 s
     assert "LookupError: rank 0 has lost its way" in errors
     assert said.strip() == "(0,)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ from group_world import leave
 from ranks import crew
 
 import sidelane
+from interpreter import Interpreter
 from sidelane import forks
 from sidelane.errors import UnavailableError
 from sidelane.memory.descriptors import fetch
@@ -26,13 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
 ]
 PACKAGE = Path(sidelane.__file__).parent
-
-
-def run(program: str) -> str:
-    """What a program prints, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def test_locks_are_free_in_a_copy() -> None:
@@ -64,7 +57,7 @@ def test_no_module_has_a_lock_that_is_held_in_copies() -> None:
     assert not found, f"forks.lock() makes such locks: {found}"
 
 
-def test_a_copy_does_not_answer_in_the_place_of_its_parent() -> None:
+def test_a_copy_does_not_answer_in_the_place_of_its_parent(interpreter: Interpreter, tmp_path: Path) -> None:
     """Who asks a process that has ended for descriptors hears so at once, though a copy of it lives."""
     program = """
 import os, sys, time
@@ -78,7 +71,7 @@ if copy == 0:
     os._exit(0)
 print(copy, server.address)
 """
-    copy, address = run(program).split()
+    copy, address = interpreter.run(program, tmp_path).split()
     try:
         os.kill(int(copy), 0)
         with pytest.raises(UnavailableError, match="Connection refused"):
@@ -87,7 +80,7 @@ print(copy, server.address)
         os.kill(int(copy), 9)
 
 
-def test_a_copy_has_a_folder_of_its_own_and_leaves_its_parents() -> None:
+def test_a_copy_has_a_folder_of_its_own_and_leaves_its_parents(interpreter: Interpreter, tmp_path: Path) -> None:
     """Copies that end like any program do what a program does at its end."""
     program = """
 import os, sys
@@ -106,7 +99,7 @@ assert (folder.path / "library.so").exists()
 assert not os.path.exists(os.read(reading, 1000))
 print(folder.path)
 """
-    assert not Path(run(program).strip()).exists()
+    assert not Path(interpreter.run(program, tmp_path).strip()).exists()
 
 
 def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> None:
@@ -117,7 +110,7 @@ def test_what_copies_do_to_groups_changes_nothing_for_ranks(tmp_path: Path) -> N
         ranks.run(nodes_world.copied, None, str(tmp_path / "nodes"))
 
 
-def test_a_copy_ends_like_any_program_though_it_has_a_group() -> None:
+def test_a_copy_ends_like_any_program_though_it_has_a_group(interpreter: Interpreter, tmp_path: Path) -> None:
     """Destructors of Gloo wait for threads, which are in the other process."""
     program = """
 import os, signal, sys, time
@@ -141,7 +134,7 @@ dist.destroy_process_group()
 print("hangs" if ended[0] == 0 else os.waitstatus_to_exitcode(ended[1]), flush=True)
 os._exit(0)
 """
-    assert run(program).split() == ["3"]
+    assert interpreter.run(program, tmp_path).split() == ["3"]
 
 
 def test_what_is_finalised_in_a_copy_is_not_the_parents() -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import crew
 
+from interpreter import Interpreter
 from sidelane import Communicator, Config, PeerError
 
 INTERRUPTED = "rank 0 was interrupted"
@@ -117,10 +118,10 @@ def test_ctrl_c_outside_of_calls_ends_the_block_at_once() -> None:
     assert results[1][0] == "PeerError" and "rank 0" in results[1][1]
 
 
-def test_ctrl_c_ends_all_processes_of_a_program(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_of_a_program(interpreter: Interpreter, tmp_path: Path) -> None:
     """One that catches nothing, interrupted from outside in one process."""
     before = interrupted_program.shared_memory()
-    errors = interrupted_program.run(3, "cpu", tmp_path)
+    errors = interrupted_program.run(interpreter, 3, "cpu", tmp_path)
     assert "KeyboardInterrupt" in errors[0]
     assert all("PeerError" in error and "rank 0 was interrupted" in error for error in errors[1:]), errors
     assert interrupted_program.shared_memory() <= before

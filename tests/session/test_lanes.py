@@ -9,17 +9,18 @@ import lanes
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from ranks import RankPool, crew
 
 from sidelane import Communicator
 
 
-@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), long(4, 2)])
 def test_lanes_of_one_thread(pool: RankPool, n: int, seed: int) -> None:
     pool.run(lanes.in_turn, n, seed, 60, timeout_s=100)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, long(3)])
 def test_a_lane_for_each_thread(pool: RankPool, n: int) -> None:
     pool.run(lanes.at_once, n, 60, timeout_s=100)
 

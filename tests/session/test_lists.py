@@ -5,10 +5,11 @@ from __future__ import annotations
 import list_cases
 import pytest
 from list_cases import MOVING, REDUCING
+from marks import long
 from ranks import RankPool
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, long(4)])
 def test_lists_of_tensors_that_only_move(pool: RankPool, n: int) -> None:
     ran = pool.run(list_cases.lists, n, MOVING, n, 5)
     assert ran == [{"bcst", "swap"}] * n
@@ -74,7 +75,7 @@ def test_different_lists(pool: RankPool, debug: bool) -> None:
         assert "int32" in texts[2] and "float32" in texts[2]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [long(2), 3])
 def test_batches_of_several_kinds(pool: RankPool, n: int) -> None:
     first, *others = pool.run(list_cases.batches, n, n, 12)
     assert first == {"b2b", "pcpy"}

@@ -14,7 +14,7 @@ from marks import long
 from ranks import RankPool, crew
 
 
-@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), long(8, 5)])
+@pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 1), (3, 2), long(4, 3), (5, 4), long(8, 5)])
 def test_programs_of_all_builders_under_contracts(pool: RankPool, n: int, seed: int) -> None:
     assert pool.run(loads.builders, n, seed, 60 if n < 5 else 25, timeout_s=150) == [9] * n
 

@@ -21,7 +21,7 @@ from soak.world import Verdict
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what is mapped where")
 
 
-@pytest.mark.parametrize(("mode", "n", "steps"), [long("learn", 2, 400), ("learn", 3, 80), long("always", 4, 80)])
+@pytest.mark.parametrize(("mode", "n", "steps"), [long("learn", 2, 400), ("learn", 3, 50), long("always", 4, 80)])
 def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: int, steps: int) -> None:
     found = pool.run(storm_cases.storm, n, mode, steps, n)
     assert [said for _, said in found] == [""] * n
@@ -40,7 +40,7 @@ def test_every_byte_is_right_and_nothing_is_left(pool: RankPool, mode: str, n: i
 @pytest.mark.parametrize("mode", ["learn", long("always")])
 def test_graphs_are_replayed_in_a_storm(pool: RankPool, mode: str) -> None:
     """On a made-up driver: CPU ranks capture nothing."""
-    found = pool.run(storm_cases.with_graphs, 2, mode, 100, 1)
+    found = pool.run(storm_cases.with_graphs, 2, mode, 70, 1)
     assert [said for _, said in found] == [""] * 2
     for counts, _ in found:
         assert counts["wrong"] == counts["errors"] == counts["stale"] == counts["mapped at the end"] == 0
