@@ -335,7 +335,7 @@ def norms(group: dist.ProcessGroup) -> int:
 
         fused, others = (plain, by_hand, alone, whole, whole_and_scale), (kept, scaled, twice, spread)
         cases = [*((call, 1) for call in fused), *((call, 0) for call in others)]
-        for dtype, some in ((torch.float32, cases), (torch.bfloat16, cases[: len(fused)])):
+        for dtype, some in ((torch.float32, cases), (torch.bfloat16, cases[: len(fused) + 1])):
             torch.manual_seed(comm.rank)
             x = torch.randn(2, 3, 8).to(dtype)
             torch.manual_seed(7)
