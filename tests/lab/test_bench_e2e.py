@@ -17,7 +17,7 @@ from sidelane import Communicator
 from sidelane.cli.launch import Rank, RankFailedError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.cli.e2e import EndToEndOptions
+from sidelane_lab.cli.e2e import WORKLOADS, EndToEndOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
 from sidelane_lab.harness.study import Results, read
@@ -74,6 +74,15 @@ def test_exposed_time_is_predicted_for_the_library_and_for_the_group() -> None:
     assert library is not None and group is not None and 0.3 < group < library < 2.0
     assert study.predicted_ms(machine, "none", collectives) is None
     assert study.predicted_ms(machine, "nccl", ()) is None
+
+
+def test_tiny_sizes_are_those_of_cpu_ranks() -> None:
+    pytest.importorskip("triton")
+    for workload in study.workloads(WORKLOADS):
+        on_gpus, on_cpus = (study.sizes_of(workload, (), on_cpu=on_cpu) for on_cpu in (False, True))
+        assert sorted(on_gpus + on_cpus) == sorted(workload.sizes)
+        assert "tiny" in on_cpus and on_gpus and not any("tiny" in size for size in on_gpus)
+        assert study.sizes_of(workload, ("tiny", on_gpus[0]), on_cpu=False) == ["tiny", on_gpus[0]]
 
 
 def test_unknown_sizes_are_refused() -> None:

@@ -33,7 +33,7 @@ class EndToEndOptions(StudyOptions):
         "--workloads", WORKLOADS, "Measure only these.", allowed=WORKLOADS, some=True, shown="all of them"
     )
     cases: tuple[str, ...] = names(
-        "--sizes", (), "Measure only these sizes of the workloads.", shown="all but tiny, on CPUs tiny"
+        "--sizes", (), "Measure only these sizes of the workloads.", shown="all but tiny ones, on CPUs these"
     )
     warmup: int = count("--warmup", 3, "Steps before the measured.")
     rounds: int = count("--rounds", 12, "Rounds in which the ways take turns.")

@@ -125,6 +125,13 @@ def workloads(names: Sequence[str]) -> list[EndToEndWorkload]:
     return [importlib.import_module(f"sidelane_lab.studies.e2e.{name}").WORKLOAD for name in names]
 
 
+def sizes_of(workload: EndToEndWorkload, chosen: Sequence[str], *, on_cpu: bool) -> list[str]:
+    """Return the sizes of a workload that are measured: the chosen ones, else on CPU ranks those that are tiny, and on
+    GPUs all others.
+    """
+    return [size for size in workload.sizes if (size in chosen if chosen else size.startswith(TINY) == on_cpu)]
+
+
 def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[WorkloadRow]:
     """Make the rows. Collective."""
     on_cpu = rank.device.type == "cpu"
@@ -133,12 +140,7 @@ def _measure(rank: Rank, options: EndToEndOptions, sender: Sender) -> Iterator[W
     chosen = workloads(options.workloads)
     require_all("e2e", "sizes", options.cases, sorted({size for one in chosen for size in one.sizes}))
     nccl = "" if on_cpu else loaded_nccl()
-    every = [
-        (workload, size)
-        for workload in chosen
-        for size in workload.sizes
-        if (size in options.cases if options.cases else (size == TINY) == on_cpu)
-    ]
+    every = [(workload, size) for workload in chosen for size in sizes_of(workload, options.cases, on_cpu=on_cpu)]
     cases = [(workload, size) for workload, size in every if (workload.name, size, nccl) not in options.done]
     sender.steps = len(cases)
     if on_cpu:
