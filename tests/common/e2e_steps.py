@@ -7,7 +7,7 @@ import importlib
 import torch.distributed as dist
 from fused_ops import communicator
 
-from sidelane_lab.studies.e2e.study import sizes_of
+from sidelane_lab.studies.e2e.prediction import sizes_of
 from sidelane_lab.studies.e2e.workload import Prepared
 
 
