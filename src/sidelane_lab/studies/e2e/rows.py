@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,12 @@ from sidelane_lab.harness.report import Cell, tables_by
 from sidelane_lab.harness.study import FlatRow, Picture, Results
 from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE
 from sidelane_lab.studies.clients.study import makers_of, spread_ms
+
+MOST_SIZES = 8
+"""Number of sizes beside each other in a picture."""
+
+HIGHEST = 200.0
+"""Percent of the library's time at which bars of a picture end; their labels have what they are."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,28 +128,32 @@ def step_tables(rows: Sequence[WorkloadRow]) -> list[Table]:
 
 
 def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> list[Picture]:
-    """Draw a picture for each launch: the step of every size by every way, next to the library's."""
+    """Draw a picture for each workload and launch: the step of every size by every way, next to the library's."""
     from matplotlib.figure import Figure
 
     from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, save_titled
 
     colours = {**COLOURS, "group": BLUE, "operators": GREEN, NONE: GREY}
     pictures = []
-    for launch, alike in grouped(rows, lambda row: row.launch, ordered=False):
+    for (workload, launch), alike in grouped(rows, lambda row: (row.workload, row.launch), ordered=False):
         cases = grouped([row for row in alike if row.over_percent is not None], case_of, ordered=False)
         if not cases:
             continue
-        figure = Figure(figsize=(max(7.0, 2 + 1.6 * len(cases)), 4.0), layout="constrained")
-        axes = figure.subplots()
-        for at, (_, same) in enumerate(cases):
-            width = 0.8 / len(same)
-            for place, row in enumerate(same):
-                x, share = at + (place - (len(same) - 1) / 2) * width, 100 + (row.over_percent or 0.0)
-                axes.bar(x, share, 0.92 * width, color=colours.get(row.way, PURPLE))
-                axes.text(x, 2, f"{row.way} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
-        axes.axhline(100, color="black", linewidth=0.6)
-        axes.set_xticks(range(len(cases)), [f"{workload}\n{size}" for (workload, size, _), _ in cases], fontsize=7)
-        axes.set_ylabel("time of a step, % of the library's")
-        text = f"Time of a step of each workload and size by each way, {launch}, in percent of the library's."
-        pictures.append(save_titled(figure, f"e2e-{launch}", f"Steps, {launch}: {results.where}", text, folder))
+        most, lines = max(len(same) for _, same in cases), -(-len(cases) // MOST_SIZES)
+        width = max(7.0, 0.5 + 0.15 * (most + 2) * min(len(cases), MOST_SIZES))
+        figure = Figure(figsize=(width, 1.0 + 3.0 * lines), layout="constrained")
+        for line, axes in enumerate(figure.subplots(lines, squeeze=False)[:, 0]):
+            some = cases[line * MOST_SIZES : (line + 1) * MOST_SIZES]
+            for at, (_, same) in enumerate(some):
+                for place, row in enumerate(same):
+                    x, share = at + (place - (len(same) - 1) / 2) * 0.84 / most, 100 + (row.over_percent or 0.0)
+                    axes.bar(x, min(share, HIGHEST), 0.77 / most, color=colours.get(row.way, PURPLE))
+                    axes.text(x, 2, f"{row.way} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
+            axes.axhline(100, color="black", linewidth=0.6)
+            names = [textwrap.fill(size, max(9, 2 * most)) for (_, size, _), _ in some]
+            axes.set_xticks(range(len(some)), names, fontsize=7)
+            axes.set_ylabel("time of a step, % of the library's", fontsize=8)
+        text = f"Time of a step of {workload} at each size by each way, {launch}, in percent of the library's."
+        title = f"{workload}, {launch}: {results.where}"
+        pictures.append(save_titled(figure, f"e2e-{workload}-{launch}", title, text, folder))
     return pictures
