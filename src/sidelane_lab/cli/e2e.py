@@ -39,7 +39,7 @@ class EndToEndOptions(StudyOptions):
         ("sidelane e2e --workloads decode --sizes llama-3.2-1b-x8", "one workload, at one size"),
         ("sidelane e2e --device cpu --ranks 2", "the same between CPU processes, with tiny models"),
         ("sidelane e2e --machine h200x2", "what a model of two H200s expects to be exposed"),
-        ("sidelane e2e --machine h200x2 --results results/h200x2/e2e.json", "and how far that is off a file"),
+        ("sidelane e2e --machine h200x2 --results e2e.json", "and how far that is off a file"),
     )
 
     workloads: tuple[str, ...] = names(
