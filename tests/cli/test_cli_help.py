@@ -77,6 +77,7 @@ def test_examples_are_commands_that_exist(name: str, tmp_path, monkeypatch: pyte
         "collectives.json",
         "c3.json",
         "results/h100x1/fused.json",
+        "e2e.json",
         "rank.0.et",
         "step.json",
         "before.json",

@@ -43,6 +43,7 @@ COMMANDS: dict[str, set[str]] = {
     "pipeline --machine mi300x8": PREDICTED,
     "plan --model llama-8b-like --machine h200x2 --fsdp": PREDICTED,
     "fused --machine mi210x4 --ops gemv_all_reduce --shape 8192,8192,1": PREDICTED,
+    "e2e --machine h200x2 --workloads decode": PREDICTED,
     "power --machine mi300x8 --max-bytes 64M": PREDICTED,
     "c3 --machine mi300x8 cb1_896M": PREDICTED,
     "c3 --machine mi300x8": PREDICTED,

@@ -22,6 +22,7 @@ from sidelane.ops import (
     sequence_parallel_attention,
     sequence_positions,
 )
+from sidelane.ops import ring as rings
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest norm of a difference of a rank over the norm of what is right on all, by dtype."""
@@ -206,6 +207,41 @@ def refused(group: dist.ProcessGroup, attend_name: str = "sequence_parallel_atte
             texts.append(str(caught.value))
         assert attend(comm, q, k, k).shape == q.shape
     return texts
+
+
+def shapes_that_differ(group: dist.ProcessGroup, both_change: bool) -> str:
+    """The error of ranks that call with different lengths, which all know; only the last rank has changed, or all."""
+    with communicator(group) as comm:
+
+        def call(positions: int) -> None:
+            q, k, v = torch.ones(3, 1, positions, 2, 8).unbind()
+            ring_attention(comm, q, k, v)
+            comm.synchronize()
+
+        for positions in (4, 6, 8) if both_change else (6, 4):
+            call(positions)
+        try:
+            call(6 if comm.rank == comm.world_size - 1 else 4)
+        except (MismatchError, PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def many_shapes(group: dist.ProcessGroup, count: int) -> None:
+    """Rings of so many lengths hold memory of a few; lengths that come again are right, forward and backward."""
+    with communicator(group) as comm:
+        kept: dict[rings.RingShape, rings.RingAttention] = comm.kept.setdefault(rings.RingAttention, {})
+        used = []
+        for turn, positions in enumerate([*range(8, 8 + count), 8, 9, 8]):
+            check(comm, ring_attention, Shape(1, positions, 4, 2, 8, is_causal=True), turn, order="plain")
+            assert len(kept) == min(turn + 1, rings.MOST_SHAPES)
+            used.append(comm.memory().used + comm.memory().own)
+        assert max(used[rings.MOST_SHAPES :]) <= 2 * used[rings.MOST_SHAPES - 1]
+        first = next(iter(kept.values()))
+        first.is_in_graph = True
+        for positions in range(100, 100 + rings.MOST_SHAPES):
+            check(comm, ring_attention, Shape(1, positions, 4, 2, 8), 1, order="plain")
+        assert first in kept.values() and len(kept) == rings.MOST_SHAPES + 1
 
 
 def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = None) -> None:

@@ -7,6 +7,7 @@ import importlib
 import torch.distributed as dist
 from fused_ops import communicator
 
+from sidelane_lab.studies.e2e.prediction import sizes_of
 from sidelane_lab.studies.e2e.workload import Prepared
 
 
@@ -15,7 +16,7 @@ def tiny_steps(group: dist.ProcessGroup, name: str) -> dict[str, list[str]]:
     workload = importlib.import_module(f"sidelane_lab.studies.e2e.{name}").WORKLOAD
     found = {}
     with communicator(group) as comm:
-        for size in (one for one in workload.sizes if one.startswith("tiny")):
+        for size in sizes_of(workload, (), on_cpu=True):
             prepared = workload.prepare(workload.sizes[size], group, comm, comm.device)
             assert prepared.units > 0
             assert all(value > 0 for value in prepared.facts.values()), prepared.facts

@@ -333,7 +333,7 @@ def quantized_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) 
             weight = draws.normal(hidden).to(dtype)
             total = torch.stack(xs).double().sum(0)
             y = total / (total.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double()
-            for by_row, options in itertools.product((False, True), (*NORM_SCHEDULES, {"method": "unfused"})):
+            for by_row, options in itertools.product((False, True), (*NORM_SCHEDULES, UNFUSED)):
                 narrow = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn)
                 scale = torch.empty(tokens, 1) if by_row else torch.tensor(0.004)
                 found, _ = ops.all_reduce_rms_norm(
@@ -354,6 +354,27 @@ def quantized_norms(group: dist.ProcessGroup, sizes: Sequence[tuple[int, int]]) 
     return calls
 
 
+def norms_of_nan(group: dist.ProcessGroup) -> None:
+    """A NaN in a row shows in all of its elements in 8 bits, and in a scale of its own; other rows have none."""
+    with communicator(group) as comm:
+        for dtype, by_row, options in itertools.product(DTYPES, (True, False), (*NORM_SCHEDULES, UNFUSED)):
+            x, weight = torch.ones(4, 34, dtype=dtype), torch.ones(34, dtype=dtype)
+            if comm.rank == comm.world_size - 1:
+                x[1, 3], x[2, 33] = torch.nan, torch.inf
+            narrow = torch.empty(4, 34, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(4, 1) if by_row else torch.tensor(0.5)
+            for some in (weight, weight.where(torch.arange(34) != 5, torch.nan)):
+                x, some = x.to(comm.device), some.to(comm.device)
+                y, _ = ops.all_reduce_rms_norm(comm, x, None, some, quantized=narrow, scale=scale, **options)
+                lost = y.isnan().any(1, keepdim=True) if by_row else y.isnan()
+                assert torch.equal(narrow.float().isnan(), lost.expand_as(y)), (dtype, by_row, options)
+                assert not by_row or torch.equal(scale.isnan(), lost)
+                rows = [not row.isnan().any() for row in y]
+                assert rows == ([True, False, False, True] if some is weight else [False] * 4)
+        comm.synchronize()
+
+
+UNFUSED: dict[str, Any] = {"method": "unfused"}
 NORM_SCHEDULES: tuple[dict[str, Any], ...] = tuple(
     {"schedule": schedule, "method": "fused"} for schedule in ("cells", "pushed")
 )

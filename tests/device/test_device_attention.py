@@ -32,6 +32,16 @@ def test_what_one_rank_refuses_is_told_to_the_others(ranks: Ranks, attend: str) 
         assert len(texts) == 6
 
 
+@pytest.mark.parametrize("both_change", [False, True])
+def test_different_known_shapes_are_told(ranks: Ranks, both_change: bool) -> None:
+    texts = ranks.run(CASES + "of", "shapes_that_differ", both_change)
+    assert all("ranks made different calls" in text for text in texts), texts
+
+
+def test_rings_of_many_shapes_hold_memory_of_a_few(ranks: Ranks) -> None:
+    ranks.run(CASES + "of", "many_shapes", 20, timeout_s=120)
+
+
 @pytest.mark.parametrize("way", ["ulysses", "ring"])
 def test_forward_and_backward_in_graphs(ranks: Ranks, way: str) -> None:
     assert set(ranks.run(CASES + "captured", (way,), 4, timeout_s=170)) == {3 * 4}

@@ -50,6 +50,7 @@ def test_large_norms(ranks: Ranks) -> None:
 def test_norms_in_8_bits(ranks: Ranks) -> None:
     sizes = [(1, 8192), (3, 34), (16, 4096), (200, 8192)]
     assert min(ranks.run(CASES + "as_on_cpus", "fused_ops", "quantized_norms", sizes, timeout_s=150)) == 72
+    ranks.run(CASES + "as_on_cpus", "fused_ops", "norms_of_nan", timeout_s=60)
 
 
 def test_slices_as_they_come(ranks: Ranks) -> None:

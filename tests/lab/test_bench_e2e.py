@@ -15,18 +15,18 @@ from ranks import crew
 
 from sidelane import Communicator
 from sidelane.cli.launch import Rank, RankFailedError
-from sidelane.program.collective import Kind
 from sidelane_lab.baselines.roster import make_meter
-from sidelane_lab.cli.e2e import EndToEndOptions
+from sidelane_lab.cli.e2e import WORKLOADS, EndToEndOptions
 from sidelane_lab.harness import running
 from sidelane_lab.harness.report import tables_of
-from sidelane_lab.harness.study import Results, read
+from sidelane_lab.harness.study import Results, collect, read, write
 from sidelane_lab.machines.load import named
-from sidelane_lab.studies.e2e import decode, study
-from sidelane_lab.studies.e2e.study import WorkloadRow, draw_steps
+from sidelane_lab.studies.e2e import decode, prediction, study
+from sidelane_lab.studies.e2e.rows import WorkloadRow, draw_steps
 from sidelane_lab.studies.e2e.workload import Prepared
 
 QUICK: dict[str, Any] = {"device": "cpu", "ranks": 2, "quiet": True, "timeout_s": 100.0, "rounds": 2, "steps": 1}
+ROWS = ("rows there", "rows back", "rows there, float8")
 WAYS = ["gloo", "group", "operators", "gemv", "none"]
 
 
@@ -67,13 +67,55 @@ def test_what_the_file_has_is_not_measured_again(monkeypatch: pytest.MonkeyPatch
         EndToEndOptions(resume=True)
 
 
-def test_exposed_time_is_predicted_for_the_library_and_for_the_group() -> None:
-    collectives = [(Kind.ALL_REDUCE, 8192 << 7, 64), (Kind.ALL_GATHER, 1024, 1)]
-    machine = named("h100x2")
-    library, group = (study.predicted_ms(machine, way, collectives) for way in ("nccl", "group"))
-    assert library is not None and group is not None and 0.3 < group < library < 2.0
-    assert study.predicted_ms(machine, "none", collectives) is None
-    assert study.predicted_ms(machine, "nccl", ()) is None
+def test_what_a_way_exposes_is_predicted_where_the_model_knows_it() -> None:
+    pytest.importorskip("triton")
+    machine = named("h200x2")
+    for workload in prediction.workloads(WORKLOADS):
+        for size in prediction.sizes_of(workload, (), on_cpu=False):
+            found = prediction.predicted_ms(workload.name, size, machine)
+            assert "nccl" in found and not {"none", "ring", "operators, routed"} & set(found), (workload.name, size)
+            assert all(time > 0 for way, time in found.items() if way != "operators"), found
+            assert "operators" in found or "training" in size
+    one_token, many = (
+        prediction.predicted_ms("decode", f"llama-3.1-8b-{size}", machine) for size in ("x1", "prefill-2048")
+    )
+    assert one_token["operators"] < min(one_token["nccl"], one_token["group"]) and many["group"] < many["nccl"]
+    # As many bytes leave a GPU in a dispatch and a combine, and a dispatch in float8 has about half of them.
+    parts = [prediction.predicted_ms("experts", f"4096 tokens, {part}", machine)["operators"] for part in ROWS]
+    assert parts[0] < parts[1] and parts[2] < 0.8 * parts[0]
+    assert not prediction.predicted_ms("decode", "llama-3.1-8b-x1", named("mi210x1x2"))
+    assert not prediction.predicted_ms("decode", "a size of another day", machine)
+
+
+def test_predictions_stand_beside_what_a_file_has_measured(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    there = {"size": "llama-3.1-8b-x1", "launch": "graph", "way": "nccl"}
+    rows = [row(**there, step_ms=4.0, exposed_ms=0.6), row(**there | {"way": "gemv"}, step_ms=3.9, exposed_ms=0.1)]
+    rows.append(row(**there | {"workload": "experts", "size": "4096 tokens, combine"}, step_ms=0.4))
+    results = collect("e2e", rows, device_type="cpu", ranks=2, command="sidelane e2e")
+    write(tmp_path / "e2e.json", dataclasses.replace(results, machine="h200x2", gpus=2))
+    options = {"results": tmp_path / "e2e.json", "json": tmp_path / "predicted.json"}
+    prediction.main("h200x2", EndToEndOptions(**options))
+    found = read(tmp_path / "predicted.json").rows
+    times = [one.predicted_ms for one in found if isinstance(one, WorkloadRow)]
+    assert times[0] == pytest.approx(0.44, abs=0.01) and times[1] is None and times[2] == pytest.approx(0.377, abs=0.01)
+    filled = prediction.with_predictions(rows, named("h200x2"))
+    assert [one.off_percent for one in filled] == [pytest.approx(-4, abs=0.5), None, pytest.approx(-6, abs=2)]
+    (table,) = prediction.error_tables(filled)
+    assert [line.cells[:3] for line in table.lines] == [("decode", "nccl", "1"), ("experts", "nccl", "1")]
+    with pytest.raises(ValueError, match="a file of sidelane e2e with such rows"):
+        prediction.main("h200x2", EndToEndOptions(**options, workloads=("attention",)))
+    with pytest.raises(ValueError, match="e2e: "):
+        prediction.main("h100x8x2", EndToEndOptions())
+
+
+def test_tiny_sizes_are_those_of_cpu_ranks() -> None:
+    pytest.importorskip("triton")
+    for workload in prediction.workloads(WORKLOADS):
+        on_gpus, on_cpus = (prediction.sizes_of(workload, (), on_cpu=on_cpu) for on_cpu in (False, True))
+        assert sorted(on_gpus + on_cpus) == sorted(workload.sizes)
+        assert "tiny" in on_cpus and on_gpus and not any("tiny" in size for size in on_gpus)
+        assert prediction.sizes_of(workload, ("tiny", on_gpus[0]), on_cpu=False) == ["tiny", on_gpus[0]]
 
 
 def test_unknown_sizes_are_refused() -> None:

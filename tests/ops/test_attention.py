@@ -44,6 +44,18 @@ def test_ring(pool: RankPool, n: int) -> None:
     pool.run(attention_cases.ring, n, False)
 
 
+@pytest.mark.parametrize("both_change", [False, True])
+def test_ranks_with_different_known_shapes_are_told(pool: RankPool, both_change: bool) -> None:
+    texts = pool.run(attention_cases.shapes_that_differ, 3, both_change)
+    assert all("ranks made different calls" in text and "length=18" in text for text in texts), texts
+    kinds = {text.partition(":")[0] for text in texts}
+    assert kinds == ({"MismatchError"} if both_change else {"MismatchError", "PeerError"})
+
+
+def test_rings_of_many_shapes_hold_memory_of_a_few(pool: RankPool) -> None:
+    pool.run(attention_cases.many_shapes, 2, 20)
+
+
 @pytest.mark.parametrize("name", ["sequence_parallel_attention", "ring_attention"])
 def test_compiled_code_takes_any_length(pool: RankPool, name: str) -> None:
     pool.run(attention_cases.lengths_that_change, 2, name, 3)

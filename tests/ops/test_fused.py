@@ -80,6 +80,10 @@ def test_norms_in_8_bits(four: Crew) -> None:
     assert four.run(fused_ops.quantized_norms, 3, [(1, 6), (5, 34)], timeout_s=110) == [36] * 3
 
 
+def test_a_nan_stays_visible_in_8_bits(four: Crew) -> None:
+    four.run(fused_ops.norms_of_nan, 2, timeout_s=110)
+
+
 @pytest.mark.parametrize("world_size", [long(2), 3])
 def test_embedding_all_to_all_back_to_back(four: Crew, world_size: int) -> None:
     assert four.run(fused_embeddings.forward_back_to_back, world_size, world_size, 3, timeout_s=110) == [9] * world_size

@@ -108,9 +108,9 @@ def test_nothing_is_left_of_tokens_without_room(four: Crew, world_size: int) -> 
     assert four.run(fused_tokens.left_out_of_used_buffers, world_size, 5, 4, timeout_s=110) == [4] * world_size
 
 
-@pytest.mark.parametrize("known", ["", "2"])
+@pytest.mark.parametrize("known", ["", "2", "12", "21", "213"])
 def test_ranks_with_different_numbers_of_experts_are_told(four: Crew, known: str) -> None:
-    """Where both numbers are new, and where one of them is."""
+    """Where both numbers are new, where one of them is, where both are known, and where no rank has its last one."""
     for told in four.run(fused_tokens.experts_that_differ, 2, known):
         assert told.startswith(("MismatchError", "PeerError")) and "ranks made different calls" in told, told
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs import of_collectives, of_model, of_pytorch, of_studies
+from docs import of_collectives, of_model, of_pytorch, of_studies, of_workloads
 from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
 
 
@@ -78,6 +78,14 @@ TABLES: dict[str, Callable[[], Cells]] = {
     "simulator": of_studies.simulator,
     "steps-predicted-h200x2": lambda: of_model.steps("h200x2"),
     "step-parts-h200x2": lambda: of_model.step_parts("h200x2"),
+    "e2e-attention-h200x2": lambda: of_workloads.steps("h200x2", "attention", ("nccl", "group", "ring")),
+    "e2e-decode-h200x2": lambda: of_workloads.steps("h200x2", "decode", ("nccl", "group", "gemv")),
+    "e2e-experts-h200x2": lambda: of_workloads.steps("h200x2", "experts", ("nccl", "operators, routed")),
+    "e2e-recommendation-h200x2": lambda: of_workloads.steps("h200x2", "recommendation", ("nccl",)),
+    "e2e-deep-ep-h200x2": lambda: of_workloads.deep_ep("h200x2"),
+    "e2e-expert-parts-h200x2": lambda: of_workloads.expert_parts("h200x2"),
+    "e2e-exposed-h200x2": lambda: of_workloads.exposed("h200x2"),
+    "e2e-errors-h200x2": lambda: of_workloads.errors("h200x2"),
 }
 
 

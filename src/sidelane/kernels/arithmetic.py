@@ -73,3 +73,12 @@ def finish(result, N: tl.constexpr, OP: tl.constexpr, FLOAT: tl.constexpr):
         return tl.div_rn(result, tl.full(result.shape, N, tl.float32)) if FLOAT else result // N
     else:
         return result
+
+
+@triton.jit
+def largest_magnitude(values, AXIS: tl.constexpr):
+    """Return the largest absolute value of float32s along an axis, of all of them for None; NaN if there is one.
+
+    Absolute values are ordered as their bits are, and those of NaN are the largest.
+    """
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS).to(tl.float32, bitcast=True)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
 from sidelane.ops.gemm import NO_ROOM
-from sidelane.ops.handle import FLOATS, check_tensor, power_of_two, telling_refusals
+from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, power_of_two, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.rows import MOST_TERMS
 from sidelane.session import Communicator
@@ -118,6 +118,7 @@ def _routing_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None,
 def routing_of_all(comm: int, chosen: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gates of all ranks' tokens, float32[N * T, k], and their experts, int32: one all-gather."""
     ranks, (tokens, k) = communicator(comm), chosen.shape
+    compare_shapes(ranks, f"{NAME}, tokens and experts of each", (tokens, k))
     own = torch.stack([chosen, gates.contiguous().view(torch.int32)])
     gathered = own.new_empty(ranks.world_size, 2, tokens, k)
     ranks.all_gather(gathered, own)
@@ -146,6 +147,7 @@ def places_of(
         most_rows: C, number of rows of a rank's experts.
     """
     ranks, (tokens, k) = communicator(comm), chosen.shape
+    compare_shapes(ranks, f"{NAME}, experts and most_rows", (experts, most_rows))
     ends, leaving, returned, rows, results = _places_like(comm, chosen, everyone, experts, most_rows)
     numbers, pairs, first = torch.empty_like(ends), everyone.numel(), ranks.rank * experts
     warps = {"BLOCK": BLOCK, "num_warps": 8}

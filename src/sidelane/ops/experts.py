@@ -32,7 +32,7 @@ from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.float8_rows import dequantized_rows, quantized_rows
 from sidelane.ops.gemm import ROW_TILES, GemmAllToAll, sum_of_terms
-from sidelane.ops.handle import FLOATS, check_tensor, kept, telling_refusals
+from sidelane.ops.handle import FLOATS, check_tensor, compare_shapes, kept, telling_refusals
 from sidelane.ops.library import communicator, number_of, operator
 from sidelane.ops.operands import in_rows
 from sidelane.ops.rows import check_sums
@@ -140,16 +140,17 @@ class _Exchange:
         return self._handle._run(x, None, counts, alike=self._alike, **options)
 
 
-def _exchange(number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:
+def _exchange(name: str, number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:
     comm, (most_rows, k) = communicator(number), results.shape
     shape = most_rows, sent.shape[1], sent.dtype, experts, k
+    compare_shapes(comm, name, shape)
     return kept(comm, (_Exchange, *shape), lambda: _Exchange(comm, *shape))
 
 
 def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool, experts: int) -> Tensor:
     leaving, _, rows, results, counts = places
     sent = quantized_rows(in_rows(tokens)) if quantized else in_rows(tokens)
-    exchange = _exchange(comm, sent, results, experts)
+    exchange = _exchange(DISPATCH, comm, sent, results, experts)
     with exchange.in_turn:  # until its rows have been copied
         came = exchange.send(sent, counts, leaving)
         return dequantized_rows(came, rows, tokens.shape[1], tokens.dtype) if quantized else sum_rows(came, rows)
@@ -158,7 +159,7 @@ def _to_experts(comm: int, tokens: Tensor, places: Any, quantized: bool, experts
 def _to_tokens(comm: int, rows: Tensor, places: Any, experts: int, gates: Tensor | None = None) -> Tensor:
     _, returned, _, results, counts = places
     sent = in_rows(rows)
-    exchange = _exchange(comm, sent, results, experts)
+    exchange = _exchange(COMBINE, comm, sent, results, experts)
     with exchange.in_turn:  # until its rows have been added up
         return sum_rows(exchange.send(sent, counts, results, gates, sends_zeros=True), returned)
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidelane.device.triton_interpreter import launch
+from sidelane.kernels.arithmetic import largest_magnitude
 from sidelane.ops import reference
 
 COLS = 1024
@@ -29,7 +30,8 @@ SCALED = 128
 def quantized_rows(x: Tensor) -> Tensor:
     """Return rows in float8 with their scales behind them, as float16 for what moves rows and reads no numbers.
 
-    An element is its float8 times the scale, which is a 448th of the largest of 128 elements.
+    An element is its float8 times the scale, which is a 448th of the largest of 128 elements. With a NaN among them
+    all are NaN.
     """
     rows, columns = x.shape
     first_scale, width = _widths(columns)
@@ -77,7 +79,7 @@ def _quantize(
     column = group[:, None] * SCALED + tl.arange(0, SCALED)[None, :]
     inside = column < columns
     wide = tl.load(x + row * x_stride + column, mask=inside, other=0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(wide), axis=1), LEAST)
+    largest = tl.maximum(largest_magnitude(wide, 1), LEAST, tl.PropagateNan.ALL)
     small = (wide * (LARGEST / largest)[:, None]).to(values.dtype.element_ty)
     tl.store(values + row * width + column, small, mask=inside)
     tl.store(scales + (row * width + first_scale) // 4 + group, largest / LARGEST, mask=group * SCALED < columns)

@@ -71,6 +71,23 @@ def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:
     return found
 
 
+def compare_shapes(comm: Communicator, name: str, shape: Hashable) -> None:
+    """Compare an operator's shape with the peers' where it is not that of this rank's last call. Not in a capture.
+
+    Calls that are known are not compared, so that ranks of different shapes would wait for each other in vain. Here a
+    rank whose shape has changed waits for the hosts of its peers, and raises MismatchError; a peer whose shape is the
+    old one raises PeerError with the same text while it waits.
+
+    Args:
+        comm: communicator of the ranks.
+        name: name of the operator, or of its part.
+        shape: all that must be the same on every rank.
+    """
+    if comm.kept.get((compare_shapes, name)) != shape and not is_captured(comm):
+        comm.lane.agree(name, f"{name}: {shape}")
+        comm.kept[compare_shapes, name] = shape
+
+
 def programs_of(comm: Communicator, needed: int, per_unit: int) -> int:
     """Return the programs of a persistent grid: at most ``needed``, and ``per_unit`` on each compute unit."""
     if comm.device.type == "cpu":

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend
 
 from sidelane.collectives.work import Work
 from sidelane.ops.buffer_turn import in_turn
-from sidelane.ops.handle import kept
+from sidelane.ops.handle import compare_shapes, is_captured, kept
 from sidelane.ops.operands import in_rows
 from sidelane.program.collective import split_evenly
 from sidelane.program.rotation import rotation_program
@@ -36,6 +36,9 @@ from sidelane.session import BoundProgram, Communicator
 
 PLAIN, ZIGZAG = ORDERS = "plain", "zigzag"
 """Orders of positions on ranks; see ``attention.sequence_positions``."""
+
+MOST_SHAPES = 8
+"""Number of shapes that a communicator keeps, besides those in graphs. The least recently used goes first."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_SIZES, _CUDNN_SIZES = range(8, 257, 8), range(8, 129, 8)
@@ -115,8 +118,23 @@ class RingShape:
 
 
 def ring_of(comm: Communicator, shape: RingShape) -> RingAttention:
-    """Return the buffers and programs for a shape; all ranks make them together on first use."""
-    return kept(comm, shape, lambda: RingAttention(comm, shape))
+    """Return the buffers and programs for a shape; all ranks make them together on first use.
+
+    Ranks use shapes in the same order, and so let go of the same ones.
+    """
+    compare_shapes(comm, "ring_attention", shape)
+    rings: dict[RingShape, RingAttention] = kept(comm, RingAttention, dict)
+    captured, found = is_captured(comm), rings.pop(shape, None)
+    if found is None:
+        if not captured:
+            outside = [one for one, ring in rings.items() if not ring.is_in_graph]
+            for least_recent in outside[: max(0, len(outside) + 1 - MOST_SHAPES)]:
+                rings.pop(least_recent).close()
+        with torch.inference_mode(False):
+            found = RingAttention(comm, shape)
+    found.is_in_graph |= captured
+    rings[shape] = found
+    return found
 
 
 class RingAttention:
@@ -127,7 +145,12 @@ class RingAttention:
     Args:
         comm: communicator of the ranks.
         shape: the shape.
+
+    Attributes:
+        is_in_graph: a graph has captured a call, and may be replayed at any time.
     """
+
+    is_in_graph = False
 
     def __init__(self, comm: Communicator, shape: RingShape) -> None:
         self._comm, self._shape = comm, shape
@@ -192,6 +215,11 @@ class RingAttention:
         of_both = self._keys_and_values(of_block, self._part(self._comm.rank, 0))
         of_q, of_k, of_v = (_copy(tensor.transpose(1, 2), q.dtype) for tensor in (of_query, *of_both))
         return of_q, of_k, of_v
+
+    def close(self) -> None:
+        """Release programs and buffers, once this rank's calls have ended."""
+        for program in (*self._rotations, *self._backs):
+            program.close()
 
     def _blocks(self) -> Iterator[tuple[int, Part, Tensor]]:
         """Iterate over turns, parts and blocks; the next block travels while the caller computes with one."""

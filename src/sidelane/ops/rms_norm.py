@@ -195,7 +195,8 @@ def all_reduce_rms_norm(
         residual_out: tensor for ``total``, contiguous; None makes one. It may be ``residual``, or ``x``.
         quantized: tensor [T, H] of float8_e4m3fn that gets ``y / scale`` as well, contiguous; None for none.
         scale: scale of ``quantized``, float32: one element (0 or 1 dimensions), which is read; or [T, 1], which is
-            written: the largest absolute value of each row over 448.
+            written: the largest absolute value of each row over 448, at least 1e-12. NaN if there is one in the row,
+            which makes all of ``quantized``'s row NaN.
         schedule: ``cells`` (words carry their own readiness, at twice the bytes), ``pushed`` (rows unchanged, with a
             flag behind them), or ``auto``, by bytes.
         method: ``fused``, ``unfused``, or ``auto``: unfused if that was measured to be faster (``ops.explain``).

@@ -35,10 +35,14 @@ import triton.language as tl
 from sidelane.device.context import begin_of, end, end_relaxed, put_weak, signal_all_release, wait_all_acquire
 from sidelane.device.flagged import put_flagged_relaxed, wait_flagged_relaxed
 from sidelane.device.stamps import ADD, COMPUTE, END, SEND, WAIT, stamp
+from sidelane.kernels.arithmetic import largest_magnitude
 from sidelane.kernels.reduce_cells import elements_of, words_of
 
 MOST_AHEAD = 4096
 """Words of a row up to which a block holds the residual while it waits. With more, registers would be spilled."""
+
+NAN_BYTE = tl.constexpr(0x7F)
+"""Bits of NaN in float8_e4m3fn."""
 
 
 @triton.jit
@@ -146,13 +150,13 @@ def _norm_pushed(
 def _scaled(y, scale, own_scales, row):
     """Return a row as bytes of e4m3, over ``scale``, or over a scale of its own, which is stored."""
     if own_scales is not None:
-        factor = tl.maximum(tl.max(tl.abs(y)) / 448.0, 1e-12)
+        factor = tl.maximum(largest_magnitude(y, None) / 448.0, 1e-12, tl.PropagateNan.ALL)
         tl.store(own_scales + row, factor)
     else:
         factor = tl.load(scale)
-    # Within the range of the dtype, a NaN apart.
     wide = tl.minimum(tl.div_rn(y, tl.full(y.shape, 0, tl.float32) + factor), 448.0, tl.PropagateNan.ALL)
-    return tl.maximum(wide, -448.0, tl.PropagateNan.ALL).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    narrow = tl.maximum(wide, -448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(wide != wide, NAN_BYTE, narrow)  # GPUs convert it so, and Triton's interpreter to a number
 
 
 CELLS_KERNEL, PUSHED_KERNEL = _norm_in_cells, _norm_pushed

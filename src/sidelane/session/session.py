@@ -341,6 +341,20 @@ class Lane:
         """Give the caller's own Triton kernel its flags. Collective; see ``Communicator.load_kernel``."""
         return load_kernel(self.path, kernel, flags)
 
+    @entry
+    def agree(self, name: str, text: str) -> None:
+        """Compare a text with the peers', as that of a new call. Collective.
+
+        Args:
+            name: name of what is compared, for errors.
+            text: text that must be the same on all ranks.
+
+        Raises:
+            UnavailableError: inside a capture.
+            MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        self.path.agree(name, lambda: (None, text))
+
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time-out of waits for peers on this rank, including those of calls under way.
 

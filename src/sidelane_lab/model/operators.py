@@ -134,6 +134,11 @@ class Embedding(OperatorModel):
         one = max(one, rounds * (self.pooling * fused.bag_row_us + fused.bag_us))
         return kernels * float(one + machine.matmul.launch_us)
 
+    def alone_us(self, machine: Machine) -> float:
+        """Return the time of the fused kernel where it sends nothing."""
+        bags = _waves_us(self.batch * self.tables, resident(machine), self._round_us(machine))
+        return float(machine.matmul.launch_us) + bags
+
     def collective_bytes(self, ranks: int) -> float:
         return float(self.batch * self.tables * self.dim * self.element_bytes)
 

@@ -31,7 +31,10 @@ from torch.nn import functional
 from sidelane import ops
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
-from sidelane_lab.studies.e2e.workload import Prepared, sidelane_group
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.split import ours_us
+from sidelane_lab.studies.e2e.workload import Prepared, moved_us, sidelane_group
 from sidelane_lab.studies.layouts.rows import BACK, THERE
 from sidelane_lab.studies.layouts.ways import merged, permuted
 
@@ -76,7 +79,7 @@ class AttentionSize:
         return self.layers * (attention + (2 + self.is_causal) * self.hidden * self.feed + 2 * self.hidden)
 
     def collectives(self, world_size: int, itemsize: int) -> list[tuple[Kind, int, int]]:
-        """Return the exchanges of a step by Ulysses, as ``Prepared`` has them: two forward, and as many backward."""
+        """Return kind, bytes and number of a step's exchanges by Ulysses: two forward, and as many backward."""
         position = self.tokens // world_size * self.size * itemsize
         counts = self.heads + 2 * self.kv_heads, self.heads
         return [(Kind.ALL_TO_ALL, position * heads, 2 * self.layers) for heads in counts]
@@ -276,8 +279,21 @@ class AttentionWorkload:
                 "layers": size.layers,
                 "sent_bytes": sum(nbytes * calls for _, nbytes, calls in exchanged) * (n - 1) // n,
             },
-            collectives=exchanged,
         )
+
+    def predicted_us(self, size: AttentionSize, machine: Machine) -> Mapping[str, float]:
+        """See :class:`EndToEndWorkload`. What a ring exposes are kernels of attention, of which the model has none.
+
+        Before an exchange or behind it the library's and the group's tensors are permuted. ``reshard`` permutes nothing
+        and copies its input to symmetric memory.
+        """
+        found = dict.fromkeys(("nccl", "group", "operators"), 0.0)
+        for kind, nbytes, calls in size.collectives(machine.gpus, torch.bfloat16.itemsize):
+            copy = moved_us(machine, 2 * nbytes)
+            for way in found:
+                exchange = (library_us if way == "nccl" else ours_us)(machine, kind, nbytes)
+                found[way] += calls * (exchange + copy)
+        return found
 
 
 # Hidden size, heads and feed-forward width as in the published configurations: Llama 3.1 8B, and Wan 2.1 14B's

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,10 @@ from torch.nn import functional
 
 from sidelane.program.collective import Kind
 from sidelane.session import Communicator
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.operators import AllReduceNorm, GemmReduce, predict_fused
+from sidelane_lab.model.split import chain_us, ours_us, split_us
 from sidelane_lab.studies.clients.programs import GROUP, MODELS, NONE, TINY, ClientModel
 from sidelane_lab.studies.e2e.workload import Prepared, sidelane_group
 from sidelane_lab.studies.fused.case import OneShot
@@ -28,6 +32,9 @@ from sidelane_lab.studies.fused.case import OneShot
 EPS, ROTARY_BASE = 1e-5, 500_000.0
 MOST_NORMED, MOST_TOKENS = 512, 16
 """Largest numbers of tokens that ``all_reduce_rms_norm`` and ``gemv_all_reduce`` take."""
+
+PIECES = 1, 2, 4
+"""Numbers of parts of a product for each peer, of which the model takes the best."""
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 
@@ -59,6 +66,10 @@ class DecodeSize:
     def tokens(self) -> int:
         """Number of tokens that go through the layers."""
         return self.batch * (self.length if self.prefill else 1)
+
+    def summed_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a tensor that is summed, which is one for each half of a layer."""
+        return self.tokens * self.model.hidden * itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -155,12 +166,6 @@ class ShardedLlama:
         gather(every.flatten(0, 1), mine)
         return every[:, 1].gather(0, every[:, 0].argmax(dim=0, keepdim=True))[0].long()
 
-    @property
-    def collectives(self) -> list[tuple[Kind, int, int]]:
-        """Sums of a step, and the all-gather of the likeliest tokens."""
-        summed = self.size.tokens * self.size.model.hidden * self.dtype.itemsize
-        return [(Kind.ALL_REDUCE, summed, 2 * len(self.layers)), (Kind.ALL_GATHER, self.ranks * self.size.batch * 8, 1)]
-
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm of ``x + residual``, and that sum."""
@@ -249,10 +254,40 @@ class DecodeWorkload:
                 "parameters": size.model.parameters,
                 "batch": size.batch,
                 "length": size.length,
-                "summed_bytes": math.prod(llama.collectives[0][1:]),
+                "summed_bytes": 2 * size.model.layers * size.summed_bytes(dtype.itemsize),
             },
-            collectives=llama.collectives,
         )
+
+    def predicted_us(self, size: DecodeSize, machine: Machine) -> Mapping[str, float]:
+        """See :class:`EndToEndWorkload`. Of GEMVs in cells, and of PyTorch's operators, the model knows nothing."""
+        ranks, model = machine.gpus, size.model
+        summed = size.summed_bytes(torch.bfloat16.itemsize)
+        gathered = 2 * torch.float32.itemsize * ranks * size.batch
+
+        def step_us(half_us: float, collective_us: Callable[[Machine, Kind, int], float]) -> float:
+            return 2 * model.layers * half_us + collective_us(machine, Kind.ALL_GATHER, gathered)
+
+        if size.tokens <= MOST_NORMED:
+            fused = (AllReduceNorm(size.tokens, model.hidden, pushed) for pushed in (False, True))
+            # "none" adds and norms by one kernel, and not by two.
+            alone = AllReduceNorm(size.tokens, model.hidden).compute_us(machine) - float(machine.matmul.launch_us)
+            half = min(predict_fused(machine, one).fused.time_us for one in fused) - alone
+        else:
+            depths = model.hidden // ranks, model.intermediate // ranks
+            half = statistics.mean(
+                _summed_us(machine, GemmReduce(size.tokens, depth, model.hidden, gathers=True)) for depth in depths
+            )
+        return {
+            "nccl": step_us(library_us(machine, Kind.ALL_REDUCE, summed), library_us),
+            GROUP: step_us(ours_us(machine, Kind.ALL_REDUCE, summed), ours_us),
+            "operators": step_us(half, ours_us),
+        }
+
+
+def _summed_us(machine: Machine, product: GemmReduce) -> float:
+    """Return by how much a product that is summed is longer than a product, in parts or with the sum behind it."""
+    times = chain_us(machine, product), *(split_us(machine, product, pieces) for pieces in PIECES)
+    return min(time for time in times if time is not None) - product.compute_us(machine)
 
 
 PUBLIC = ("llama-3.2-1b", "llama-3.1-8b")

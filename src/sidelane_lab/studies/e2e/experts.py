@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +31,14 @@ from sidelane import ops
 from sidelane.ops.expert_routes import ExpertRoutes
 from sidelane.ops.experts import sum_rows
 from sidelane.ops.float8_rows import SCALED, dequantized_rows, quantized_rows
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import all_gather, reduce_scatter
-from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.kernels import own_gang
+from sidelane_lab.model.split import ours_us
+from sidelane_lab.studies.e2e.workload import Prepared, moved_us
 
 LAYER, DISPATCH, COMBINE, ROWS_THERE, ROWS_BACK = "layer", "dispatch", "combine", "rows there", "rows back"
 """Parts of a layer: a dispatch ends with a row for each expert of a token, and a combine begins there. "Rows there" and
@@ -70,6 +75,10 @@ class ExpertSize:
     float8: bool = False
     skew: float = 0.0
 
+    def wire_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a row on its way to experts."""
+        return self.hidden + 4 * (self.hidden // SCALED) if self.float8 else self.hidden * itemsize
+
 
 class RoutedTokens:
     """Tokens of one rank to experts and back, with places that are known in advance."""
@@ -77,27 +86,42 @@ class RoutedTokens:
     def __init__(self, size: ExpertSize, comm: Communicator, device: torch.device) -> None:
         n, rank = comm.world_size, comm.rank
         draw = torch.Generator(device).manual_seed(3)  # all ranks draw the tokens of all
-        likes = torch.arange(1, size.experts + 1, device=device).float().pow(-size.skew)
-        shape = n * size.tokens, size.experts
-        # The largest of exponential variates, each over its weight: draws without putting back.
-        keys = likes / torch.empty(shape, device=device).exponential_(generator=draw)
-        weights, self.of_all = keys.topk(size.top_k)
+        weights, self.of_all = draw_experts(size, n, draw)
         self.gates_of_all = (weights.log1p() + 1).softmax(-1)
         own = slice(rank * size.tokens, (rank + 1) * size.tokens)
         self.chosen, self.gates = self.of_all[own].contiguous(), self.gates_of_all[own].contiguous()
         self.each = size.experts // n
         self.comm, self.size, self.device = comm, size, device
-        there = (self.of_all[:, :, None] // self.each == torch.arange(n, device=device)).any(1)
-        self.arriving = there.view(n, size.tokens, n)
-        """Mask of the tokens of each rank that travel to another, [N, T, N]."""
+        self.arriving = travelling(size, n, self.of_all)
         self.splits = self.arriving.sum(1).tolist()
-        busiest = max(int((self.of_all // self.each == peer).sum()) for peer in range(n))
-        self.most_rows = -(-busiest // ROOM) * ROOM
+        self.most_rows = -(-most_rows(size, n, self.of_all) // ROOM) * ROOM
         self.routes = self.route()
 
     def route(self) -> ExpertRoutes:
         """Find the places of this rank, with an all-gather."""
         return ops.route_experts(self.comm, self.chosen, self.gates, experts=self.each, most_rows=self.most_rows)
+
+
+def draw_experts(size: ExpertSize, ranks: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw the experts of all ranks' tokens. Returns weights and numbers of experts, [N * T, K]."""
+    likes = torch.arange(1, size.experts + 1, device=draw.device).float().pow(-size.skew)
+    shape = ranks * size.tokens, size.experts
+    # The largest of exponential variates, each over its weight: draws without putting back.
+    keys = likes / torch.empty(shape, device=draw.device).exponential_(generator=draw)
+    weights, chosen = keys.topk(size.top_k)
+    return weights, chosen
+
+
+def travelling(size: ExpertSize, ranks: int, chosen: Tensor) -> Tensor:
+    """Return the mask of the tokens of each rank that travel to another, [N, T, N]."""
+    homes = chosen[:, :, None] // (size.experts // ranks)
+    return (homes == torch.arange(ranks, device=chosen.device)).any(1).view(ranks, size.tokens, ranks)
+
+
+def most_rows(size: ExpertSize, ranks: int, chosen: Tensor) -> int:
+    """Return the rows of the experts of the rank that has the most."""
+    homes = chosen // (size.experts // ranks)
+    return max(int((homes == rank).sum()) for rank in range(ranks))
 
 
 class Known:
@@ -362,12 +386,53 @@ class Experts:
             facts=facts_of(routed, dtype),
         )
 
+    def predicted_us(self, size: object, machine: Machine) -> Mapping[str, float]:
+        """See :class:`EndToEndWorkload`; other tokens are drawn than are measured. Of the kernels that find routes the
+        model has none, and it takes those of PyTorch that sum rows for as fast as memory.
+        """
+        assert isinstance(size, ExpertSize)
+        n = machine.gpus
+        _, chosen = draw_experts(size, n, torch.Generator().manual_seed(3))
+        counts, rows = travelling(size, n, chosen).sum(1), most_rows(size, n, chosen)
+        sent, came = (int(counts.sum(dim).max()) for dim in (1, 0))
+        apart = counts - counts.diag().diag()
+        # Rows of an even exchange of which as many leave or reach a GPU.
+        even = max(int(apart.sum(dim).max()) for dim in (0, 1)) * n // (n - 1)
+        row, wire = size.hidden * torch.bfloat16.itemsize, size.wire_bytes(torch.bfloat16.itemsize)
+        packing = moved_us(machine, size.tokens * (row + wire)) if size.float8 else 0.0
+
+        def by_parts(there: float, copied_rows: int, summed_rows: int, back: float) -> float:
+            """Return the time of the part: what travels, and the rows that are copied for experts and summed."""
+            copy = moved_us(machine, copied_rows * wire + rows * row)
+            total = moved_us(machine, rows * row + summed_rows * row)
+            parts = {DISPATCH: packing + there + copy, COMBINE: total + back}
+            parts |= {LAYER: sum(parts.values()), ROWS_THERE: packing + there, ROWS_BACK: back}
+            return parts[size.part]
+
+        def by_exchange(exchange_us: Callable[[Machine, Kind, int], float], gathers: bool = True) -> float:
+            gathering = moved_us(machine, 2 * sent * wire) if gathers else 0.0
+            there, back = (exchange_us(machine, Kind.ALL_TO_ALL, even * nbytes) for nbytes in (wire, row))
+            return by_parts(gathering + there, came, came, back + moved_us(machine, (sent + size.tokens) * row))
+
+        every = n * size.tokens
+        found = {
+            "nccl": by_exchange(library_us),
+            "nccl, our sums": by_exchange(library_us),
+            "nccl, gathered": by_parts(
+                library_us(machine, Kind.ALL_GATHER, every * wire),
+                *(came, every, library_us(machine, Kind.REDUCE_SCATTER, every * row)),
+            ),
+            "copies": by_exchange(ours_us),
+        }
+        if machine.kernels is not None:
+            found["operators"] = by_exchange(lambda *call: own_gang(*call).alone_us, gathers=False)
+        return found
+
 
 def facts_of(routed: RoutedTokens, dtype: torch.dtype) -> dict[str, float]:
     """Return bytes by which times become GB/s: those that leave a GPU, and all that arrive, as DeepEP counts them."""
     rank, size, splits = routed.comm.rank, routed.size, routed.splits
-    row = size.hidden * dtype.itemsize
-    wire = size.hidden + 4 * (size.hidden // SCALED) if size.float8 else row
+    row, wire = size.hidden * dtype.itemsize, size.wire_bytes(dtype.itemsize)
     leaving = sum(count for peer, count in enumerate(splits[rank]) if peer != rank)
     arriving = sum(line[rank] for line in splits)
     parameters = 3 * size.hidden * size.inner * routed.each

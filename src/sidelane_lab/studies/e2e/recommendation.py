@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,9 +34,14 @@ from torch.nn import functional
 
 from sidelane import ops
 from sidelane.ops import library
+from sidelane.program.collective import Kind
 from sidelane.session import Communicator
 from sidelane_lab.baselines.candidate import reduce_scatter
-from sidelane_lab.studies.e2e.workload import Prepared
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.collectives import library_us
+from sidelane_lab.model.operators import Embedding, predict_fused
+from sidelane_lab.model.split import ours_us
+from sidelane_lab.studies.e2e.workload import Prepared, moved_us
 from sidelane_lab.studies.fused.single_rank import BagKernel
 
 INFERENCE, TRAINING, ROWS = "inference", "training", "rows"
@@ -74,6 +79,10 @@ class RecommendationSize:
     width: int = 682
     dense: int = 13
 
+    def pooled_rows(self, ranks: int) -> int:
+        """Return the mean number of rows of a bag that a rank has."""
+        return max(1, self.pooling // ranks) if self.part == ROWS else self.pooling
+
 
 class Dlrm(nn.Module):
     """Layers that all ranks have: for dense features, and for products of all pairs of features."""
@@ -105,7 +114,7 @@ class Lookups:
 
     def __init__(self, size: RecommendationSize, comm: Communicator, device: torch.device) -> None:
         n, part = comm.world_size, size.batch // comm.world_size
-        pooling = max(1, size.pooling // n) if size.part == ROWS else size.pooling
+        pooling = size.pooled_rows(n)
         draw = torch.Generator(device).manual_seed(20 + comm.rank)
         uniform = torch.rand(size.tables, size.batch, device=device, generator=draw)
         lengths = (uniform * 2 * pooling).round().clamp(min=1).long()
@@ -376,7 +385,6 @@ class Recommendation:
         step = Recommender(size, group, comm, device)
         element = step.whole.element_size()
         pooled = (comm.world_size - 1) * step.part * size.tables * size.dim * element
-        layers = sum(parameter.numel() for parameter in step.model.parameters())
         return Prepared(
             step.steps(),
             tolerance=1e-4 if step.whole.dtype == torch.float32 else 2e-2,
@@ -385,9 +393,45 @@ class Recommendation:
                 "bags_leaving_bytes": pooled,
                 "rows_read_bytes": len(step.lookups.indices) * size.dim * element,
                 "table_bytes": step.whole.nbytes,
-                "layer_parameters": layers,
+                "layer_parameters": parameters_of(step.model),
             },
         )
+
+    def predicted_us(self, size: object, machine: Machine) -> Mapping[str, float]:
+        """See :class:`EndToEndWorkload`. The model has no backward, so that in training only transfers are predicted.
+
+        "none" pools by our kernel, and in training and with shards of rows by PyTorch's, as ``nccl`` does.
+        """
+        assert isinstance(size, RecommendationSize)
+        ranks, element = machine.gpus, torch.bfloat16.itemsize
+        pooling = size.pooled_rows(ranks)
+        bags = Embedding(size.batch, size.tables, pooling, size.dim, element, at_once=True)
+        nbytes = round(bags.collective_bytes(ranks))
+        exchange = library_us(machine, Kind.ALL_TO_ALL, nbytes)
+        if size.part == TRAINING:
+            with torch.device("meta"):
+                parameters = parameters_of(Dlrm(size, ranks * size.tables))
+            return {"nccl": 2 * exchange + library_us(machine, Kind.ALL_REDUCE, parameters * element)}
+        fused, by_sample = predict_fused(machine, bags).fused.time_us, moved_us(machine, 2 * nbytes)
+        if size.part == ROWS:
+            came = moved_us(machine, nbytes + nbytes / ranks) - moved_us(machine, 2 * nbytes / ranks)
+            return {
+                "nccl": library_us(machine, Kind.REDUCE_SCATTER, nbytes),
+                "operators": fused - bags.compute_us(machine) + came,
+            }
+        alone, separate = bags.alone_us(machine), dataclasses.replace(bags, at_once=False)
+        return {
+            "nccl": bags.compute_us(machine) - alone + exchange,
+            "nccl, a bag a table": separate.compute_us(machine) - alone + exchange,
+            "nccl, our bags": exchange,
+            "copies": ours_us(machine, Kind.ALL_TO_ALL, nbytes),
+            "operators": fused - alone - by_sample,  # bags come in the layout by sample
+        }
+
+
+def parameters_of(model: nn.Module) -> int:
+    """Return the number of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 WORKLOAD = Recommendation()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from sidelane.integrations.ledger import SIDELANE
-from sidelane.program.collective import Kind
 from sidelane.session import Communicator
+from sidelane_lab.machines.spec import Machine
+from sidelane_lab.model.workgroups import resident, stream_gbps
 from sidelane_lab.studies.process_group.ways import make_group
 
 
@@ -31,9 +32,6 @@ class Prepared:
     """Bytes that leave a GPU, parameters and the like, by name with the unit in it."""
     uncapturable: frozenset[str] = frozenset()
     """Ways that a CUDA graph cannot hold."""
-    collectives: Sequence[tuple[Kind, int, int]] = ()
-    """Collectives of a step, from which exposed time is predicted: kind, bytes (the gathered ones of an all_gather, the
-    local buffer of others) and how often."""
 
 
 class EndToEndWorkload(Protocol):
@@ -50,6 +48,23 @@ class EndToEndWorkload(Protocol):
     ) -> Prepared:
         """Make the steps of one size. Collective."""
         ...
+
+    def predicted_us(self, size: object, machine: Machine) -> Mapping[str, float]:
+        """Predict by how much a step of each way is longer than "none", or of sizes without that how long it is.
+
+        The sum of transfers, and of kernels that a way has for them, one after the other: what a step exposes that
+        hides none of it. Ways of which the model knows too little are left out.
+
+        Args:
+            size: one of ``sizes``.
+            machine: one node, with figures of kernels that compute and send.
+        """
+        ...
+
+
+def moved_us(machine: Machine, nbytes: float) -> float:
+    """Return the time of a kernel that reads and writes so many bytes of its GPU's memory, both together."""
+    return float(machine.matmul.launch_us) + nbytes / (stream_gbps(machine, resident(machine)) * 1e3)
 
 
 @functools.cache

@@ -1,0 +1,159 @@
+"""Rows of the end-to-end study, as tables and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sidelane.cli.table import Table, grouped
+from sidelane_lab.cli.e2e import WORKLOADS
+from sidelane_lab.harness.report import Cell, tables_by
+from sidelane_lab.harness.study import FlatRow, Picture, Results
+from sidelane_lab.studies.clients.programs import EAGER, GRAPH, NONE
+from sidelane_lab.studies.clients.study import makers_of, spread_ms
+
+MOST_SIZES = 8
+"""Number of sizes beside each other in a picture."""
+
+HIGHEST = 200.0
+"""Percent of the library's time at which bars of a picture end; their labels have what they are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkloadRow(FlatRow):
+    """A step of a workload, by who communicates.
+
+    Attributes:
+        workload: ``attention``, ``decode``, ``experts`` or ``recommendation``.
+        size: name of the size, as ``--sizes`` takes it.
+        way: ``nccl``, on CPUs ``gloo``; ``group``: the same code on ``dist.new_group(backend="sidelane")``;
+            ``operators``: Sidelane's fused operators or layouts; others as the workload says; ``none``: no
+            communication.
+        launch: ``eager``, or ``graph``: in a CUDA graph.
+        nccl: version that is loaded; empty on CPUs.
+        step_ms: of a step, median over rounds of the slowest rank; fastest_ms, slowest_ms: of these rounds.
+        rounds: number of rounds.
+        unit: of what is counted: ``tokens`` or ``samples``.
+        per_second: units that all ranks finish in a second.
+        over_percent: by how much a step takes longer than the library's in the same round, median.
+        exposed_ms: more than ``none`` in the same round, median; exposed_percent: its share of the step.
+        recovered_percent: of the library's exposed time, how much this way hides or saves.
+        predicted_ms: by how much the model of the described machine expects a step to be longer than ``none``, or of
+            sizes without ``none`` its time. The model adds up transfers and the kernels that a way has for them,
+            without the host, and was not fitted to these rows. Null for ways that are not modelled, and where the
+            machine is not described.
+        made_by: who made which calls of a process group of Sidelane's in a step, with the variant or the reason
+            against it, as ``sidelane.report()`` says on the first rank.
+        difference: norm of the difference from the library's result over the norm of that, the largest of all ranks.
+        correct: it is within the tolerance of the workload; null where nothing is communicated.
+        facts: figures of the workload at this size, by name with the unit in it.
+        note: why there is no time, or what to know about this one.
+    """
+
+    allowed = (("workload", WORKLOADS), ("launch", (EAGER, GRAPH)))
+    figures = ("step_ms",)
+
+    workload: str
+    size: str
+    way: str
+    launch: str
+    nccl: str
+    step_ms: float | None
+    fastest_ms: float | None
+    slowest_ms: float | None
+    rounds: int
+    unit: str
+    per_second: float | None
+    over_percent: float | None
+    exposed_ms: float | None
+    exposed_percent: float | None
+    recovered_percent: float | None
+    predicted_ms: float | None
+    made_by: str
+    difference: float | None
+    correct: bool | None
+    facts: dict[str, float]
+    note: str = ""
+
+    @property
+    def off_percent(self) -> float | None:
+        """Difference of what was predicted from what was measured, in percent of the step."""
+        measured = self.step_ms if self.exposed_ms is None else self.exposed_ms
+        if self.predicted_ms is None or self.step_ms is None or measured is None:
+            return None
+        return 100 * (self.predicted_ms - measured) / self.step_ms
+
+
+def case_of(row: WorkloadRow) -> tuple[str, str, str]:
+    """Return what the rows of one size have in common."""
+    return row.workload, row.size, row.nccl
+
+
+COLUMNS: Mapping[str, Cell] = {
+    "<launch": "launch",
+    "<way": "way",
+    "step\nms": "step_ms:.3f",
+    "fastest-\nslowest": spread_ms,
+    "units\na second": "per_second:.4g",
+    "over the\nlibrary %": "over_percent:+.1f",
+    "exposed\nms": "exposed_ms:.3f",
+    "of the\nstep %": "exposed_percent:.1f",
+    "recovered\n%": "recovered_percent:.0f",
+    "predicted\nms": "predicted_ms:.3f",
+    "off\n%": "off_percent:+.1f",
+    "<calls by": makers_of,
+    "difference": "difference:.1e",
+    "<correct": "correct",
+}
+
+
+def _title(row: WorkloadRow) -> str:
+    facts = ", ".join(f"{name} {value:g}" for name, value in row.facts.items())
+    return f"{row.workload}, {row.size}: {row.unit}{', ' + facts if facts else ''}"
+
+
+def step_tables(rows: Sequence[WorkloadRow]) -> list[Table]:
+    """Make a table for each size of a workload."""
+    return tables_by(
+        rows,
+        case_of,
+        _title,
+        COLUMNS,
+        keys=2,
+        groups=lambda row: row.launch,
+        least=lambda row: None if row.way == NONE else row.step_ms,
+    )
+
+
+def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> list[Picture]:
+    """Draw a picture for each workload and launch: the step of every size by every way, next to the library's."""
+    from matplotlib.figure import Figure
+
+    from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, save_titled
+
+    colours = {**COLOURS, "group": BLUE, "operators": GREEN, NONE: GREY}
+    pictures = []
+    for (workload, launch), alike in grouped(rows, lambda row: (row.workload, row.launch), ordered=False):
+        cases = grouped([row for row in alike if row.over_percent is not None], case_of, ordered=False)
+        if not cases:
+            continue
+        most, lines = max(len(same) for _, same in cases), -(-len(cases) // MOST_SIZES)
+        width = max(7.0, 0.5 + 0.15 * (most + 2) * min(len(cases), MOST_SIZES))
+        figure = Figure(figsize=(width, 1.0 + 3.0 * lines), layout="constrained")
+        for line, axes in enumerate(figure.subplots(lines, squeeze=False)[:, 0]):
+            some = cases[line * MOST_SIZES : (line + 1) * MOST_SIZES]
+            for at, (_, same) in enumerate(some):
+                for place, row in enumerate(same):
+                    x, share = at + (place - (len(same) - 1) / 2) * 0.84 / most, 100 + (row.over_percent or 0.0)
+                    axes.bar(x, min(share, HIGHEST), 0.77 / most, color=colours.get(row.way, PURPLE))
+                    axes.text(x, 2, f"{row.way} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
+            axes.axhline(100, color="black", linewidth=0.6)
+            names = [textwrap.fill(size, max(9, 2 * most)) for (_, size, _), _ in some]
+            axes.set_xticks(range(len(some)), names, fontsize=7)
+            axes.set_ylabel("time of a step, % of the library's", fontsize=8)
+        text = f"Time of a step of {workload} at each size by each way, {launch}, in percent of the library's."
+        title = f"{workload}, {launch}: {results.where}"
+        pictures.append(save_titled(figure, f"e2e-{workload}-{launch}", title, text, folder))
+    return pictures
