@@ -37,7 +37,9 @@ def main() -> None:
         step()
         comm.synchronize()
         with torch.profiler.profile(record_shapes=True) as profiler:
-            for _ in range(3):
+            comm.barrier()  # the profilers of the ranks do not start at the same time
+            comm.synchronize()
+            for _ in range(5):
                 step()
             comm.synchronize()
         file = Path(sys.argv[1] if len(sys.argv) > 1 else ".", f"trace-{comm.rank}.json")
@@ -51,7 +53,7 @@ def main() -> None:
 def summary(events: list[dict[str, Any]]) -> str:
     """Say what the calls took of the host, and how long copies between GPUs took, beside kernels or alone."""
     spans = [(str(event["name"]), event["ts"], event["ts"] + event["dur"], event) for event in events if "dur" in event]
-    calls = [(name, f"{end - begin:.0f}") for name, begin, end, _ in spans if name.startswith("sidelane:")]
+    calls = [(name, f"{end - begin:.0f}") for name, begin, end, _ in spans if name == "sidelane:all_gather"]
     copies = [(begin, end) for name, begin, end, _ in spans if name.startswith("Memcpy PtoP")]
     kernels = [(begin, end) for _, begin, end, event in spans if event.get("cat") == "kernel"]
     beside = [min(end, k_end) - max(begin, k_begin) for begin, end in copies for k_begin, k_end in kernels]
