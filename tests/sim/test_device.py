@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from sidelane_lab.machines.load import named
@@ -131,3 +133,35 @@ def test_the_timeline_covers_the_run():
 def test_runs_that_can_not_be_are_refused(kernels, message):
     with pytest.raises(ValueError, match=message):
         run_device(QUIET, kernels)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_waves_that_are_alike_are_passed_over_to_the_last_bit(seed: int) -> None:
+    """A run that keeps its timeline takes each wave by itself."""
+    draws = random.Random(seed)
+    kernels: list[Tiled | Gang] = []
+    for number in range(draws.randint(1, 6)):
+        after = tuple(kernel.name for kernel in kernels if draws.random() < 0.3)
+        name, priority = f"k{number}", draws.choice((0, 0, 1))
+        if draws.random() < 0.6:
+            workgroups = draws.choice((1, 100, 304, 305, 3000, 9120))
+            limit = draws.choice((None, None, 100, 304))
+            kernels.append(
+                Tiled(name, workgroups, draws.uniform(1, 9), draws.choice((0, 1e4, 1e6)), limit=limit,
+                      together=draws.random() < 0.1, priority=priority, after=after)
+            )  # fmt: skip
+        else:
+            units = draws.choice((0, 0, 8, 64))
+            kernels.append(
+                Gang(name, draws.uniform(1, 900), draws.uniform(0, 900), units=units, need=8.0,
+                     reserved=bool(units) and draws.random() < 0.3, priority=priority, after=after)
+            )  # fmt: skip
+    machine = named("mi300x8")
+    try:
+        slow = run_device(machine, kernels, record=True)
+    except ValueError:
+        with pytest.raises(ValueError):
+            run_device(machine, kernels)
+        return
+    fast = run_device(machine, kernels)
+    assert (fast.time_us, fast.began_us, fast.ended_us) == (slow.time_us, slow.began_us, slow.ended_us)

@@ -217,6 +217,8 @@ class _Device:
                 step = left * whole
         if step == float("inf"):
             raise ValueError(f"run_device: no unit for {[s.kernel.name for s in self.active]}")
+        if not self.record:
+            step = self._skip_waves(times, step)
         start, self.now = self.now, self.now + step
         going = []
         for state, whole in zip(self.active, times, strict=True):
@@ -231,6 +233,31 @@ class _Device:
             if not self._retire(state):
                 going.append(state)
         self.active = going
+
+    def _skip_waves(self, times: Sequence[float], step: float) -> float:
+        """Pass over waves of workgroups that are all alike: those of the one tiled kernel that runs, each of which
+        takes the units that the one before it leaves, while gangs beside it go on. The sums are those of single steps.
+        Return the step that is next then.
+        """
+        tiled = [place for place, state in enumerate(self.active) if state.tiled]
+        if len(tiled) != 1:
+            return step
+        state, whole = self.active[tiled[0]], times[tiled[0]]
+        gangs = [pair for pair in zip(self.active, times, strict=True) if pair[0] is not state]
+        kernel = state.kernel
+        assert isinstance(kernel, Tiled)
+        free = int(self.units - sum(gang.resident for gang, _ in gangs))
+        most = free if kernel.limit is None else min(free, kernel.limit)
+        if state.batches != [[most, 1.0]] or step != whole or kernel.together:
+            return step
+        if any(gang.pending or gang.began is None for gang, _ in gangs):
+            return step
+        while state.pending >= most and all(gang.left - step / time > TINY for gang, time in gangs):
+            for gang, time in gangs:
+                gang.left -= step / time
+            state.pending -= most
+            self.now += step
+        return min([step, *(gang.left * time for gang, time in gangs)])
 
     def _retire(self, state: _State) -> bool:
         """Take out what has ended; True if that is all of it."""
