@@ -16,8 +16,8 @@ from torch import Tensor
 from sidelane import Communicator
 from sidelane.errors import MismatchError, PeerError
 from sidelane.ops import (
-    attention_function,
     library,
+    register_attention,
     ring_attention,
     sequence_parallel_attention,
     sequence_positions,
@@ -249,8 +249,7 @@ def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = N
     import transformers
 
     with communicator(group) as comm:
-        attend = attention_function(comm, sequence_length=length, ring_order=ring_order)
-        transformers.AttentionInterface.register("sidelane", attend)
+        register_attention(comm, sequence_length=length, ring_order=ring_order)
         config = transformers.LlamaConfig(
             vocab_size=64,
             hidden_size=32,
@@ -281,3 +280,14 @@ def in_a_model(group: dist.ProcessGroup, length: int, ring_order: str | None = N
             torch.testing.assert_close(
                 total, parameter.grad, atol=1e-3, rtol=1e-3, msg=lambda text, name=name: name + text
             )
+        mask = torch.ones(2, len(own), dtype=torch.int64)
+        asked: dict[str, Any] = {"position_ids": own[None].expand(2, -1), "use_cache": False, "attention_mask": mask}
+        with torch.no_grad():
+            torch.testing.assert_close(split(ids[:, own], **asked).logits, found)
+            is_last = comm.rank == comm.world_size - 1
+            mask[1, -1] = 0 if is_last else 1
+            with pytest.raises(
+                ValueError if is_last else PeerError, match="attention_mask .value=1 positions left out"
+            ):
+                split(ids[:, own], **asked)
+                comm.synchronize()

@@ -203,6 +203,15 @@ def studies() -> Iterator[Part]:
             timeout_s=200,
             small=on_cpus(f"layouts --part {part} --shape 1x8x4x8 {TINY_RUN}"),
         )
+    for workload in ("attention", "decode", "experts", "recommendation"):
+        yield Part(
+            name=f"e2e-{workload}",
+            file="e2e.json",
+            command=sidelane(f"e2e --workloads {workload} --seconds 6"),
+            seconds=80,
+            timeout_s=300,
+            small=on_cpus(f"e2e --workloads {workload} --rounds 1 --steps 1"),
+        )
     for op in FUSED_OPS:
         yield Part(
             name=f"fused-{op}",

@@ -5,6 +5,7 @@ from typing import Any
 
 from sidelane.ops.attention import (
     attention_function,
+    register_attention,
     ring_attention,
     sequence_parallel_attention,
     sequence_positions,
@@ -58,6 +59,7 @@ __all__ = [
     "gemm_all_to_all",
     "gemm_reduce_scatter",
     "gemv_all_reduce",
+    "register_attention",
     "reshard",
     "ring_attention",
     "route_experts",

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sidelane.errors import UnavailableError
 from sidelane.ops import library
-from sidelane.ops.handle import telling_refusals
+from sidelane.ops.handle import is_captured, telling_refusals
 from sidelane.ops.ring import ORDERS, PLAIN, ZIGZAG, own_length
 from sidelane.session import Communicator
 
@@ -156,17 +157,8 @@ def attention_function(
 ) -> Callable[..., tuple[Tensor, None]]:
     """Make attention over the positions of all ranks an attention function of Hugging Face's transformers.
 
-    ::
-
-        transformers.AttentionInterface.register("sidelane", sidelane.ops.attention_function(comm))
-        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sidelane")
-        own = sidelane.ops.sequence_positions(length, comm.world_size, comm.rank).to(ids.device)
-        logits = model(ids[:, own], position_ids=own[None], use_cache=False).logits  # of this rank's positions
-
-    The caller gives each rank its part of the tokens with their numbers in the whole sequence as ``position_ids``, and
-    labels that were shifted before they were split. No mask and no cache: sequences of one length, in training or in a
-    forward pass. transformers does not hand a padding mask on to functions that it does not know, so that one which the
-    caller gives the model is not seen: results are wrong then.
+    :func:`register_attention` registers it. By itself it does not see a padding mask that the caller gives the model:
+    transformers hands these on to functions only that have a mask function of the same name.
 
     Args:
         comm: communicator of the ranks, open for as long as the model is used.
@@ -214,6 +206,53 @@ def attention_function(
         return sequence_parallel_attention(comm, q, k, v, dropout_p=dropout, **given), None
 
     return attend
+
+
+def register_attention(
+    comm: Communicator, name: str = "sidelane", *, sequence_length: int | None = None, ring_order: str | None = None
+) -> None:
+    """Make attention over the positions of all ranks known to Hugging Face's transformers by a name.
+
+    ::
+
+        sidelane.ops.register_attention(comm)
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sidelane")
+        own = sidelane.ops.sequence_positions(length, comm.world_size, comm.rank).to(ids.device)
+        logits = model(ids[:, own], position_ids=own[None], use_cache=False).logits  # of this rank's positions
+
+    The caller gives each rank its part of the tokens with their numbers in the whole sequence as ``position_ids``, and
+    labels that were shifted before they were split. No mask and no cache: sequences of one length, in training or in a
+    forward pass. A padding mask that leaves tokens out is a ValueError; its values are read, so that the host waits for
+    the device. Where it is compiled or captured the device asserts instead that nothing is left out.
+
+    Args:
+        comm: communicator of the ranks, open for as long as the model is used.
+        name: value of ``attn_implementation``.
+        sequence_length: see :func:`attention_function`.
+        ring_order: see :func:`attention_function`.
+
+    Raises:
+        UnavailableError: transformers is older than 4.53, or not installed.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise UnavailableError(f"register_attention needs transformers, 4.53 or newer: {error}") from error
+
+    def mask(*places: object, attention_mask: Tensor | None = None, **options: object) -> None:
+        if attention_mask is None:
+            return
+        if torch.compiler.is_compiling() or is_captured(comm):
+            torch._assert_async(attention_mask.all(), "attention over several ranks takes no padding mask")
+        elif not bool(attention_mask.all()):
+            error = ValueError(
+                f"{name}: attention_mask (value={int((~attention_mask.bool()).sum())} positions left out, allowed=none)"
+            )
+            comm.refuse(name, error)
+            raise error
+
+    AttentionInterface.register(name, attention_function(comm, sequence_length=sequence_length, ring_order=ring_order))
+    AttentionMaskInterface.register(name, mask)
 
 
 def sequence_positions(length: int, world_size: int, rank: int, *, order: str = "plain") -> Tensor:
