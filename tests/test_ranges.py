@@ -14,12 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from torch.overrides import TorchFunctionMode
 
 import sidelane
 from sidelane import Config, ranges
 from sidelane.config import from_environment
 
-FIELDS = ("dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Ranks")
+class Refusing(TorchFunctionMode):
+    """A mode of the caller that sees no function of a call."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in (torch.ones, torch.empty):
+            raise RuntimeError(f"refused {function}")
+        return function(*args, **(kwargs or {}))
 
 
 def recorded(group: dist.ProcessGroup) -> list[tuple[str, dict[str, Any]]]:
@@ -33,12 +40,19 @@ def recorded(group: dist.ProcessGroup) -> list[tuple[str, dict[str, Any]]]:
                 [torch.empty(n), torch.empty(2 * n)], [torch.ones(n), torch.ones(2 * n)], async_op=True
             ).wait()
             comm.all_reduce(tensor=torch.ones(5, dtype=torch.int32))
+            with Refusing():
+                comm.all_gather(input=torch.ones(3), output=torch.empty(n, 3))
+            with comm.batch() as batch:
+                batch.all_reduce(torch.ones(4))
             with pytest.raises(ValueError, match="broadcast"):
                 comm.broadcast(torch.ones(3), root=n)
             comm.barrier()
         own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
         with torch.profiler.profile() as grouped:
             dist.all_reduce(torch.ones(3), group=own)
+            work = dist.all_reduce(torch.ones(3), group=own, async_op=True)
+            assert work is not None
+            work.wait()
         dist.destroy_process_group(own)
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -52,22 +66,16 @@ def recorded(group: dist.ProcessGroup) -> list[tuple[str, dict[str, Any]]]:
 def test_each_call_is_one_range(pool: RankPool) -> None:
     for found in pool.run(recorded, 2):
         names = [name.removeprefix("sidelane:") for name, _ in found]
-        assert names == ["all_gather", "all_gather", "all_to_all", "all_reduce", "broadcast", "barrier", "all_reduce"]
-        fields = [
-            (
-                said["dtype"],
-                said["In msg nelems"],
-                said["Out msg nelems"],
-                said["Group size"],
-                said["Process Group Ranks"],
-            )
-            for _, said in found[:4]
-        ]
+        some = ["all_gather", "all_gather", "all_to_all", "all_reduce", "all_gather", "batch", "broadcast", "barrier"]
+        assert names == [*some, "all_reduce", "all_reduce"]
+        keys = ("dtype", "In msg nelems", "Out msg nelems", "Group size", "Process Group Ranks")
+        fields = [tuple(said[key] for key in keys) for _, said in found[:5]]
         assert fields == [
             ("Float", 7, 14, 2, "[0, 1]"),
             ("Float", 7, 14, 2, "[0, 1]"),
             ("Float", 6, 6, 2, "[0, 1]"),
             ("Int", 5, 5, 2, "[0, 1]"),
+            ("Float", 3, 6, 2, "[0, 1]"),
         ]
         assert found[0][1]["Input Dims"] == [[2, 7], [7]]
 
@@ -94,13 +102,13 @@ def test_nvtx_marks_calls_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ranges, "_domain", None)
     monkeypatch.setattr(ranges, "is_active", ranges.is_active)
     assert not ranges.is_active()
-    with ranges.method_call("unseen", (), ()):
+    with ranges.method_call("unseen", {}, ()):
         pass
     ranges.mark_by_nvtx()
     assert ranges.is_active()
-    with ranges.method_call("barrier", (), (0, 1)), ranges.call("all_reduce", [torch.ones(1)], [], (0, 1)):
+    with ranges.method_call("barrier", {}, (0, 1)), ranges.call("all_reduce", [torch.ones(1)], [], (0, 1)):
         domain.marks.append("within")
-    with pytest.raises(KeyError), ranges.method_call("all_gather", (torch.ones(1), 5), (0,)):
+    with pytest.raises(KeyError), ranges.method_call("all_gather", {"input": torch.ones(1), "output": 5}, (0,)):
         raise KeyError
     assert domain.marks == ["sidelane:barrier", "within", "end", "sidelane:all_gather", "end"]
 
@@ -115,7 +123,7 @@ def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SIDELANE_NVTX", "1")
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
-    assert "UnavailableError: SIDELANE_NVTX=1 needs the package nvtx: no library" in ended.stderr
+    assert "ValueError: SIDELANE_NVTX=1 needs the package nvtx: no library" in ended.stderr
     (tmp_path / "nvtx.py").write_text("def get_domain(name):\n    print(name)")
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "sidelane\n"), ended.stderr

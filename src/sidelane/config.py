@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from sidelane import log
-from sidelane.errors import SEE, Page, UnavailableError, nearest, see
+from sidelane.errors import SEE, Page, nearest, see
 from sidelane.fields import Rule, number, optional, several, switch, text, whole
 from sidelane.sizes import parse_bytes
 
@@ -230,16 +230,16 @@ def mark_ranges() -> None:
     """Mark calls by NVTX if ``SIDELANE_NVTX`` asks for it; once, whatever the settings of communicators are.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
-        UnavailableError: the package ``nvtx`` is not installed.
+        ValueError: it is neither 0 nor 1, or the package ``nvtx`` is not installed.
     """
     if _switch(os.environ, "SIDELANE_NVTX", default=False):
         from sidelane import ranges
 
         try:
             ranges.mark_by_nvtx()
-        except ImportError as error:
-            raise see(UnavailableError(f"SIDELANE_NVTX=1 needs the package nvtx: {error}"), Page.SETTINGS) from None
+        except (ImportError, AttributeError) as error:
+            # No UnavailableError: a process group would let other backends make its calls, and say nothing.
+            raise _refused(f"SIDELANE_NVTX=1 needs the package nvtx: {error}") from None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,12 @@ def call(
     if getattr(_thread, "within", False):
         yield
         return
-    title, domain = f"{DOMAIN}:{name}", _domain
-    _thread.within = True
-    if domain is not None:
-        domain.push_range(domain.get_event_attributes(message=title))
+    title, domain, pushed = f"{DOMAIN}:{name}", _domain, False
     try:
+        _thread.within = True
+        if domain is not None:
+            domain.push_range(domain.get_event_attributes(message=title))
+            pushed = True
         if torch.autograd._profiler_enabled():
             fields = _fields(name, outputs, inputs, ranks, group)
             with torch._C._profiler._RecordFunctionFast(title, [*outputs, *inputs], fields):
@@ -69,19 +70,30 @@ def call(
             yield
     finally:
         _thread.within = False
-        if domain is not None:
+        if pushed:
             domain.pop_range()
 
 
+def leave_thread_out() -> None:
+    """Record no calls of this thread from now on: they are parts of calls of other threads."""
+    _thread.within = True
+
+
 def method_call(
-    name: str, arguments: Sequence[object], ranks: Sequence[int]
+    name: str, arguments: Mapping[str, object], ranks: Sequence[int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Record a call of a communicator's method, if anything records: of its tensors the first are those it writes."""
+    """Record a call of a communicator's method, if anything records.
+
+    Args:
+        name: name of the call.
+        arguments: arguments of a collective, by the names that they have in ``Communicator``.
+        ranks: the ranks of the group.
+    """
     if not is_active():
         return contextlib.nullcontext()
-    given = [_tensors(argument) for argument in arguments]
-    outputs, *inputs = [tensors for tensors in given if tensors] or [[]]
-    return call(name, outputs, [tensor for tensors in inputs for tensor in tensors], ranks)
+    read = _tensors(arguments.get("tensor")) or _tensors(arguments.get("input"))
+    written = _tensors(arguments.get("output")) if "output" in arguments else read
+    return call(name, written, [tensor for tensor in read if all(tensor is not one for one in written)], ranks)
 
 
 def _tensors(argument: object) -> list[torch.Tensor]:
@@ -93,12 +105,18 @@ def _tensors(argument: object) -> list[torch.Tensor]:
 def _fields(
     name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], ranks: Sequence[int], group: str
 ) -> dict[str, Any]:
-    first = next(iter((*outputs, *inputs)), None)
+    try:
+        first = next(iter((*outputs, *inputs)), None)
+        dtype = "" if first is None else first.type().rpartition(".")[2].removesuffix("Tensor")
+        read = sum(tensor.numel() for tensor in inputs or outputs)
+        written = sum(tensor.numel() for tensor in outputs)
+    except Exception:  # tensors that the call itself refuses
+        dtype, read, written = "", 0, 0
     return {
         "Collective name": name,
-        "dtype": "" if first is None else first.type().rpartition(".")[2].removesuffix("Tensor"),
-        "In msg nelems": sum(tensor.numel() for tensor in inputs or outputs),
-        "Out msg nelems": sum(tensor.numel() for tensor in outputs),
+        "dtype": dtype,
+        "In msg nelems": read,
+        "Out msg nelems": written,
         "Group size": len(ranks),
         "Process Group Name": group,
         "Process Group Ranks": str(list(ranks)),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from sidelane import forks
+from sidelane import forks, ranges
 from sidelane.errors import made_inside
 
 PATIENCE_S = 0.05
@@ -117,6 +117,7 @@ class CallThread:
         self._is_closed = True
 
     def _run(self) -> None:
+        ranges.leave_thread_out()  # what it runs are parts of calls that other threads make
         while (job := self._jobs.get()) is not None:
             future, function, arguments = job
             if self._is_closed:

@@ -138,7 +138,8 @@ def ring_attention(
 
     Raises:
         ValueError: shapes do not fit; nothing has moved, and the peers raise PeerError with the reason.
-        UnavailableError: a new shape, or the first backward of a shape, inside of a capture.
+        UnavailableError: a new shape, or the first backward of a shape, inside of a capture. A shape is new again
+            after eight others that no graph has captured: capture each one soon after its first call.
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     telling = contextlib.nullcontext() if torch.compiler.is_compiling() else telling_refusals(comm, RING)

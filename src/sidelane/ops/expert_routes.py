@@ -65,7 +65,8 @@ class ExpertRoutes:
 def route_experts(
     comm: Communicator, chosen: Tensor, gates: Tensor, *, experts: int, most_rows: int | None = None
 ) -> ExpertRoutes:
-    """Find the places of all tokens for a routing, without the host: one all-gather, and work on the device.
+    """Find the places of all tokens for a routing, without the host: one all-gather, and work on the device. Numbers of
+    tokens and experts that are not those of the last call are compared with the peers' hosts.
 
     Args:
         comm: communicator of the ranks.
@@ -74,7 +75,7 @@ def route_experts(
         gates: factors of their results, [T, k].
         experts: E, number of experts of each rank, alike on all ranks.
         most_rows: C, largest number of rows of a rank's experts; what more there is for the last experts is left out,
-            as if it had not been chosen. None: room for any routing, N * T * min(k, E).
+            as if it had not been chosen; alike on all ranks. None: room for any routing, N * T * min(k, E).
 
     Raises:
         ValueError, TypeError: an argument is wrong.

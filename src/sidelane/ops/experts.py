@@ -143,7 +143,8 @@ class _Exchange:
 def _exchange(name: str, number: int, sent: Tensor, results: Tensor, experts: int) -> _Exchange:
     comm, (most_rows, k) = communicator(number), results.shape
     shape = most_rows, sent.shape[1], sent.dtype, experts, k
-    compare_shapes(comm, name, shape)
+    # By dtype: tokens that leave in float8 come back, as gradients, in their own dtype, in each step anew.
+    compare_shapes(comm, f"{name} of {sent.dtype}", shape)
     return kept(comm, (_Exchange, *shape), lambda: _Exchange(comm, *shape))
 
 

@@ -171,6 +171,11 @@ class BoundProgram:
     def __str__(self) -> str:
         return f"{self.program.collective} {self.program.variant}"
 
+    @property
+    def range_name(self) -> str:
+        """Name of its calls in profilers."""
+        return str(self)
+
     @entry
     def __call__(self, *, async_op: bool = False) -> Work | None:
         """Run the program once, all ranks together.

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from sidelane import ranges
@@ -49,6 +50,8 @@ def repeated_entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatena
 
 
 def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Callable[Concatenate[S, P], R]:
+    code = cast("FunctionType", method).__code__
+    names = code.co_varnames[1 : code.co_argcount]  # of arguments that have a place, behind self
 
     @functools.wraps(method)
     def entered(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,14 +62,12 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
                 raise made_inside(method.__name__, outer)
             calls.refuse_second_thread(method.__name__)
         try:
-            leaves = leaves_modes and is_in_modes()
-            if leaves or ranges.is_active():
-                with (
-                    outside_of_modes() if leaves else nullcontext(),
-                    ranges.method_call(
-                        getattr(self, "range_name", method.__name__), (*args, *kwargs.values()), calls.ranks
-                    ),
-                ):
+            is_recorded = ranges.is_active()
+            leaves = (leaves_modes or is_recorded) and is_in_modes()
+            if leaves or is_recorded:
+                name = getattr(self, "range_name", method.__name__)
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                with outside_of_modes() if leaves else nullcontext(), ranges.method_call(name, given, calls.ranks):
                     return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:

@@ -147,6 +147,9 @@ class Batched:
         self._is_open, self._has_ended = False, True
         self._run(error)
 
+    range_name = BATCH
+    """Name of its call in profilers."""
+
     @entry
     def _run(self, error: BaseException | None) -> None:
         calls = self._calls

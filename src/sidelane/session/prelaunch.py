@@ -89,6 +89,9 @@ class Prelaunched:
         self._require_armed("trigger_value")
         return self._epoch & WORD_MASK
 
+    range_name = "prelaunched call"
+    """Name of its calls in profilers, whose range is the arming."""
+
     @entry
     def arm(self) -> None:
         """Take a number in the order of calls, and submit all commands; they wait for the trigger.
