@@ -55,11 +55,22 @@ def summary(events: list[dict[str, Any]]) -> str:
     spans = [(str(event["name"]), event["ts"], event["ts"] + event["dur"], event) for event in events if "dur" in event]
     calls = [(name, f"{end - begin:.0f}") for name, begin, end, _ in spans if name == "sidelane:all_gather"]
     copies = [(begin, end) for name, begin, end, _ in spans if name.startswith("Memcpy PtoP")]
-    kernels = [(begin, end) for _, begin, end, event in spans if event.get("cat") == "kernel"]
+    kernels = merged([(begin, end) for _, begin, end, event in spans if event.get("cat") == "kernel"])
     beside = [min(end, k_end) - max(begin, k_begin) for begin, end in copies for k_begin, k_end in kernels]
     total, hidden = sum(end - begin for begin, end in copies), sum(part for part in beside if part > 0)
     said = f"the host took {', '.join(us for _, us in calls)} us for {len(calls)} calls of {calls[0][0]}"
     return said + (f"; copies {total:.0f} us, {100 * hidden / total:.0f}% of them beside a kernel" if total else "")
+
+
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return when at least one of the spans runs, as spans of which no two overlap."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            begin, last = found.pop()
+            end = max(end, last)
+        found.append((begin, end))
+    return found
 
 
 if __name__ == "__main__":

@@ -38,6 +38,16 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert all(f"rank {rank} of 2 on cpu" in said for rank in range(2))
 
 
+def test_the_profiler_counts_kernels_at_once_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    spans = (("sidelane:all_gather", "cpu_op", 0, 5), ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 10, 100))
+    kernels = (("gemm", 0, 60), ("add", 20, 10), ("norm", 50, 20), ("late", 90, 10))
+    events = [{"name": name, "cat": cat, "ts": ts, "dur": dur} for name, cat, ts, dur in spans]
+    events += [{"name": name, "cat": "kernel", "ts": ts, "dur": dur} for name, ts, dur in kernels]
+    said = importlib.import_module("profiler").summary(events)
+    assert said.endswith("copies 100 us, 70% of them beside a kernel")
+
+
 @pytest.fixture
 def text(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module that reads the docs as tokens, on a rank whose broadcasts are to nobody."""

@@ -15,10 +15,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from node.folder import Folder, Place
+from node.folder import DONE, Folder, Place
 from node.parts import ROOT, Part, all_parts
 from node.session import Session, rest, say
 from outputs import folder_to_write
@@ -79,11 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     warn_of(place)
     code = Session(folder, chosen, seconds=given.seconds, dry=given.dry_run, again=bool(given.names)).run()
-    return code if given.before is None else max(code, compare_with(given.before, out))
+    if given.before is None:
+        return code
+    unfinished = {part.file for part in known if folder.state(part).state != DONE}
+    return max(code, compare_with(given.before, out, unfinished))
 
 
-def compare_with(before: Path, out: Path) -> int:
-    """Say what is slower beyond noise in the files that both folders have (``sidelane regress``); 1 if anything is."""
+def compare_with(before: Path, out: Path, unfinished: Collection[str] = ()) -> int:
+    """Say what is slower beyond noise in the files that both folders have (``sidelane regress``); 1 if anything is.
+
+    Files that are ``unfinished`` may still lack points.
+    """
     code = 0
     for new in sorted(out.glob("*.json")):
         old = before / new.name
@@ -91,7 +97,7 @@ def compare_with(before: Path, out: Path) -> int:
             continue
         say(f"{new.name}, next to {old}")
         try:
-            code |= regress.main(old, new, SMALLEST_CHANGE, None)
+            code |= regress.main(old, new, SMALLEST_CHANGE, None, is_whole=new.name not in unfinished)
         except ValueError as problem:  # of another study or machine, or with no times in it
             say(f"not compared: {problem}")
     return code

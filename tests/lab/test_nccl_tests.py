@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from sidelane import cli
+from sidelane_lab.harness import running
 from sidelane_lab.harness.study import Results
 from sidelane_lab.studies import nccl_tests
 from sidelane_lab.studies.collectives import CollectiveRow, bus_gbps
@@ -99,6 +104,8 @@ def call(*arguments: str) -> Result:
         (("all_reduce", "-b", "8", "-e", "64", "-f", "2", "-i", "8"), "exclude each other"),
         (("all_reduce", "-b", "64", "-e", "8"), "-b 64, -e 8"),
         (("all_reduce", "-b", "0", "-e", "8"), "-b 0"),
+        (("all_reduce", "-i", "0"), "-i must be above 0"),
+        (("all_reduce", "-b", "8", "-e", "1G", "-i", "8"), "value=134217728, allowed=1000"),
         (("all_reduce", "--implementations", "mpi"), "mpi"),
         (("allreduce",), "all_reduce"),
     ],
@@ -106,6 +113,53 @@ def call(*arguments: str) -> Result:
 def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> None:
     result = call(*arguments)
     assert result.exit_code != 0 and told in result.output
+
+
+class MadeUpRanks:
+    """What takes the place of ranks: it sends rows, and then does something else."""
+
+    def __init__(self, *rows: CollectiveRow, after: Callable[[], object] = lambda: None) -> None:
+        self._rows, self._after = rows, after
+        self.timeout_s = 0.0
+
+    def __call__(self, *_: object, progress: Callable[[str], None], timeout_s: float, **__: object) -> list[int]:
+        self.timeout_s = timeout_s
+        for one in self._rows:
+            progress(json.dumps({"row": one.to_dict()}))
+        self._after()
+        return [len(self._rows)]
+
+
+def test_what_was_measured_is_kept_at_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    ranks = MadeUpRanks(row("all_reduce", 4096, False, 1.0), after=end)
+    monkeypatch.setattr(running, "run_ranks", ranks)
+    out = tmp_path / "out.json"
+    result = call("all_reduce", "-g", "2", "--timeout", "7", "--json", str(out))
+    assert result.exit_code != 0 and "        4096 " in result.stdout
+    assert len(json.loads(out.read_text())["rows"]) == 1 and ranks.timeout_s == 7
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_table_is_printed_though_the_file_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks(row("all_reduce", 4096, False, 1.0)))
+    monkeypatch.setattr(nccl_tests, "write_json", refuse)
+    result = call("all_reduce", "-g", "2", "--json", str(tmp_path / "out.json"))
+    assert result.exit_code != 0 and "        4096 " in result.stdout
+
+
+def test_nothing_measured_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "run_ranks", MadeUpRanks())
+    result = call("all_reduce", "-g", "2")
+    assert result.exit_code != 0 and "nothing that was asked for can run here (collectives=all_reduce" in result.output
 
 
 def test_ranks_are_timed(tmp_path: Path) -> None:

@@ -65,6 +65,44 @@ def test_what_a_group_took_is_measured_and_points_of_libraries_may_go(before: Re
     assert compare(before, dataclasses.replace(before, rows=tuple(left))).lost == ()
 
 
+@pytest.mark.parametrize("name", ["e2e", "clients"])
+def test_whole_steps_are_points_whatever_their_rounds(name: str) -> None:
+    """With rows of two NCCLs in one file, the library's ways as such, and the rounds for a spread."""
+    steps = read(FILE.parents[1] / f"h200x2/{name}.json")
+    timed = [row for row in steps.rows if row.step_ms]
+
+    def times(row, factor):
+        figures = ("step_ms", "fastest_ms", "slowest_ms")
+        return dataclasses.replace(
+            row, rounds=row.rounds + 1, **{name: getattr(row, name) * factor for name in figures}
+        )
+
+    again = dataclasses.replace(steps, rows=tuple(times(row, 1.0) for row in timed))
+    found = compare(steps, again)
+    assert (len(found.points), found.lost, found.new) == (len(timed), (), 0)
+    ours = {dict(point.key)["way"] for point in found.points if not point.of_library}
+    assert ours == {row.way for row in timed} & {
+        "group",
+        "enable",
+        "operators",
+        "operators, routed",
+        "ring",
+        "gemv",
+        "copies",
+    }
+    chosen = next(row for row in timed if row.way == "group")
+    for row, count in ((times(chosen, 2.0), 1), (dataclasses.replace(chosen, step_ms=2 * chosen.slowest_ms), 0)):
+        later = dataclasses.replace(steps, rows=tuple(row if one is chosen else one for one in timed))
+        assert len(compare(steps, later).changed(slower=True)) == count
+
+
+def test_what_was_best_is_measured() -> None:
+    choices = read(FILE.parents[1] / "h200x2/heuristics.json")
+    others = [dataclasses.replace(row, best="another", right=row.right is False) for row in choices.rows]
+    found = compare(choices, dataclasses.replace(choices, rows=tuple(others)))
+    assert found.points and found.lost == () and found.new == 0
+
+
 def test_spreads_that_meet_are_no_change(before: Results) -> None:
     rows = [dataclasses.replace(row, p10_us=row.time_us and row.time_us / 2) for row in before.rows]
     later = changed(dataclasses.replace(before, rows=tuple(rows)), lambda row: 1.5)

@@ -383,6 +383,10 @@ def test_folders_are_compared_file_by_file(
     assert tool.compare_with(before, out) == 1
     told = capsys.readouterr().out
     assert "fused.json, next to" in told and "not compared: regress: study" in told
+    slower["rows"] = json.loads((before / "fused.json").read_text())["rows"][:20]
+    (out / "fused.json").write_text(json.dumps(slower))
+    assert tool.compare_with(before, out) == 1, "points are lost"
+    assert tool.compare_with(before, out, {"fused.json"}) == 0, "they are not there yet"
     with pytest.raises(SystemExit):
         tool.main(["--out", str(out), "--before", str(tmp_path / "nowhere")])
     assert "nowhere, allowed=a folder of results" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE, Command, how, what, where
-from sidelane.cli.options import json_option, names, size
+from sidelane.cli.options import json_option, names, size, timeout_option
 from sidelane_lab.harness.options import loaded
 
 COLLECTIVES = {
@@ -51,6 +51,7 @@ DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "int32"
 @how("-n", "--iters", type=click.IntRange(1), default=20, help="Measured rounds.")
 @how("-w", "--warmup_iters", type=click.IntRange(0), default=5, help="Rounds before them.")
 @how("-c", "--check", type=click.IntRange(1), default=1, help="Outputs are always checked.")
+@timeout_option
 @where("-g", "--ngpus", type=click.IntRange(1), default=None, show_default="every GPU", help="Processes to start.")
 @json_option
 def nccl_tests(collective: str, datatype: str, check: int, json: Path | None, **options: Any) -> None:

@@ -30,8 +30,9 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 def regress(old: Path, new: Path, least: float, json: Path | None) -> None:
     """Compare two result files of one study, point by point, and say what is slower beyond noise.
 
-    A point is slower if its spread (10% to 90% of its samples) lies above the old one's, and if it changed by more than
-    points of other libraries did, which Sidelane cannot change. The exit code is 1 if one is, or has no time any more.
+    A point is slower if its spread (10% to 90% of its samples, or all rounds of whole steps) lies above the old one's,
+    and if it changed by more than points of other libraries did, which Sidelane cannot change. The exit code is 1 if
+    one is, or has no time any more.
     """
     with plain_errors():
         sys.exit(loaded("harness.regress").main(old, new, least / 100, json))

@@ -19,8 +19,8 @@ from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import say, tables_console
 from sidelane_lab.harness.study import FlatRow, Results, read
 
-LIBRARIES = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "unfused_nccl")
-"""Implementations that Sidelane cannot change."""
+LIBRARIES = ("nccl", "nccl_ctas", "nccl_ce", "symm_mem", "gloo", "unfused_nccl", "none")
+"""Implementations, and ways of whole steps up to a comma, whose communication is not Sidelane's."""
 
 OF_LIBRARIES = ("torch", "nccl")
 """Names in ``Results.software`` that must be equal for rows of :data:`LIBRARIES` to say what chance does."""
@@ -28,8 +28,11 @@ OF_LIBRARIES = ("torch", "nccl")
 LEAST_LIBRARY_ROWS = 10
 """Number of points of libraries from which their spread counts."""
 
-MEASURED = ("note", "chosen", "sweep", "correct", "made_by", "nccl", "transformers")
-"""Fields that are measured, or say how, though they are no figures."""
+MEASURED = (
+    *("note", "chosen", "sweep", "correct", "made_by", "nccl", "transformers"),
+    *("rounds", "best", "right", "orders"),
+)
+"""Fields that are measured, follow from times, or say how, though they are no figures."""
 
 TIMES = ("time_us", "step_ms", "total_us", "host_us")
 """Fields that a study may have its time in; the first that a row has is compared."""
@@ -44,7 +47,8 @@ class Point:
     Attributes:
         key: names and values of what is not measured.
         old, new: medians, in the unit of the study.
-        apart: the tenth percentile of the slower file is above the ninetieth of the faster one.
+        apart: the spread of the slower file lies above that of the faster one: from the tenth to the ninetieth
+            percentile or, of rows without these, from the fastest to the slowest round.
         of_library: Sidelane cannot change it.
     """
 
@@ -119,11 +123,12 @@ def _timed(results: Results) -> dict[Key, FlatRow]:
     rows = [row for row in results.rows if _time_of(row)]
     if not rows:
         raise ValueError(f"regress: rows of {results.study} (value=no {', '.join(TIMES)}, allowed=one of them)")
-    keys = Counter(map(_key, rows))
+    timed = [(_key(row, results.software.get("nccl", "")), row) for row in rows]
+    keys = Counter(key for key, _ in timed)
     (key, count), *_ = keys.most_common(1)
     if count > 1:
         raise ValueError(f"regress: {results.study}: {count} rows are one point (value={_text(key)}, allowed=one)")
-    return {_key(row): row for row in rows}
+    return dict(timed)
 
 
 def _time_of(row: FlatRow) -> str:
@@ -131,8 +136,11 @@ def _time_of(row: FlatRow) -> str:
     return next((name for name in TIMES if getattr(row, name, None)), "")
 
 
-def _key(row: FlatRow) -> Key:
+def _key(row: FlatRow, nccl: str) -> Key:
+    """Return names and values of what is not measured; ``nccl``: the version of the file."""
     measured = {*MEASURED}
+    if getattr(row, "nccl", "") not in ("", nccl):
+        measured.remove("nccl")  # a further one, whose rows stand beside those of the file's own
     if hasattr(row, "sweep"):
         measured.add("units")  # the best number of them
     if hasattr(row, "made_by"):
@@ -148,14 +156,19 @@ def _point(key: Key, old: FlatRow, new: FlatRow) -> Point:
 
 
 def _is_of_library(key: Key) -> bool:
-    return dict(key).get("implementation") in LIBRARIES
+    values = dict(key)
+    return str(values.get("implementation", values.get("way", ""))).partition(",")[0] in LIBRARIES
 
 
 def _figures_of(row: FlatRow) -> list[float]:
-    """Return the median and the tenth and ninetieth percentile; rows without a spread have their median for it."""
+    """Return the median and the ends of the spread; rows without a spread have their median for them."""
     time = _time_of(row)
     unit = time.rpartition("_")[2]
-    return [float(getattr(row, name, None) or getattr(row, time)) for name in (time, f"p10_{unit}", f"p90_{unit}")]
+    found = [float(getattr(row, time))]
+    for names in (("p10", "fastest"), ("p90", "slowest")):
+        ends = (getattr(row, f"{name}_{unit}", None) for name in names)
+        found.append(float(next(filter(None, ends), found[0])))
+    return found
 
 
 def _text(key: Key, common: Sequence[tuple[str, object]] = ()) -> str:
@@ -166,8 +179,11 @@ def _text(key: Key, common: Sequence[tuple[str, object]] = ()) -> str:
     )
 
 
-def main(old: Path, new: Path, least: float, json: Path | None) -> int:
-    """Print what has changed; return 1 if a point of Sidelane's is slower beyond noise, or has no time any more."""
+def main(old: Path, new: Path, least: float, json: Path | None, *, is_whole: bool = True) -> int:
+    """Print what has changed; return 1 if a point of Sidelane's is slower beyond noise, or has no time any more.
+
+    ``is_whole``: the new file is complete; otherwise points that it does not have yet are no failure.
+    """
     before, after = read(old), read(new)
     found = compare(before, after, least)
     slower, faster = found.changed(slower=True), found.changed(slower=False)
@@ -175,7 +191,7 @@ def main(old: Path, new: Path, least: float, json: Path | None) -> int:
     for title, points in (("slower", slower), ("faster", faster)):
         if points:
             console.print(_table(f"Points of {before.study} on {before.where} that are {title}", points).to_rich())
-    if found.lost:
+    if found.lost and is_whole:
         say(console, f"{len(found.lost)} points have a time in {old} only, the first: {_text(found.lost[0])}")
     source = f"nineteen of twenty of {found.library_points} points of other libraries stay within"
     say(console, f"noise: {100 * found.noise:.1f}%, {source if found.library_points else 'as asked for'} it")
@@ -196,7 +212,7 @@ def main(old: Path, new: Path, least: float, json: Path | None) -> int:
                 "rows": rows,
             },
         )
-    return 1 if slower or found.lost else 0
+    return 1 if slower or (found.lost and is_whole) else 0
 
 
 def _median(found: FileComparison, *, of_library: bool) -> str:

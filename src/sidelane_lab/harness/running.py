@@ -176,7 +176,7 @@ def run_study(
         progress.print(f"{place.world_size} ranks on {local.cores()} cores: they take turns, which takes long")
     failure: BaseException | None = None
     try:
-        with _interrupted_by_sigterm():
+        with interrupted_by_sigterm():
             assert study.measure is not None, study.name
             if not follow(follower, study.measure, options, place, study.progress):
                 return None
@@ -186,7 +186,7 @@ def run_study(
         failure = error
     found = results()
     if not found.rows:
-        raise ValueError(f"{study.name}: nothing that was asked for can run here ({_asked(options)})")
+        raise ValueError(f"{study.name}: nothing that was asked for can run here ({selection_of(options)})")
     rows = study.rows_of(found)
     publish(found, options, tables, () if further is None or options.report is None else further(rows, options.report))
     if progress is not None and options.report is not None:
@@ -256,8 +256,8 @@ def rows_there(study: Study[R], path: Path | None, place: LaunchTarget, *, same_
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Where nobody else has asked for the signal."""
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM be a KeyboardInterrupt inside the ``with`` block, where nobody else has asked for the signal."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -272,7 +272,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _asked(options: StudyOptions) -> str:
+def selection_of(options: StudyOptions) -> str:
     """Say what narrows a study down."""
     names = ("collectives", "cases", "implementations", "variants", "launches", "places")
     given = [(name, getattr(options, name, ())) for name in names]

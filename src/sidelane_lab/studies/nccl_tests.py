@@ -14,13 +14,16 @@ from sidelane.cli.terminal import progress_console
 from sidelane.program.collective import ELEMENT_BYTES, REDUCING, Kind
 from sidelane.sizes import parse_bytes
 from sidelane_lab.cli.collectives import CollectiveOptions
-from sidelane_lab.harness.running import StudyFollower, follow
+from sidelane_lab.harness.running import StudyFollower, follow, interrupted_by_sigterm, selection_of
 from sidelane_lab.harness.study import Results, collect
 from sidelane_lab.machines.load import machine_names, named
 from sidelane_lab.machines.spec import Topology
 from sidelane_lab.studies.collectives import STUDY, CollectiveRow
 
 STEP_BYTES = "1M"
+MOST_SIZES = 1000
+"""Sizes of a call at the most: all of them are measured, and thousands take hours."""
+
 HEADING = (
     f"#{'':51}{'out-of-place':^33}{'in-place':^33}",
     f"#{'size':>11}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
@@ -43,12 +46,15 @@ def main(
     iters: int,
     warmup_iters: int,
     ngpus: int | None,
+    timeout_s: float,
     json: Path | None,
 ) -> int:
     """Measure, and print. Return 1 if an output was wrong.
 
     Raises:
-        ValueError: sizes or names are not allowed.
+        RankFailedError: a rank failed. What had been measured until then is printed and written first, as it is at
+            Ctrl-C and SIGTERM.
+        ValueError: sizes or names are not allowed, or nothing of them can be measured here.
     """
     sizes = tuple(sizes_of(minbytes, maxbytes, stepfactor, stepbytes))
     options = CollectiveOptions(
@@ -61,6 +67,7 @@ def main(
         profile=False,
         implementations=tuple(implementations),
         ranks=ngpus,
+        timeout_s=timeout_s,
         json=json,
     )
     place = choose_target(options.ranks, options.device)
@@ -68,15 +75,25 @@ def main(
     follower: StudyFollower[CollectiveRow] = StudyFollower(STUDY.row, progress_console())
     assert STUDY.measure is not None
     try:
-        follow(follower, STUDY.measure, options, place, STUDY.progress)
+        with interrupted_by_sigterm():
+            is_first = follow(follower, STUDY.measure, options, place, STUDY.progress)
     finally:  # what was measured before a rank failed counts
         if follower.rows:
             found = collect(STUDY.name, follower.rows, device_type=place.device_type, ranks=place.world_size)
-            if json is not None:
-                write_json(json, found.to_dict())
-            if json != STDOUT:
-                click.echo("\n".join(lines_of(found, follower.rows, shown_dtype)))
+            _publish(found, follower.rows, shown_dtype, json)
+    if is_first and not follower.rows:
+        raise ValueError(f"nccl-tests: nothing that was asked for can run here ({selection_of(options)})")
     return int(any(row.correct is False for row in follower.rows))
+
+
+def _publish(found: Results, rows: Sequence[CollectiveRow], dtype: str, json: Path | None) -> None:
+    """Print the table, and write the file; neither is lost because the other could not be written."""
+    try:
+        if json != STDOUT:
+            click.echo("\n".join(lines_of(found, rows, dtype)))
+    finally:
+        if json is not None:
+            write_json(json, found.to_dict())
 
 
 def sizes_of(smallest: int, largest: int, factor: int | None, step: int | None) -> Iterator[int]:
@@ -86,16 +103,24 @@ def sizes_of(smallest: int, largest: int, factor: int | None, step: int | None) 
     ([8, 16, 32], [8, 24, 40], [8])
 
     Raises:
-        ValueError: both are given, or there is no size.
+        ValueError: both are given, the step is 0, there is no size, or there are more than :data:`MOST_SIZES`.
     """
     if factor is not None and step is not None:
         raise ValueError(f"nccl-tests: -f and -i exclude each other (value=-f {factor}, -i {step})")
     if not 0 < smallest <= largest:
         raise ValueError(f"nccl-tests: -b must be above 0 and not above -e (value=-b {smallest}, -e {largest})")
+    if step is not None and step < 1:
+        raise ValueError(f"nccl-tests: -i must be above 0 (value={step})")
+    added = parse_bytes(STEP_BYTES) if step is None else step
+    count = (largest - smallest) // added + 1
+    if factor is None and count > MOST_SIZES:
+        raise ValueError(
+            f"nccl-tests: number of sizes (value={count}, allowed={MOST_SIZES} at the most; a larger -i, or -f)"
+        )
     size = smallest
     while size <= largest:
         yield size
-        size = size * factor if factor is not None else size + (step or parse_bytes(STEP_BYTES))
+        size = size + added if factor is None else size * factor
 
 
 def lines_of(found: Results, rows: Sequence[CollectiveRow], dtype: str) -> Iterator[str]:
