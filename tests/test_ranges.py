@@ -20,6 +20,7 @@ import sidelane
 from sidelane import Config, ranges
 from sidelane.config import from_environment
 
+
 class Refusing(TorchFunctionMode):
     """A mode of the caller that sees no function of a call."""
 

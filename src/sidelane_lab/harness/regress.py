@@ -157,7 +157,8 @@ def _point(key: Key, old: FlatRow, new: FlatRow) -> Point:
 
 def _is_of_library(key: Key) -> bool:
     values = dict(key)
-    return str(values.get("implementation", values.get("way", ""))).partition(",")[0] in LIBRARIES
+    name = str(values.get("implementation", values.get("way", "")))
+    return name.partition(",")[0] in LIBRARIES and ", our " not in name  # whose kernels are Sidelane's
 
 
 def _figures_of(row: FlatRow) -> list[float]:
