@@ -36,7 +36,7 @@ SEED ?=
 ATTACK ?=
 CLIENTS ?=
 SOAK ?=
-PARALLEL ?= --numprocesses 4 --dist loadfile
+PARALLEL ?= --numprocesses 3 --dist loadfile
 
 # Not `pip install .[docs]`, which would put another sidelane next to the one of this checkout.
 export DOCS_REQUIREMENTS := import tomllib; \
