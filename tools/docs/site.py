@@ -30,10 +30,9 @@ def as_shown(page: str, text: str) -> str:
     for docstrings the docstrings.
     """
     if page == "index":
-        readme = LINK.sub(lambda match: f"](../{match[2]}{match[3] or ''})", (ROOT / "README.md").read_text("utf-8"))
-        text = readme.replace("](../docs/", "](") + "\n" + text[text.index("```{toctree}") :]
+        text = _from_the_root("README.md") + "\n" + text[text.index("```{toctree}") :]
     if page == "changes":
-        text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+        text = _from_the_root("CHANGELOG.md")
     if page == "decisions/README":
         text += DECISIONS
     if page == "reference/api":
@@ -58,6 +57,12 @@ def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
         if to is not None:
             return to
     return None
+
+
+def _from_the_root(name: str) -> str:
+    """Return a page of the root, with its links as pages of docs/ have them."""
+    text = LINK.sub(lambda match: f"](../{match[2]}{match[3] or ''})", (ROOT / name).read_text("utf-8"))
+    return text.replace("](../docs/", "](")
 
 
 def _link(page: str, match: re.Match[str]) -> str:
