@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from sidelane import Communicator
 
+GATHER = "sidelane:all_gather"
+
 
 def main() -> None:
     gpu = torch.cuda.is_available()
@@ -44,21 +46,20 @@ def main() -> None:
             comm.synchronize()
         file = Path(sys.argv[1] if len(sys.argv) > 1 else ".", f"trace-{comm.rank}.json")
         profiler.export_chrome_trace(str(file))
-        print(
-            f"rank {comm.rank} of {comm.world_size} on {device}: {summary(json.loads(file.read_text())['traceEvents'])}"
-        )
+        said = summary(json.loads(file.read_text())["traceEvents"])
+        print(f"rank {comm.rank} of {comm.world_size} on {device}: {said}")
     dist.destroy_process_group()
 
 
 def summary(events: list[dict[str, Any]]) -> str:
     """Say what the calls took of the host, and how long copies between GPUs took, beside kernels or alone."""
     spans = [(str(event["name"]), event["ts"], event["ts"] + event["dur"], event) for event in events if "dur" in event]
-    calls = [(name, f"{end - begin:.0f}") for name, begin, end, _ in spans if name == "sidelane:all_gather"]
+    calls = [f"{end - begin:.0f}" for name, begin, end, _ in spans if name == GATHER]
     copies = [(begin, end) for name, begin, end, _ in spans if name.startswith("Memcpy PtoP")]
     kernels = merged([(begin, end) for _, begin, end, event in spans if event.get("cat") == "kernel"])
     beside = [min(end, k_end) - max(begin, k_begin) for begin, end in copies for k_begin, k_end in kernels]
     total, hidden = sum(end - begin for begin, end in copies), sum(part for part in beside if part > 0)
-    said = f"the host took {', '.join(us for _, us in calls)} us for {len(calls)} calls of {calls[0][0]}"
+    said = f"the host took {', '.join(calls)} us for {len(calls)} calls of {GATHER}"
     return said + (f"; copies {total:.0f} us, {100 * hidden / total:.0f}% of them beside a kernel" if total else "")
 
 

@@ -233,7 +233,7 @@ def mark_ranges() -> None:
         ValueError: it is neither 0 nor 1, or the package ``nvtx`` is not installed.
     """
     if _switch(os.environ, "SIDELANE_NVTX", default=False):
-        from sidelane import ranges
+        from sidelane import ranges  # which imports PyTorch
 
         try:
             ranges.mark_by_nvtx()

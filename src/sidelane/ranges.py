@@ -82,17 +82,15 @@ def leave_thread_out() -> None:
 def method_call(
     name: str, arguments: Mapping[str, object], ranks: Sequence[int]
 ) -> contextlib.AbstractContextManager[None]:
-    """Record a call of a communicator's method, if anything records.
+    """Record a call of a communicator's method.
 
     Args:
         name: name of the call.
         arguments: arguments of a collective, by the names that they have in ``Communicator``.
         ranks: the ranks of the group.
     """
-    if not is_active():
-        return contextlib.nullcontext()
-    read = _tensors(arguments.get("tensor")) or _tensors(arguments.get("input"))
-    written = _tensors(arguments.get("output")) if "output" in arguments else read
+    in_place = _tensors(arguments.get("tensor"))
+    read, written = in_place or _tensors(arguments.get("input")), _tensors(arguments.get("output")) or in_place
     return call(name, written, [tensor for tensor in read if all(tensor is not one for one in written)], ranks)
 
 

@@ -1,4 +1,4 @@
-"""What ranks of tests are forked from imports this: what a step of training and ``torch.compile`` take seconds for.
+"""Imports of the server from which ranks of tests are forked: modules of training and compiling, which take seconds.
 
 Triton comes along, which reads its variable then: with it, ranks can have interpreted kernels, and others as well. The
 garbage collector is off meanwhile: it would take a quarter of the time.

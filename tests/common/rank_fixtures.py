@@ -37,7 +37,7 @@ def shared_interpreter() -> Iterator[list[Interpreter]]:
 
 @pytest.fixture
 def interpreter(shared_interpreter: list[Interpreter]) -> Interpreter:
-    """What Python starts and ends programs with; another one after a test whose programs had to be killed."""
+    """An interpreter whose copies are programs; another one after a test whose programs had to be killed."""
     if not shared_interpreter or shared_interpreter[0].closed:
         shared_interpreter[:] = [Interpreter()]
     return shared_interpreter[0]

@@ -39,7 +39,7 @@ def row(collective: str, nbytes: int, in_place: bool, time_us: float | None, **c
         "energy_mj": None,
         "correct": True,
     }
-    return CollectiveRow(**{**values, **columns})  # type: ignore[arg-type]
+    return CollectiveRow(**{**values, **columns})
 
 
 def lines(*rows: CollectiveRow, machine: str = "cpu", dtype: str = "float") -> list[str]:
@@ -116,7 +116,7 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> Non
 
 
 class MadeUpRanks:
-    """What takes the place of ranks: it sends rows, and then does something else."""
+    """A measurement in place of that of ranks: it sends rows, and then does something else."""
 
     def __init__(self, *rows: CollectiveRow, after: Callable[[], object] = lambda: None) -> None:
         self._rows, self._after = rows, after

@@ -171,10 +171,8 @@ class BoundProgram:
     def __str__(self) -> str:
         return f"{self.program.collective} {self.program.variant}"
 
-    @property
-    def range_name(self) -> str:
-        """Name of its calls in profilers."""
-        return str(self)
+    range_name = property(__str__)
+    """Name of its calls in profilers."""
 
     @entry
     def __call__(self, *, async_op: bool = False) -> Work | None:

@@ -102,6 +102,9 @@ class Batched:
         work: with ``async_op=True`` the :class:`Work` of the call, from the end of the block on.
     """
 
+    range_name = BATCH
+    """Name of its call in profilers."""
+
     def __init__(self, path: CallPath, *, variant: str, beside: Beside | None, async_op: bool) -> None:
         self.work: Work | None = None
         self._path, self._calls = path, path.calls
@@ -146,9 +149,6 @@ class Batched:
     ) -> None:
         self._is_open, self._has_ended = False, True
         self._run(error)
-
-    range_name = BATCH
-    """Name of its call in profilers."""
 
     @entry
     def _run(self, error: BaseException | None) -> None:

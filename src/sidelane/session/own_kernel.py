@@ -70,10 +70,8 @@ class OwnKernel:
     def __str__(self) -> str:
         return f"kernel {self.name}"
 
-    @property
-    def range_name(self) -> str:
-        """Name of its launches in profilers."""
-        return str(self)
+    range_name = property(__str__)
+    """Name of its launches in profilers."""
 
     @entry
     def launch(

@@ -41,6 +41,9 @@ class Prelaunched:
     peers may be waiting for bytes that this rank will not send. docs/internals/prelaunch.md shows the three triggers.
     """
 
+    range_name = "prelaunched call"
+    """Name of its calls in profilers, whose range is the arming."""
+
     def __init__(
         self,
         calls: Calls,
@@ -88,9 +91,6 @@ class Prelaunched:
         """
         self._require_armed("trigger_value")
         return self._epoch & WORD_MASK
-
-    range_name = "prelaunched call"
-    """Name of its calls in profilers, whose range is the arming."""
 
     @entry
     def arm(self) -> None:

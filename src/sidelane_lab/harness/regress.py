@@ -158,7 +158,7 @@ def _point(key: Key, old: FlatRow, new: FlatRow) -> Point:
 def _is_of_library(key: Key) -> bool:
     values = dict(key)
     name = str(values.get("implementation", values.get("way", "")))
-    return name.partition(",")[0] in LIBRARIES and ", our " not in name  # whose kernels are Sidelane's
+    return name.partition(",")[0] in LIBRARIES and ", our " not in name  # such a way has kernels of Sidelane
 
 
 def _figures_of(row: FlatRow) -> list[float]:
