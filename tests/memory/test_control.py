@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -259,28 +260,35 @@ def test_a_rank_that_closed_does_not_come(pool: RankPool) -> None:
     assert "closed, ended call 1" in text
 
 
-def leave_while_looked_at(group: dist.ProcessGroup) -> str:
-    """Rank 1 gives up and closes between the two looks of rank 0: at what was said, and at who is gone."""
+def leave_while_looked_at(group: dist.ProcessGroup, says: str, asks: str) -> str:
+    """Rank 1 says something and closes between the two looks of rank 0: at what was said, and at who is gone."""
 
     class Slow(ControlBlock):
         looks = 0
 
-        def _check_aborts(self) -> None:
-            super()._check_aborts()
+        def _check_gone(self, *args: Any, **kwargs: Any) -> None:
             self.looks += 1
             if self.looks == 1:
                 dist.barrier(group)
                 dist.barrier(group)
+            super()._check_gone(*args, **kwargs)
 
     control = Slow(Exchange(group, 60.0))
     if dist.get_rank(group) == 1:
         dist.barrier(group)
-        control.abort("rank 1 was interrupted", (1,))
+        if says == "abort":
+            control.abort("rank 1 was interrupted", (1,))
+        else:
+            control.post_call(2, "all_gather", "TypeError: float64" if says == "refusal" else None)
         control.close()
         dist.barrier(group)
         return ""
     try:
-        control.calls_of_all(2, 10.0)
+        if asks == "check":
+            control.check(2)
+        else:
+            control.post_call(2, "broadcast")
+            return "; ".join(f"{post.signature} {post.refusal}" for post in control.calls_of_all(2, 10.0))
     except PeerError as error:
         return str(error)
     finally:
@@ -288,8 +296,18 @@ def leave_while_looked_at(group: dist.ProcessGroup) -> str:
     raise AssertionError("rank 1 did not come, and no error was raised")
 
 
-def test_a_rank_that_gave_up_before_it_closed_says_why(pool: RankPool) -> None:
-    assert pool.run(leave_while_looked_at, 2)[0] == "rank 1 gave up: rank 1 was interrupted"
+@pytest.mark.parametrize(
+    ("says", "asks", "seen"),
+    [
+        ("abort", "calls", "rank 1 gave up: rank 1 was interrupted"),
+        ("abort", "check", "rank 1 gave up: rank 1 was interrupted"),
+        ("refusal", "calls", "broadcast None; all_gather TypeError: float64"),
+        ("refusal", "check", "rank 1 refused call 2, all_gather: TypeError: float64"),
+        ("post", "calls", "broadcast None; all_gather None"),
+    ],
+)
+def test_what_a_rank_said_before_it_closed_is_heard(pool: RankPool, says: str, asks: str, seen: str) -> None:
+    assert pool.run(leave_while_looked_at, 2, says, asks)[0].startswith(seen)
 
 
 def die(group: dist.ProcessGroup) -> tuple[tuple[str, tuple[int, ...], str], str, tuple[str, ...]] | None:

@@ -257,6 +257,7 @@ class ControlBlock:
             self._check_aborts()
             missing = [rank for rank in range(self.world_size) if rank not in found]
             mine = found[self.rank].signature if self.rank in found else "not posted here"
+            self._check_gone(call, missing, is_post_enough=True)
             self._wait_on(call, mine, missing, began, timeout_s)
 
     def behind(self, call: int) -> tuple[int, ...]:
@@ -270,11 +271,11 @@ class ControlBlock:
         began = time.monotonic()
         while missing := self.behind(call):
             self._check_aborts()
+            self._check_gone(call, missing)
             self._wait_on(call, "long ago here", missing, began, timeout_s)
 
     def _wait_on(self, call: int, mine: str, missing: Sequence[int], began: float, timeout_s: float) -> None:
-        """Sleep shortly for ranks that have not posted ``call``; raise if they cannot, or are too late."""
-        self._check_gone(call, missing)
+        """Sleep shortly for ranks that have not posted ``call``; raise if they are too late."""
         waited = time.monotonic() - began
         if waited > timeout_s:
             message = f"call {call} ({mine}): waited {waited:.1f} s on rank {self.rank} for " + "; ".join(
@@ -365,8 +366,11 @@ class ControlBlock:
                     raise PeerError(posted.refusal, (posted.blames,))
                 raise PeerError(f"rank {rank} refused call {call}, {posted.signature}: {posted.refusal}", (rank,))
 
-    def _check_gone(self, call: int, ranks: Sequence[int] | None = None) -> None:
-        """Raise for a peer that cannot contribute to ``call`` any more."""
+    def _check_gone(self, call: int, ranks: Sequence[int] | None = None, *, is_post_enough: bool = False) -> None:
+        """Raise for a peer that cannot contribute to ``call`` any more.
+
+        With ``is_post_enough``, a peer that posted ``call`` before it left has contributed all that it is waited for.
+        """
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + _LIVENESS_INTERVAL_S
@@ -377,7 +381,12 @@ class ControlBlock:
                 continue
             # The words of a rank that is gone are final. A rank that closed without an error had ended its calls.
             if (self.begun(rank) if closed else self.ended(rank)) < call:
-                self._check_aborts()  # an abort that it posted before it went is the cause
+                # It may have posted and left since the caller looked: an abort or a refusal is the cause.
+                self._check_aborts()
+                if is_post_enough and (self._parts[rank].posted(rank, call) or self._overwritten(rank, call)):
+                    continue
+                if not is_post_enough:
+                    self._check_refusals(call)
                 how = "closed its communicator before" if closed else "died in or before"
                 raise PeerError(f"rank {rank} {how} call {call}: {self.describe(rank)}", (rank,))
 
