@@ -54,6 +54,7 @@ STUDIES = ("explain", "papers", "studies")
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
 VENDOR_FILES = (
     *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
+    *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
     "sidelane_lab/studies/fused/single_rank.py",
 )
 
