@@ -1,7 +1,10 @@
-"""The HIP executor on the stand-in runtime: the right bytes, eager, ahead of time and in graphs; failures and limits."""
+"""The HIP executor on the stand-in runtime: bytes, eager, ahead of time and in graphs; failures and limits."""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
@@ -13,6 +16,7 @@ from hip_world import UNITS, HipWorld, StandinDriver, hip_world
 
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.boxes import Box
+from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.hip.cu_mask import CuSplit, mask_words
 from sidelane.execute.hip.executor import LAST_EPOCH
@@ -58,10 +62,7 @@ def test_captured_programs_are_replayed(ranks: int) -> None:
             loaded = world.load(freeze(program), frozen=True)
             world.epoch += 1
             graphs = [
-                driver.capture(
-                    stream.cuda_stream,
-                    lambda rank=rank, stream=stream: loaded.ranks[rank].start(world.epoch, stream),  # type: ignore[misc]
-                )
+                driver.capture(stream.cuda_stream, functools.partial(loaded.ranks[rank].start, world.epoch, stream))
                 for rank, (driver, stream) in enumerate(zip(world.drivers, world.streams, strict=True))
             ]
             for repeat in range(3):
@@ -140,9 +141,7 @@ def test_graphs_are_probed() -> None:
 
 def test_a_capture_is_refused_where_graphs_do_not_work() -> None:
     class WithoutGraphs(HipWorld):
-        def features(self, peer_writes: bool):  # type: ignore[no-untyped-def]  # noqa: ANN202
-            import dataclasses
-
+        def features(self, peer_writes: bool) -> DriverFeatures:
             return dataclasses.replace(super().features(peer_writes), graphs=False, note="graphs: not here")
 
     world = WithoutGraphs(2)
@@ -168,8 +167,6 @@ def test_cu_masks_divide_the_units(units: int) -> None:
 
 
 def mask_of(driver: StandinDriver, stream: int) -> int:
-    import ctypes
-
     words = (ctypes.c_uint32 * 32)()
     count = driver.library.standin_mask(ctypes.c_void_p(stream), words, 32)
     return sum(word << 32 * index for index, word in enumerate(words[:count]))

@@ -1,4 +1,4 @@
-"""The HIP executor in several processes: memory mapped by IPC handles, and the death of a rank. The stand-in runtime."""
+"""The HIP executor in several processes, on the stand-in: memory mapped by IPC handles, the death of a rank."""
 
 from __future__ import annotations
 

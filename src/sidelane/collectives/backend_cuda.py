@@ -65,7 +65,7 @@ class CudaBackend:
         like: CudaBackend | None = None,
     ) -> None:
         self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
-        self.features = self._probe(exchange, device) if like is None else like.features
+        self.features: DriverFeatures = self._probe(exchange, device) if like is None else like.features
         self.executor = self._make_executor(exchange.rank, device, control, timeout_s)
         self.ordinary = self._make_ordinary()
         self.device = device

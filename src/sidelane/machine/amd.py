@@ -37,7 +37,7 @@ def inspect() -> Accelerators:
     notes = ["Sidelane has never run on AMD hardware: see docs/guide/amd.md"]
     if not engines:
         notes.append(f"engines and links are not known: {TOPOLOGY} does not list these GPUs")
-    gpus = tuple(_gpu(index, engines, links, notes) for index in range(count))
+    gpus = tuple(_gpu(index, engines, links) for index in range(count))
     peer_access = tuple(
         tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
     )
@@ -147,9 +147,7 @@ def link_counts() -> Mapping[tuple[int, int], int]:
     return found
 
 
-def _gpu(
-    index: int, engines: Mapping[int, int], links: Mapping[tuple[int, int], int], notes: list[str]
-) -> InstalledGpu:
+def _gpu(index: int, engines: Mapping[int, int], links: Mapping[tuple[int, int], int]) -> InstalledGpu:
     properties = torch.cuda.get_device_properties(index)
     return InstalledGpu(
         index=index,

@@ -78,7 +78,8 @@ def power_sensor(index: int) -> PowerSensor:
     vendor = _vendor()
     if vendor is None:
         raise UnavailableError("power: there is no GPU here")
-    return vendor.power_sensor(index)
+    sensor: PowerSensor = vendor.power_sensor(index)
+    return sensor
 
 
 def _vendor() -> ModuleType | None:

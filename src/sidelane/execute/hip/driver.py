@@ -269,7 +269,7 @@ class HipDriver(Driver):
     def has_normal_priority(self, stream: int) -> bool:
         priority = _INT()
         self.runtime.call("hipStreamGetPriority", stream, ctypes.addressof(priority))
-        return priority.value == self._normal_priority
+        return bool(priority.value == self._normal_priority)
 
     def capture_of(self, stream: int) -> int:
         if stream == 0:
@@ -322,7 +322,7 @@ class HipDriver(Driver):
         return known[name]
 
     def version(self) -> int:
-        """Return the version of the runtime in CUDA's form, 1000 * major + 10 * minor; HIP has ten thousand times it."""
+        """Return the runtime's version as CUDA would have it, 1000 * major + 10 * minor."""
         number = int(self.runtime.ask(_INT, "hipDriverGetVersion"))
         return 1000 * (number // 10_000_000) + 10 * (number // 100_000 % 100)
 
