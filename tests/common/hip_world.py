@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,12 +18,17 @@ import torch
 from cuda_world import World
 from fake_driver import FakeHostWords
 
+from sidelane import Communicator
+from sidelane.collectives import backend_cuda, backend_hip
 from sidelane.execute.base import Place
 from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda.native import Bound
 from sidelane.execute.hip import HipDriver, HipExecutor
 from sidelane.execute.hip.runtime import Runtime
+from sidelane.memory.shared_tensors import SharedTensors
+from sidelane.memory.shm import ShmMemory
 from sidelane.native.build import find_compiler
+from sidelane.session import session
 
 UNITS = 304
 SOURCE = Path(__file__).parent / "hip" / "standin.c"
@@ -101,6 +107,37 @@ class StandinDriver(HipDriver):
 
     def stop(self) -> None:
         """Do nothing: streams of the stand-in end with what they have, or with the process."""
+
+
+@contextlib.contextmanager
+def hip_gpus() -> Iterator[StandinDriver]:
+    """Communicators of this rank are on an AMD GPU that is the stand-in; symmetric memory is that of CPU ranks."""
+    driver = StandinDriver()
+    driver.caller = driver.create_stream()
+    real_call = Communicator._call
+
+    def call(comm: Communicator, *arguments: Any) -> None:
+        *asked, _ = arguments
+        real_call(comm, *asked, False)  # an asynchronous call takes a stream of torch's
+        if not driver.is_capturing(driver.caller):
+            comm.synchronize()
+            driver.runtime.call("hipStreamSynchronize", driver.caller)
+
+    features = DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=True)
+    patches = (
+        mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: ShmMemory(exchange)),
+        mock.patch.object(backend_hip, "probe", return_value=features),
+        mock.patch.object(backend_hip, "HipDriver", return_value=driver),
+        mock.patch.object(backend_hip.HipBackend, "_make_ordinary", return_value=SharedTensors()),
+        mock.patch.object(backend_hip.HipBackend, "settle"),
+        mock.patch.object(session, "make_backend", backend_hip.HipBackend),
+        mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(Communicator, "_call", call),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield driver
 
 
 class HipWorld(World):
