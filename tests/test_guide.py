@@ -18,27 +18,50 @@ README, GUIDE = ROOT / "README.md", sorted((ROOT / "docs" / "guide").glob("*.md"
 PAGES = [README, *GUIDE]
 
 
-def programs() -> Iterator[tuple[str, str]]:
-    """Yield name and text of each program of a page, as a reader would paste it: nothing is added.
+APART = """
+import runpy, sys
+for block in sys.argv[1:]:
+    runpy.run_path(block, {name: value for name, value in globals().items() if not name.startswith("__")})
+"""
+"""End of a program that runs each further block of a page by itself, with the names of the first one."""
 
-    A block that both makes and destroys a process group runs alone. All others of a page are one program: the first of
-    them begins it, and each of the others goes on from those before.
+
+def blocks_of(page: Path) -> tuple[list[str], list[str]]:
+    """Return the blocks of a page that are whole programs, and the others, which are one program in their order.
+
+    A whole program makes and destroys a process group. Nothing is added to either: they run as a reader pastes them.
     """
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    whole = [block for block in blocks if "init_process_group" in block and "destroy_process_group" in block]
+    return whole, [block for block in blocks if block not in whole]
+
+
+def programs() -> Iterator[tuple[str, list[str]]]:
+    """Yield name and blocks of each program: a whole one, or the parts of a page."""
     for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        whole = [block for block in blocks if "init_process_group" in block and "destroy_process_group" in block]
-        parts = [block for block in blocks if block not in whole]
-        yield from ((f"{page.stem} {number}", block) for number, block in enumerate(whole))
+        whole, parts = blocks_of(page)
+        yield from ((f"{page.stem} {number}", [block]) for number, block in enumerate(whole))
         if parts:
-            yield f"{page.stem} parts", "\n".join(parts)
+            yield f"{page.stem} parts", parts
 
 
-@pytest.mark.parametrize("program", [pytest.param(text, id=name) for name, text in programs()])
-def test_code_blocks_run_between_two_processes(program: str, tmp_path: Path) -> None:
-    if "from transformers" in program:
+def run_blocks(first: str, others: list[str], folder: Path) -> None:
+    if "from transformers" in "".join([first, *others]):
         pytest.importorskip("transformers")
-    (tmp_path / "example.py").write_text(program)
-    run_program(tmp_path / "example.py", tmp_path)
+    names = [f"block{number}.py" for number in range(len(others))]
+    for name, block in zip(["example.py", *names], [first, *others], strict=True):
+        (folder / name).write_text(block)
+    run_program(folder / "example.py", folder, names)
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in programs()])
+def test_code_blocks_run_between_two_processes(blocks: list[str], tmp_path: Path) -> None:
+    run_blocks("\n".join(blocks), [], tmp_path)
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in programs() if len(blocks) > 2])
+def test_each_code_block_runs_behind_the_first_one(blocks: list[str], tmp_path: Path) -> None:
+    run_blocks(blocks[0] + APART, blocks[1:], tmp_path)
 
 
 def commands() -> Iterator[tuple[str, str]]:
