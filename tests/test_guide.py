@@ -10,13 +10,9 @@ from pathlib import Path
 import click
 import pytest
 from as_torchrun import run_program
+from guide_blocks import README, ROOT, programs
 
 from sidelane import cli
-
-ROOT = Path(__file__).resolve().parent.parent
-README, GUIDE = ROOT / "README.md", sorted((ROOT / "docs" / "guide").glob("*.md"))
-PAGES = [README, *GUIDE]
-
 
 APART = """
 import runpy, sys
@@ -24,25 +20,6 @@ for block in sys.argv[1:]:
     runpy.run_path(block, {name: value for name, value in globals().items() if not name.startswith("__")})
 """
 """End of a program that runs each further block of a page by itself, with the names of the first one."""
-
-
-def blocks_of(page: Path) -> tuple[list[str], list[str]]:
-    """Return the blocks of a page that are whole programs, and the others, which are one program in their order.
-
-    A whole program makes and destroys a process group. Nothing is added to either: they run as a reader pastes them.
-    """
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    whole = [block for block in blocks if "init_process_group" in block and "destroy_process_group" in block]
-    return whole, [block for block in blocks if block not in whole]
-
-
-def programs() -> Iterator[tuple[str, list[str]]]:
-    """Yield name and blocks of each program: a whole one, or the parts of a page."""
-    for page in PAGES:
-        whole, parts = blocks_of(page)
-        yield from ((f"{page.stem} {number}", [block]) for number, block in enumerate(whole))
-        if parts:
-            yield f"{page.stem} parts", parts
 
 
 def run_blocks(first: str, others: list[str], folder: Path) -> None:
