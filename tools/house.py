@@ -122,7 +122,7 @@ def page() -> str:
             "",
             "`make size` writes this page; `tools/house.py` counts. The first column of figures is of 26 November 2026",
             "before the laboratory moved out",
-            "([decision 118](../decisions/0118-the-laboratory-is-a-package-beside-the-library.md)), the last one is",
+            "([decision 30](../decisions/30-the-laboratory-is-a-package-beside-the-library.md)), the last one is",
             "what the house is to come to. `tests/test_house.py` lets complexity, names and docstrings not get worse.",
             "",
             "| | then | now | goal |",
