@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from sidelane.program.collective import SLOT_ALIGNMENT, Buffer, Span
 from sidelane.program.ir import Broadcast, Command, Copy, Move, Program, Swap
 
 
-def lower(program: Program, native: AbstractSet[type[Move]]) -> Program:
-    """Rewrite every broadcast and swap that is not ``native``.
+def lower(
+    program: Program, native: AbstractSet[type[Move]], fits: Callable[[Move], bool] = lambda move: True
+) -> Program:
+    """Rewrite every broadcast and swap that is not ``native``, or that does not fit the native command.
 
     A broadcast becomes two copies. A swap becomes three copies through a staging span of the rank whose engine executes
     it: the remote bytes are saved first, then overwritten, then the saved bytes are stored. The order of a queue stays,
@@ -27,9 +30,9 @@ def lower(program: Program, native: AbstractSet[type[Move]]) -> Program:
         commands: list[Command] = []
         for command in queue.commands:
             match command:
-                case Broadcast(dsts, src) if Broadcast not in native:
+                case Broadcast(dsts, src) if Broadcast not in native or not fits(command):
                     commands += [Copy(dst, src) for dst in dsts]
-                case Swap(a, b) if Swap not in native:
+                case Swap(a, b) if Swap not in native or not fits(command):
                     near, far = (b, a) if b.rank == queue.rank else (a, b)
                     offset = -(-staging[queue.rank] // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
                     saved = Span(queue.rank, Buffer.STAGING, offset, far.nbytes)
