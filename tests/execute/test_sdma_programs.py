@@ -57,6 +57,10 @@ from sidelane.program.ir import (
     Wait,
 )
 from sidelane.program.transform import freeze, hold, lower, prelaunch
+from sidelane.program.verify import verify
+from sidelane_lab.machines.load import find
+from sidelane_lab.model.collectives import published_program
+from sidelane_lab.sim import simulate
 
 SUM = Reduction(ReduceOp.SUM, "int32")
 
@@ -255,6 +259,22 @@ def test_commands_of_eight_gpus_are_those_of_the_paper(variant: str, kind: Kind,
     assert kinds == {"bcst": {"broadcast": 24, "copy": 8}, "swap": {"swap": 28}}.get(variant, {"copy": 56})
 
 
+@pytest.mark.parametrize(("variant", "kind"), PAPER, ids=str)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("nbytes", [64 << 10, 64 << 20])
+def test_what_is_simulated_are_these_packets(variant: str, kind: Kind, ahead: bool, nbytes: int) -> None:
+    """The papers' variants as the model predicts them for MI300X: command by command what engines are given."""
+    program = published_program(kind, nbytes, 8, variant, ahead)
+    given = queues(program, 8)
+    engines = {(queue.rank, queue.engine): queue for queue in program.queues}
+    for queue in given:
+        commands = engines[queue.rank, queue.engine].commands
+        assert queue.commands == (*range(len(commands)), None), "a packet for each command, and the sync command"
+    triggers = sum(packet.format is layout.POLL for queue in given for packet in queue.packets)
+    simulated = simulate(program, find("mi300x8"))
+    assert simulated.commands == sum(len(queue.packets) - 1 for queue in given) + triggers, "callers fire the triggers"
+
+
 # What a packet cannot do.
 
 ME = Engine(EngineKind.DMA)
@@ -272,20 +292,28 @@ def span(rank: int, nbytes: int, offset: int = 0, buffer: str = Buffer.OUTPUT) -
 def test_large_moves_are_split() -> None:
     nbytes = (1 << 31) + 128
     largest = layout.MAX_COPY_BYTES
-    copies = encode_one(one(Copy(span(1, nbytes), span(0, nbytes))))
+    copies = encode_one(fit(one(Copy(span(1, nbytes), span(0, nbytes)))))
     assert [packet["nbytes"] for packet in copies] == [largest, largest, nbytes - 2 * largest]
     assert [packet["dst"] - copies[0]["dst"] for packet in copies] == [0, largest, 2 * largest]
-    swaps = encode_one(one(Swap(span(1, nbytes), span(0, nbytes))))
+    swaps = encode_one(fit(one(Swap(span(1, nbytes), span(0, nbytes)))))
     assert [packet["a"] % 64 for packet in swaps] == [0, 0, 0]
-    parts = encode_one(one(Broadcast((span(0, 3 << 20, 4 << 20), span(1, 3 << 20)), span(0, 3 << 20))))
+    parts = encode_one(fit(one(Broadcast((span(0, 3 << 20, 4 << 20), span(1, 3 << 20)), span(0, 3 << 20)))))
     assert [packet["nbytes"] for packet in parts] == [1 << 20] * 3
-    assert encode_one(one(Copy(span(1, 0), span(0, 0)))) == []
+    assert encode_one(fit(one(Copy(span(1, 0), span(0, 0))))) == []
+    with pytest.raises(ValueError, match="command 0 .*nbytes .value=2147483776, allowed=1..1073741760"):
+        encode_one(one(Copy(span(1, nbytes), span(0, nbytes))))
+
+
+@pytest.mark.parametrize("variant", ["bcst", "b2b"])
+def test_programs_that_were_split_are_proved(variant: str) -> None:
+    program = fit(build(all_gather([(1 << 31) + 1000] * 4, in_place=True), variant))
+    verify(program)
+    assert sum(isinstance(c, Copy | Broadcast) for queue in program.queues for c in queue.commands) > 4 * 3 * 2
 
 
 def encode_one(program: Program, epoch: int = 1, addresses: Addresses | None = None) -> list[layout.Packet]:
     words = QueueWords(address_of(0, "words"))
     (queue,) = encode(program, 0, addresses or addresses_of([program]), words, epoch)
-    assert queue.commands == (0,) * len(queue.packets)
     return list(queue.packets)
 
 

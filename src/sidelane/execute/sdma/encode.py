@@ -2,12 +2,14 @@
 
 | command          | packets                                                              |
 | ---------------- | -------------------------------------------------------------------- |
-| copy             | copies, split where one cannot hold it                               |
-| broadcast, swap  | as many of their kind (:func:`fit` says which are made copies first) |
+| copy             | a copy                                                               |
+| broadcast, swap  | one of its kind                                                      |
 | signal           | a fence: it writes 32 bits when everything before it has ended       |
 | wait             | a poll; at the head of a prelaunched queue it is the trigger         |
 | stamp            | a timestamp                                                          |
 | end of the queue | an atomic add to a counter that the host watches, where there is one |
+
+:func:`fit` comes first: it splits the moves that one packet cannot hold, and makes copies of those that do not fit.
 
 *Order.* An engine may work on moves that follow each other at the same time (ROCr says so of copies and writes; the DMA
 collectives paper, section 4.1.2, of independent copies). So a move that touches what an earlier one writes gets a
@@ -21,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from sidelane.execute.base import Addresses
 from sidelane.execute.sdma import packets as layout
 from sidelane.execute.sdma.packets import Format, Packet
 from sidelane.program.collective import Span
@@ -48,6 +50,9 @@ from sidelane.program.ir import (
 )
 from sidelane.program.transform import lower
 from sidelane.program.wraparound import WORD_BYTES
+
+if TYPE_CHECKING:
+    from sidelane.execute.base import Addresses  # which imports torch; predictions do without
 
 ENGINES = (EngineKind.DMA, EngineKind.LOCAL)
 """Kinds of engines whose queues become packets."""
@@ -105,15 +110,21 @@ class PacketQueue:
 
 
 def fit(program: Program) -> Program:
-    """Rewrite the broadcasts and swaps whose offsets or sizes the packets cannot take into copies.
+    """Rewrite a program so that each of its moves is one packet.
 
-    A swap must begin and end at multiples of 64 bytes, and the destinations of a broadcast must lie alike in 32. The
-    buffers themselves are taken to begin at such multiples, as symmetric memory does; :func:`encode` checks addresses.
+    A move of more bytes than a packet takes is split. A swap must begin and end at multiples of 64 bytes, and the
+    destinations of a broadcast must lie alike in 32; others become copies. The buffers themselves are taken to begin at
+    such multiples, as symmetric memory does; :func:`encode` checks the addresses.
     """
-    return lower(program, {Copy, Broadcast, Swap}, _fits)
+    fitted = lower(program, {Copy, Broadcast, Swap}, _is_aligned)
+    queues = tuple(
+        dataclasses.replace(queue, commands=tuple(part for command in queue.commands for part in _parts(command)))
+        for queue in fitted.queues
+    )
+    return dataclasses.replace(fitted, queues=queues)
 
 
-def _fits(move: Move) -> bool:
+def _is_aligned(move: Move) -> bool:
     match move:
         case Swap(a, b):
             return not (a.offset | b.offset | a.nbytes) % layout.SWAP_ALIGNMENT
@@ -123,13 +134,34 @@ def _fits(move: Move) -> bool:
             return True
 
 
+def _parts(command: Command) -> Iterator[Command]:
+    match command:
+        case Copy(dst, src):
+            yield from map(Copy, _split(dst, layout.MAX_COPY_BYTES), _split(src, layout.MAX_COPY_BYTES))
+        case Broadcast((first, second), src):
+            parts = (_split(span, layout.MAX_BROADCAST_BYTES) for span in (first, second, src))
+            yield from (Broadcast((one, other), source) for one, other, source in zip(*parts, strict=True))
+        case Swap(a, b):
+            yield from map(Swap, _split(a, layout.MAX_COPY_BYTES), _split(b, layout.MAX_COPY_BYTES))
+        case _:
+            yield command
+
+
+def _split(span: Span, most: int) -> list[Span]:
+    """Cut a span into parts of ``most`` bytes and a rest; an empty one has no parts."""
+    return [
+        Span(span.rank, span.buffer, span.offset + start, min(most, span.nbytes - start))
+        for start in range(0, span.nbytes, most)
+    ]
+
+
 def encode(program: Program, rank: int, addresses: Addresses, words: QueueWords, epoch: int) -> tuple[PacketQueue, ...]:
     """Encode the queues of a rank's copy engines for one invocation.
 
     Its other queues are left to whoever runs the program: compute units reduce, and callers signal.
 
     Args:
-        program: program whose moves fit (:func:`fit`).
+        program: program of which each move is one packet (:func:`fit`).
         rank: rank whose engines execute the packets.
         addresses: addresses of the program's buffers and flags, as the engines of this rank see them.
         words: addresses of the rank's own words.
@@ -178,7 +210,9 @@ class _Encoder:
     def _packets(self, command: Command) -> Iterator[Packet]:
         match command:
             case Copy() | Broadcast() | Swap():
-                yield from self._moves(command)
+                packet = self._move(command)
+                yield from self._barrier(command)
+                yield packet
             case Signal(flag, value, SignalOp.SET):
                 yield _fence(self.addresses.flag(flag), self._number(value))
             case Wait(flag, value, comparison):
@@ -192,19 +226,12 @@ class _Encoder:
             case _:
                 raise ValueError("no packet does that (allowed=copy, broadcast, swap, wait, stamp, signal that sets)")
 
-    def _moves(self, move: Move) -> Iterator[Packet]:
-        format, most, operands = _operands(move)
+    def _move(self, move: Move) -> Packet:
+        format, operands = _operands(move)
         sizes = {span.nbytes for span in operands.values()}
         if len(sizes) != 1:
             raise ValueError(f"operands differ in size (value={sorted(sizes)} bytes)")
-        nbytes = sizes.pop()
-        if not nbytes:
-            return
-        places = {name: self._address(span) for name, span in operands.items()}
-        yield from self._barrier(move)
-        for offset in range(0, nbytes, most):
-            part = min(most, nbytes - offset)
-            yield Packet.of(format, nbytes=part, **{name: place + offset for name, place in places.items()})
+        return Packet.of(format, nbytes=sizes.pop(), **{name: self._address(span) for name, span in operands.items()})
 
     def _barrier(self, move: Move) -> Iterator[Packet]:
         """Yield a barrier if the move touches what earlier ones may still write, or writes what they may still read."""
@@ -235,15 +262,15 @@ class _Encoder:
         return number
 
 
-def _operands(move: Move) -> tuple[Format, int, dict[str, Span]]:
-    """Return the kind of packet of a move, the bytes that one can move, and the span of each of its addresses."""
+def _operands(move: Move) -> tuple[Format, dict[str, Span]]:
+    """Return the kind of packet of a move, and the span of each of its addresses."""
     match move:
         case Copy(dst, src):
-            return layout.COPY, layout.MAX_COPY_BYTES, {"dst": dst, "src": src}
+            return layout.COPY, {"dst": dst, "src": src}
         case Broadcast((first, second), src):
-            return layout.BROADCAST, layout.MAX_BROADCAST_BYTES, {"dst": first, "dst2": second, "src": src}
+            return layout.BROADCAST, {"dst": first, "dst2": second, "src": src}
         case Swap(a, b):
-            return layout.SWAP, layout.MAX_COPY_BYTES, {"a": a, "b": b}
+            return layout.SWAP, {"a": a, "b": b}
 
 
 def _fence(address: int, value: int) -> Packet:
