@@ -46,9 +46,9 @@ def test_words_are_those_of_the_headers(made: tuple[layout.Format, str], words: 
 
 
 def test_packets_with_words_of_their_own() -> None:
-    write = Packet.of(layout.WRITE, dst=A, words=2, payload=(5, 6))
+    write = Packet.of(layout.WRITE, (5, 6), dst=A, words=2)
     assert write.to_bytes() == struct.pack("<6I", 2, LO, HI, 1, 5, 6)
-    padding = Packet.of(layout.NOTHING, words=3, payload=(0, 0, 0))
+    padding = Packet.of(layout.NOTHING, (0, 0, 0), words=3)
     assert padding.to_bytes() == struct.pack("<4I", 3 << 16, 0, 0, 0)
     assert decode(write.to_bytes() + padding.to_bytes()) == (write, padding)
 
@@ -66,7 +66,7 @@ def packets(draw: st.DrawFn) -> Packet:
         values["dst2"] = values["dst2"] // 32 * 32 + values["dst"] % 32
     word = st.integers(0, 2**32 - 1)
     payload = [draw(word) for _ in range(values.get(format.payload, 0))]
-    return Packet.of(format, payload=tuple(payload), **values)
+    return Packet.of(format, tuple(payload), **values)
 
 
 @given(st.lists(packets(), max_size=6))

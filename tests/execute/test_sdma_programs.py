@@ -139,7 +139,7 @@ def run_in_processes(group: dist.ProcessGroup, seed: int) -> int:
     return ran
 
 
-@pytest.mark.parametrize("n", [2, long(3), long(4), long(8)])
+@pytest.mark.parametrize("n", [2, *map(long, range(3, 9))])
 def test_ranks_in_processes_of_their_own(pool: RankPool, n: int) -> None:
     assert min(pool.run(run_in_processes, n, n, timeout_s=200)) > 50, "programs"
 
@@ -176,6 +176,23 @@ def test_a_wait_that_is_missing_is_a_race(variant: str, number: int) -> None:
     program = build(all_gather([512] * 3, in_place=True), variant)
     assert not goes_wrong(program)
     assert goes_wrong(without(program, Wait, number))
+
+
+def test_a_signal_that_comes_too_early_is_a_race() -> None:
+    """In front of the moves that it announces."""
+    program = build(all_gather([512] * 3, in_place=True), "pcpy")
+    first = program.queues_of(0)[0]
+    *before, copy, signal, last = first.commands
+    assert isinstance(copy, Copy) and isinstance(signal, Signal)
+    early = dataclasses.replace(first, commands=(*before, signal, copy, last))
+    queues = tuple(early if queue is first else queue for queue in program.queues)
+    assert goes_wrong(dataclasses.replace(program, queues=queues))
+
+
+def test_a_queue_that_its_trigger_does_not_hold_is_a_race() -> None:
+    program = prelaunch(build(all_gather([512] * 3), "pcpy", Transport.PULL))
+    assert not goes_wrong(program)
+    assert goes_wrong(without(program, Wait, 0))
 
 
 def test_a_signal_that_is_missing_is_a_poll_that_never_ends() -> None:

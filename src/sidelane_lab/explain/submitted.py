@@ -94,7 +94,7 @@ def packet_queues(program: Program, rank: int) -> tuple[Program, tuple[PacketQue
     """Encode a rank's queues of a program for made-up addresses; return the program that fits packets, too."""
     fitted = fit(program)
     ranks = range(program.world_size)
-    buffers = {(peer, buffer): _made_up(peer, place) for peer in ranks for place, buffer in enumerate(Buffer)}
+    buffers = {(peer, str(buffer)): _made_up(peer, place) for peer in ranks for place, buffer in enumerate(Buffer)}
     addresses = Addresses(buffers, tuple(_made_up(peer, 3) for peer in ranks))
     words = _made_up(rank, 4)
     return fitted, encode(fitted, rank, addresses, QueueWords(words, ended=words + 0x1000, stamps=words + 0x2000), 1)

@@ -216,7 +216,7 @@ class Packet:
     payload: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, format: Format, *, payload: tuple[int, ...] = (), **values: int) -> Packet:
+    def of(cls, format: Format, payload: tuple[int, ...] = (), /, **values: int) -> Packet:
         """Make a packet; fields that are not named are 0."""
         names = {field.name for field in format.fields}
         assert values.keys() <= names, f"{format.name} has {names}"
@@ -311,7 +311,7 @@ def _first(data: bytes) -> Packet:
     if len(behind) < payload_bytes:
         raise ValueError(f"{format.name}: bytes of the payload (value={len(behind)}, allowed={payload_bytes})")
     words = tuple(int.from_bytes(behind[place : place + 4], "little") for place in range(0, len(behind), 4))
-    packet = Packet.of(format, payload=words, **values)
+    packet = Packet.of(format, words, **values)
     if packet.to_bytes() != data[: size + len(behind)]:
         raise ValueError(f"{format.name}: reserved bits are set (value={data[:size].hex()})")
     return packet
