@@ -92,7 +92,7 @@ class Engine:
         if len(data) % 4:
             raise PacketError(f"{name}: {len(data)} bytes are not whole words")
         self.name, self.memory, self.draw = name, memory, draw
-        self.words = struct.unpack(f"<{len(data) // 4}I", data)
+        self.words = list(struct.unpack(f"<{len(data) // 4}I", data))
         self.place = 0
         self.flying: list[Iterator[None]] = []
         self.room = draw.randint(1, IN_FLIGHT)
@@ -102,6 +102,10 @@ class Engine:
     @property
     def ended(self) -> bool:
         return self.place == len(self.words) and not self.flying
+
+    def append(self, data: bytes) -> None:
+        """What is submitted later, behind everything so far."""
+        self.words += struct.unpack(f"<{len(data) // 4}I", data)
 
     def step(self) -> bool:
         """One small act, drawn at random: the next packet, or a bit of a move that is under way."""
@@ -190,7 +194,7 @@ class Engine:
 
     def _fill(self, head: int) -> int:
         self._demand(head >> 16 == 0x8000, "a fill that is not one of words")
-        nbytes, target = self._count(COPY_LIMIT, at=4), self._long(1)
+        nbytes, target = self._count(COPY_LIMIT, at=4) + 3, self._long(1)  # of words; the count is that of the last one
         self._demand(target % 4 == nbytes % 4 == 0, "a fill that is not aligned to 4 bytes")
         data = np.full(nbytes // 4, self._word(3), np.uint32).view(np.uint8)
         return self._begin(self._stores(target, data), 5)

@@ -30,7 +30,7 @@ WORDS = {
         *(0xD0000008, LO, HI, 7, 0xFFFFFFFF, 0x0FFF0004),
     ],
     (layout.ATOMIC, f"address={A}", "operation=47", f"value={2**33 + 1}"): [0x5E00000A, LO, HI, 1, 2, 0, 0, 0],
-    (layout.FILL, "nbytes=64", f"dst={A}", "value=3"): [0x8000000B, LO, HI, 3, 63],
+    (layout.FILL, "nbytes=64", f"dst={A}", "value=3"): [0x8000000B, LO, HI, 3, 60],
     (layout.TIMESTAMP, f"address={A}"): [0x20D, LO, HI],
     (layout.NOTHING, "words=0"): [0],
 }
@@ -142,7 +142,7 @@ def test_what_each_packet_does() -> None:
             *(0x08000001, 9, 0, *at(0), *at(2000), *at(2032)),
             *(0x901, 63, 0, *at(512), *at(640)),
             *(2, *at(3000), 0, 0x01020304),
-            *(0x8000000B, *at(3100), 5, 7),
+            *(0x8000000B, *at(3100), 5, 4),
             *(5, *at(0x900), 0xABCD),
             *(10 | 47 << 25, *at(0x908), 1, 0, 0, 0, 0),
             *(0x30000008 | 1 << 31, *at(0x900), 0xABCD, 0xFFFFFFFF, 0xFFF0004),

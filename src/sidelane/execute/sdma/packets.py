@@ -5,8 +5,8 @@ A packet is a row of 32-bit words, lowest byte first. The table takes it as one 
 
 - ROCr ``sdma_registers.h``: layouts of copies, swap, fence, poll, atomic, timestamp, trap and fill; a swap's addresses
   are multiples of 64 on gfx94x; the destinations of a broadcast have the same lowest five bits.
-- ROCr ``amd_blit_sdma.cpp``, ``amd_gpu_agent.cpp``: counts are bytes less one; 30 bits of count from gfx940 on; 0xfff
-  retries poll for ever; a timestamp's address is a multiple of 32; broadcasts of up to 1 MiB.
+- ROCr ``amd_blit_sdma.cpp``, ``amd_gpu_agent.cpp``: counts are bytes less one, of a fill of words less four; 30 bits of
+  count from gfx940 on; 0xfff retries poll for ever; timestamps at multiples of 32 bytes; broadcasts of up to 1 MiB.
 - Linux ``vega10_sdma_pkt_open.h``, ``sdma_v4_4_2.c``: write, no-operation; a fence's address is a multiple of 4.
 - Linux ``cikd.h``: the numbers of a poll's comparisons (ROCr and Linux use 3, which is ``==``).
 """
@@ -56,7 +56,7 @@ class Field:
         word: index of the word in which it begins.
         bit: lowest bit in that word.
         bits: number of bits; those of an address go on in the next word.
-        less_one: the packet holds the value less one.
+        less: the packet holds the value less this number.
         alignment: number of which the value must be a multiple.
         most: largest value, where that is not what the bits can hold.
     """
@@ -65,7 +65,7 @@ class Field:
     word: int
     bit: int = 0
     bits: int = 32
-    less_one: bool = False
+    less: int = 0
     alignment: int = 1
     most: int | None = None
 
@@ -76,16 +76,16 @@ class Field:
     @property
     def limits(self) -> tuple[int, int]:
         """Smallest and largest value."""
-        room = (1 << self.bits) - 1 + self.less_one
-        return int(self.less_one), room if self.most is None else min(self.most, room)
+        room = (1 << self.bits) - 1 + self.less
+        return self.less, room if self.most is None else min(self.most, room)
 
 
 def _address(name: str, word: int, alignment: int = 1) -> Field:
     return Field(name, word, bits=64, alignment=alignment)
 
 
-def _count(word: int, most: int, alignment: int = 1) -> Field:
-    return Field("nbytes", word, bits=30, less_one=True, alignment=alignment, most=most)
+def _count(word: int, most: int, alignment: int = 1, less: int = 1) -> Field:
+    return Field("nbytes", word, bits=30, less=less, alignment=alignment, most=most)
 
 
 _BROADCAST_BIT, _MEMORY_BIT, _WORDS_OF_FILL = 1 << 27, 1 << 31, 2 << 30
@@ -153,7 +153,7 @@ WRITE = Format(
     *("write", 4, 2),
     fields=(
         _address("dst", 1, 4),
-        Field("words", 3, bits=20, less_one=True, most=MAX_WRITE_WORDS),
+        Field("words", 3, bits=20, less=1, most=MAX_WRITE_WORDS),
     ),
     payload="words",
     moves=True,
@@ -185,7 +185,7 @@ ATOMIC = Format(
 )
 FILL = Format(
     *("fill", 5, 11),
-    fields=(_count(4, MAX_COPY_BYTES, 4), _address("dst", 1, 4), Field("value", 3)),
+    fields=(_count(4, MAX_COPY_BYTES, 4, less=4), _address("dst", 1, 4), Field("value", 3)),
     marks=_WORDS_OF_FILL,
     telling=_WORDS_OF_FILL | 1 << 30,
     moves=True,
@@ -248,7 +248,7 @@ class Packet:
         """Return the packet as the engine reads it."""
         number = self.format.head
         for field, value in zip(self.format.fields, self.values, strict=True):
-            number |= value - field.less_one << field.shift
+            number |= value - field.less << field.shift
         words = b"".join(word.to_bytes(4, "little") for word in self.payload)
         return number.to_bytes(4 * self.format.words, "little") + words
 
@@ -305,7 +305,7 @@ def _first(data: bytes) -> Packet:
     if len(data) < size:
         raise ValueError(f"{format.name}: bytes (value={len(data)}, allowed={size})")
     number = int.from_bytes(data[:size], "little")
-    values = {field.name: (number >> field.shift & (1 << field.bits) - 1) + field.less_one for field in format.fields}
+    values = {field.name: (number >> field.shift & (1 << field.bits) - 1) + field.less for field in format.fields}
     payload_bytes = 4 * values.get(format.payload, 0)
     behind = data[size : size + payload_bytes]
     if len(behind) < payload_bytes:
