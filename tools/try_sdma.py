@@ -293,7 +293,7 @@ class TorchMachine:
         self.torch = torch
         self.runtime = SdmaRuntime()
         found = {(agent.domain, agent.bus, agent.device): agent for agent in self.runtime.agents}
-        every = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+        every: list[Any] = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
         self.agents = tuple(found[each.pci_domain_id, each.pci_bus_id, each.pci_device_id] for each in every)
         self.name = f"{len(every)} x {every[0].name}, ROCm {torch.version.hip}"
         for gpu in range(len(every)):  # which lets each reach the memory of all others

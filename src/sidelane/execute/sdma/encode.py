@@ -99,11 +99,6 @@ class PacketQueue:
     packets: tuple[Packet, ...]
     commands: tuple[int | None, ...]
 
-    @property
-    def moves(self) -> int:
-        """Number of packets that move bytes."""
-        return sum(packet.format.moves for packet in self.packets)
-
     def to_bytes(self) -> bytes:
         """Return the packets as the engine reads them."""
         return b"".join(packet.to_bytes() for packet in self.packets)

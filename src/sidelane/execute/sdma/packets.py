@@ -104,7 +104,6 @@ class Format:
         marks: further bits of the first word that are always set.
         telling: bits of the first word that tell it from others of the same operation.
         payload: field that counts the words behind the packet which belong to it; empty if none do.
-        moves: it moves bytes, and later packets of the queue may begin before it has ended.
     """
 
     name: str
@@ -115,7 +114,6 @@ class Format:
     marks: int = 0
     telling: int = 0
     payload: str = ""
-    moves: bool = False
 
     @property
     def head(self) -> int:
@@ -131,14 +129,12 @@ COPY = Format(
     *("copy", 7, 1),
     fields=(_count(1, MAX_COPY_BYTES), _address("dst", 5), _address("src", 3)),
     telling=_BROADCAST_BIT,
-    moves=True,
 )
 BROADCAST = Format(
     *("broadcast", 9, 1),
     fields=(_count(1, MAX_BROADCAST_BYTES), _address("dst", 5), _address("dst2", 7), _address("src", 3)),
     marks=_BROADCAST_BIT,
     telling=_BROADCAST_BIT,
-    moves=True,
 )
 SWAP = Format(
     *("swap", 7, 1, 9),
@@ -147,7 +143,6 @@ SWAP = Format(
         _address("a", 3, SWAP_ALIGNMENT),
         _address("b", 5, SWAP_ALIGNMENT),
     ),
-    moves=True,
 )
 WRITE = Format(
     *("write", 4, 2),
@@ -156,7 +151,6 @@ WRITE = Format(
         Field("words", 3, bits=20, less=1, most=MAX_WRITE_WORDS),
     ),
     payload="words",
-    moves=True,
 )
 FENCE = Format("fence", 4, 5, fields=(_address("address", 1, 4), Field("value", 3)))
 TRAP = Format("trap", 2, 6, fields=(Field("context", 1, bits=28),))
@@ -188,7 +182,6 @@ FILL = Format(
     fields=(_count(4, MAX_COPY_BYTES, 4, less=4), _address("dst", 1, 4), Field("value", 3)),
     marks=_WORDS_OF_FILL,
     telling=_WORDS_OF_FILL | 1 << 30,
-    moves=True,
 )
 TIMESTAMP = Format("timestamp", 3, 13, 2, fields=(_address("address", 1, 32),))
 NOTHING = Format("nop", 1, 0, fields=(Field("words", 0, 16, 14),), payload="words")
