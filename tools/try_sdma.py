@@ -30,7 +30,7 @@ from sidelane.program.collective import Buffer, Collective, Kind, Span, all_gath
 from sidelane.program.ir import EngineKind, Program, Signal
 from sidelane.program.transform import prelaunch
 
-SIZES = (64 << 10, 8 << 20)
+SIZES = (64 << 10, 4 << 20)
 """Bytes from rank to rank in the collectives."""
 
 VARIANTS = {Kind.ALL_GATHER: ("b2b", "pcpy", "bcst"), Kind.ALL_TO_ALL: ("b2b", "pcpy", "swap")}
@@ -195,7 +195,7 @@ class Trial:
         opened: dict[tuple[int, str], SdmaQueue] = {}
         took: list[float] = []
         for epoch in range(1, CALLS + 1):
-            wanted = _fill(collective, memory)
+            wanted = _fill(program, collective, memory)
             queues = [
                 queue
                 for rank, own in enumerate(words)
@@ -247,9 +247,11 @@ def _triggers(program: Program) -> list[Any]:
     return [command.flag for queue in callers for command in queue.commands if isinstance(command, Signal)]
 
 
-def _fill(collective: Collective, memory: dict[tuple[int, str], TrialMemory]) -> dict[tuple[int, str], bytes]:
+def _fill(
+    program: Program, collective: Collective, memory: dict[tuple[int, str], TrialMemory]
+) -> dict[tuple[int, str], bytes]:
     """Write random bytes to every buffer; return what the outputs must hold in the end."""
-    held = {place: os.urandom(len(found.read())) for place, found in memory.items()}
+    held = {place: os.urandom(program.buffer_bytes(*place)) for place in memory}
     for place, data in held.items():
         memory[place].write(data)
     outputs = {place: bytearray(data) for place, data in held.items() if place[1] == Buffer.OUTPUT}
