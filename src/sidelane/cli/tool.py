@@ -38,16 +38,21 @@ def main(context: click.Context, traceback: bool) -> None:
     examples=(
         ("sidelane info", "everything, in some seconds"),
         ("sidelane info --no-probe --json -", "without trying the GPUs, as JSON"),
+        ("sidelane info --versions", "what a bug report needs"),
     ),
 )
 @how("--probe/--no-probe", default=True, help="Ask the driver on every GPU what it can do; takes seconds.")
+@how("--versions", is_flag=True, help="Show only the versions that a bug report needs.")
 @json_option
-def info(json: Path | None, probe: bool) -> None:
+def info(json: Path | None, probe: bool, versions: bool) -> None:
     """Show what this machine offers, and what Sidelane will use of it."""
     with plain_errors():
         from sidelane.cli import info as findings
 
-        findings.main(json, probe=probe)
+        if versions:
+            findings.show_versions(json)
+        else:
+            findings.main(json, probe=probe)
 
 
 for _command in (info, verify):
