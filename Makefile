@@ -120,8 +120,8 @@ results: $(READY) ## measure a machine with GPUs: all that is published, into th
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
 
-wheel: $(READY) ## build dist/sidelane-*.whl
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(READY) ## build the wheel and the sdist into dist, and run the wheel where there is no C compiler
+	@PYTHONPATH=src $(BIN)/python tools/release.py
 
 docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
 	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || { echo "[sidelane] installing sidelane[docs]"; \
