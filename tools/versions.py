@@ -7,7 +7,8 @@ five gigabytes: it is deleted afterwards unless ``--keep`` is given, and one tha
     python tools/versions.py                        # each Python here with each minor version of torch on the index
     python tools/versions.py 3.11:2.11 3.13:newest  # these alone
 
-Results of combinations that are not tried now stay as they are, in results/cpu/versions.json and on the page.
+Results of combinations that are not tried now stay as they are, in results/cpu/versions.json and on the page, which
+``make docs-pages`` writes as well.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from sidelane.cli.output import write_json, write_text
-from sidelane.cli.provenance import commit, processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "results" / "cpu" / "versions.json", ROOT / "docs" / "reference" / "versions.md"
@@ -172,6 +172,8 @@ def installed(folder: Path) -> Row:
     answer = output_of([str(folder / "bin" / "python"), "-c", code])
     if answer is None:
         raise NotTried("as the environment does not start")
+    from sidelane.cli.provenance import commit, processor_name  # torch is not needed for the page
+
     return {
         "software": json.loads(answer),
         "machine": processor_name(),
@@ -236,8 +238,9 @@ def numbers_in(pair: tuple[str, str]) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", " ".join(pair))]
 
 
-def page(results: Results) -> str:
-    """Return the page of tested versions, with what the result files of machines with GPUs say."""
+def page(results: Results | None = None) -> str:
+    """Return the page of tested versions: of results, or of the stored ones, and of the files of machines with GPUs."""
+    results = load() if results is None else results
     rows = {(row["python"], row["torch"]): row for row in results["rows"]}
     tried = [row for row in rows.values() if "not_tried" not in row]
     reasons: dict[str, list[str]] = {}
