@@ -18,7 +18,7 @@ from sidelane.version import VERSION
 
 @click.group(
     cls=Commands,
-    epilog="`sidelane COMMAND --help` has the options and examples of a command. The guide is docs/guide of the source.",
+    epilog="`sidelane COMMAND --help` has the options of a command, and examples. The guide: docs/guide of the source.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(VERSION, package_name="sidelane", message="sidelane %(version)s")
