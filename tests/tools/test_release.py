@@ -44,3 +44,26 @@ def test_what_is_not_tried_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> No
     assert "| 2.15 | not tried | not tried | not tried | not tried |" in text
     assert "- Not tried, as the machine has no Python 3.11: Python 3.11 with torch 2.14." in text
     assert "- Python 3.12 with torch 2.14: `test_x::test_y` failed." in text
+
+
+def test_every_file_of_the_packages_is_in_the_wheel() -> None:
+    """`make wheel` looks into the wheel; this is what a new kind of file would be missing from."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
+    for package, patterns in data.items():
+        folder = ROOT / "src" / package
+        kinds = {Path(pattern).suffix or pattern for pattern in patterns} | {".py"}
+        files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert files and [path for path in files if not {path.suffix, path.name} & kinds] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "words"), [({"a", "b"}, "not wanted: b"), (set(), "missing: a")], ids=["too much", "too little"]
+)
+def test_an_archive_that_holds_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: set[str], words: str
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    release = importlib.import_module("release")
+    release.compare(Path("x.whl"), {"a"}, {"a"})
+    with pytest.raises(SystemExit, match=f"x.whl does not hold what it should:\n  {words}"):
+        release.compare(Path("x.whl"), found, {"a"})
