@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,14 +334,15 @@ def test_explain_says_what_is_stored_with_its_owner():
 
 
 def test_the_example_in_the_docs_is_what_is_printed():
-    page = (Path(__file__).parents[2] / "docs" / "internals" / "choice.md").read_text(encoding="utf-8")
-    block = page[page.index("    $ sidelane explain") :].split("\n\n")[0]
-    command, *lines = block.splitlines()
-    shown = run(*command.split()[2:])
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "amd.md").read_text(encoding="utf-8")
+    (command,) = [line.split() for line in page.splitlines() if line.endswith("mi300x8 --packets") and "256K" in line]
+    expected = page[page.index("    engine dma:1:") :].split("\n\n")[0]
+    assert len(expected.splitlines()) > 5
+    shown = run(*command[1:])
     assert shown.exit_code == 0, shown.output
-    expected = [line.removeprefix("    ").removesuffix("...").rstrip() for line in lines]
-    assert len(expected) > 5
-    assert [line for line in expected if line not in shown.output] == [], "choice.md: run its command again"
+    assert textwrap.dedent(expected) in textwrap.dedent(shown.output[shown.output.index("  engine dma:0:") :]), (
+        "amd.md: run its command again"
+    )
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -126,7 +126,7 @@ class Runtime:
             try:
                 function = getattr(library, name)
             except AttributeError as problem:
-                raise UnavailableError(f"the HIP runtime has no {name}: ROCm 6 or newer is needed") from problem
+                raise UnavailableError(f"the HIP runtime is too old: it has no {name}") from problem
             function.argtypes, function.restype = arguments, ctypes.c_int
             self.functions[name] = function
         self._name = library.hipGetErrorName
