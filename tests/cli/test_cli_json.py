@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results/h100x2/fused.json"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
     "machines": {"name", "sources"},
-    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal_library", "choices"},
+    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
     "nccl-tests all_gather -b 4K -e 4K -g 2 -n 1 -w 0": STUDY,
     f"ordinary {ON_CPUS} --part alone --collective all_gather --max-bytes 64K --repeats 1 --warmup 0": STUDY,
