@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs import of_collectives, of_model, of_pytorch, of_studies, of_workloads
+from docs import headline, of_collectives, of_model, of_pytorch, of_studies, of_workloads
 from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
 
 
@@ -42,6 +42,7 @@ def readme() -> Cells:
 
 
 TABLES: dict[str, Callable[[], Cells]] = {
+    "headline": headline.headline,
     "readme": readme,
     "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
     "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),

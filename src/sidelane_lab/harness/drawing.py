@@ -73,6 +73,11 @@ NAMES = {
     "conccl_left": "Sidelane (copy engines), own part left",
     "conccl_rp_left": "Sidelane (copy engines), own part left, fewer SMs",
     "conccl_in_place": "Sidelane (copy engines), in place",
+    # Ways of the steps that `sidelane plan` predicts.
+    "dma all-gather": "all-gathers on copy engines",
+    "dma both": "both collectives on copy engines",
+    "straight all-gather": "all-gathers straight into the parameters",
+    "straight both": "both, straight into the parameters",
     # Ways to train a step with FSDP2, and to run a workload.
     "sidelane": "Sidelane",
     "sidelane_ag": "Sidelane, gathers only",

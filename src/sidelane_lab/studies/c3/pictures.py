@@ -63,7 +63,7 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
             pair = alike[0]
             times = f"alone: GEMM {_time(pair.gemm_us)}, fastest collective {_time(pair.best_comm_us)}"
             shape = f"{pair.m}x{pair.n}x{pair.k}"
-            panels[0][column].set_title(f"GEMM {shape}, {format_bytes(pair.bytes)}", pad=26)
+            panels[0][column].set_title(f"GEMM {shape} with {format_bytes(pair.bytes)}", pad=26)
             panels[0][column].annotate(
                 times, (0, 1), (0, 17), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
             )
