@@ -1,7 +1,8 @@
-"""Table at the top of the README: what Sidelane and NCCL take, with the machine, the size and NCCL's version."""
+"""Tables of the README: what Sidelane and NCCL take, with the machine, the size and NCCL's version."""
 
 from __future__ import annotations
 
+from docs import of_collectives
 from docs.measured import (
     AUTO,
     EXCHANGE,
@@ -53,6 +54,31 @@ def headline() -> Cells:
         times = (f"{short(theirs)} {unit}", f"{short(ours)} {unit}", f"**{two(theirs / ours)}**")
         cells.append([what, how_much, *times, f"[{machine}](results/{file})"])
     return cells
+
+
+def over_all_sizes() -> Cells:
+    """Geometric means over sizes, and percent of ideal over pairs."""
+    machine = "h200x4"
+    single, rooted, many, pairs = (
+        f"[{name}](results/{machine}/{name})"
+        for name in ("collectives.json", "broadcasts.json", "lists.json", "c3.json")
+    )
+    means = of_collectives.geometric_means(machine)
+    rows = rows_of(f"{machine}/c3.json")
+
+    def range_of(*strategies: str) -> str:
+        percents = [row["percent_of_ideal"] for row in rows if row["strategy"] in strategies]
+        return f"{min(percents):.0f} to {max(percents):.0f}"
+
+    others = f"NCCL kernels: {range_of('c3_base', 'c3_sp')}; NCCL on copy engines: {range_of('nccl_ce')}"
+    return [
+        ["times as fast as the best of NCCL and PyTorch, geometric mean", "", "file"],
+        ["eager calls", f"**{means[1][1]}**", single],
+        ["calls in CUDA graphs", f"**{means[1][2]}**", single],
+        ["broadcasts", means[2][3], rooted],
+        ["eight tensors in one call", means[3][3], many],
+        [f"percent of ideal next to a GEMM ({others})", f"**{range_of('conccl')}**", pairs],
+    ]
 
 
 def _collective(kind: str, what: str, nbytes: int, where: Where) -> Line:
