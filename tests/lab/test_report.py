@@ -12,6 +12,7 @@ import pytest
 import rich.console
 from matplotlib.axes import Axes
 
+from sidelane.c3.strategies import strategies
 from sidelane_lab.harness import drawing as pictures
 from sidelane_lab.harness import report
 from sidelane_lab.harness.drawing import label_ends
@@ -286,3 +287,10 @@ def test_pictures_depend_on_the_rows_alone(tmp_path: Path):
     assert names == [picture.name for picture in draw(collectives(), tmp_path / "b")]
     for name in names:
         assert (tmp_path / "a" / f"{name}.svg").read_text() == (tmp_path / "b" / f"{name}.svg").read_text()
+
+
+def test_every_strategy_and_implementation_has_a_plain_name_in_pictures():
+    names = [*pictures.COLOURS, *(strategy.name for strategy in strategies())]
+    assert [name for name in names if pictures.plain_name(name) == name] == []
+    assert len({pictures.plain_name(strategy.name) for strategy in strategies()}) == len(strategies())
+    assert pictures.plain_name("gloo", on_cpu=True) == pictures.plain_name("nccl", on_cpu=True) == "Gloo"
