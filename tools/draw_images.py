@@ -42,7 +42,7 @@ FRONT = "c3-h200x4"
 """Picture of the README."""
 
 FRONT_PAIRS = (("cb1", 896 << 20), ("mb1", 896 << 20))
-"""GEMMs and bytes in the picture of the README, which has room for two of the four: the shortest GEMM and the longest."""
+"""GEMMs and bytes in the picture of the README, which has room for two: the shortest GEMM and the longest."""
 
 
 DEMO = ("timeline-c3_base", "timeline-conccl")
