@@ -54,7 +54,8 @@ STUDIES = ("explain", "papers", "studies")
 VENDOR_LIBRARIES = ("cuda", "pynvml", "triton", "hip", "amdsmi")
 VENDOR_FILES = (
     *(f"sidelane/{place}" for place in ("execute/cuda/", "machine/nvidia.py", "device/", "kernels/", "ops/")),
-    "sidelane_lab/studies/fused/single_rank.py",
+    *("sidelane/execute/hip/", "sidelane/machine/amd.py", "sidelane/collectives/backend_hip.py"),
+    *("sidelane_lab/studies/fused/single_rank.py", "sidelane_lab/studies/prelaunch/firing.py"),
 )
 
 

@@ -31,6 +31,7 @@ COMMANDS: dict[str, set[str]] = {
     f"chain {ON_CPUS} --min-bytes 64K --max-bytes 64K --variants b2b --implementations dma": STUDY,
     f"phases {ON_CPUS} --operation copy --max-bytes 1K --calls 1 --warmup 1": STUDY,
     f"host {ON_CPUS} --bytes 1K --variants b2b --calls 2 --batches 2": STUDY,
+    f"prelaunch {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --repeats 1 --warmup 0": STUDY,
     f"fused {ON_CPUS} --ops gemv_all_reduce --repeats 1": STUDY,
     f"fsdp {ON_CPUS} --cases 8b:1x512 --layers 2 --implementations sidelane --repeats 1 --warmup 0": STUDY,
     f"clients {ON_CPUS} --programs ddp --rounds 1 --steps 1 --warmup 1": STUDY,

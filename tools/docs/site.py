@@ -18,7 +18,7 @@ DECISIONS = """
 :hidden:
 :glob:
 
-0*
+[0-9]*
 ```
 """
 

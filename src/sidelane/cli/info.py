@@ -181,6 +181,7 @@ def _block(title: str, lines: Sequence[tuple[str, ...]]) -> rich.table.Table:
 def _probe(rank: Rank) -> list[str]:
     """Try the driver features that the executor of this device relies on, on every rank."""
     from sidelane.execute.cuda import probe
+    from sidelane.execute.vendor import make_driver
     from sidelane.memory.exchange import Exchange
     from sidelane.memory.torch_symm import TorchSymmetricMemory
 
@@ -188,6 +189,6 @@ def _probe(rank: Rank) -> list[str]:
     assert group is not None
     exchange = Exchange(group, settings.current().timeout_s)
     memory = TorchSymmetricMemory(exchange, rank.device)
-    features = probe(exchange, rank.device, memory)
+    features = probe(exchange, rank.device, memory, make_driver)
     memory.close()
     return features.lines()

@@ -92,6 +92,20 @@ def load_nvml() -> Any:
     return nvml
 
 
+def power_sensor(index: int) -> NvmlSensor:
+    """Return the power counters of a GPU. Raises UnavailableError."""
+    return NvmlSensor(index)
+
+
+def power_problem() -> str | None:
+    """Return the reason why power cannot be read; None if NVML is there."""
+    try:
+        load_nvml()
+    except UnavailableError as problem:
+        return str(problem)
+    return None
+
+
 DEVICE_TYPE = "cuda"
 # NCCL moves bytes with copy engines (its ZERO-CTA policy) from this version on.
 COPY_ENGINE_NCCL = (2, 28)

@@ -85,6 +85,10 @@ def make_backend(
     from sidelane.collectives.backend_cuda import CudaBackend
 
     assert like is None or isinstance(like, CudaBackend)
+    if torch.version.hip is not None:
+        from sidelane.collectives.backend_hip import HipBackend
+
+        return HipBackend(exchange, device, control, timeout_s, like=like)
     return CudaBackend(exchange, device, control, timeout_s, like=like)
 
 
