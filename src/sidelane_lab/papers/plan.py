@@ -246,6 +246,7 @@ def nodes_advice(found: Sequence[NodesStep]) -> list[str]:
 def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder: Path) -> Path:
     """Draw the exposed share of a step over the number of nodes, a panel for each way to shard it."""
     shardings = list(dict.fromkeys(one.sharding for one in found))
+    counts = sorted({one.nodes for one in found})
     with mpl.rc_context(RC):
         figure = Figure(figsize=(5.5 * len(shardings), 3.8), layout="constrained")
         panels = figure.subplots(1, len(shardings), sharey=True, squeeze=False)[0]
@@ -257,7 +258,6 @@ def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder:
                 shares = [100 * one.times.exposed_us / one.times.time_us for one in mine]
                 looks: Any = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4}
                 axes.plot([one.nodes for one in mine], shares, label=plain_name(strategy), **looks)
-            counts = sorted({one.nodes for one in found})
             axes.set_xscale("log", base=2)
             axes.set_xticks(counts, list(map(str, counts)))
             axes.set_xlabel(f"nodes of {machine.gpus} GPUs")
