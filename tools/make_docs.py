@@ -14,6 +14,7 @@ import re
 import sys
 from pathlib import Path
 
+import versions
 from docs import interface, reference, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,7 @@ PAGES = {
     "reference/commands.md": reference.commands,
     "reference/settings.md": reference.settings,
     "reference/results.md": reference.result_files,
+    "reference/versions.md": versions.page,
     "lab/files.md": reference.files,
 }
 MARK = "<!-- table: "

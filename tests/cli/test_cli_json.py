@@ -20,6 +20,7 @@ ON_CPUS = "--device cpu --ranks 2"
 RESULTS = Path(__file__).resolve().parents[2] / "results/h100x2/fused.json"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
+    "info --versions": {"sidelane", "commit", "python", "torch", "driver", "gpus", "os", "compiler"},
     "machines": {"name", "sources"},
     f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
