@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from docs import interface, reference, tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
-    "reference/api.md": interface.page,
+    "reference/api.md": interface.index,
+    **{f"reference/api/{name}.md": functools.partial(interface.task_page, name) for name in interface.TASKS},
     "reference/commands.md": reference.commands,
     "reference/settings.md": reference.settings,
     "reference/results.md": reference.result_files,

@@ -9,18 +9,19 @@ from typing import Any
 
 from docutils import nodes
 
+from docs.interface import INTERNAL, TASKS
+from sidelane import errors
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = {ROOT / "README.md": ROOT / "docs" / "index.md", ROOT / "CHANGELOG.md": ROOT / "docs" / "changes.md"}
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[\w-]+)?\)")
 
-DECISIONS = """
-```{toctree}
-:hidden:
-:glob:
+SUBPAGES = {"decisions/README": ("0*",), "reference/api": tuple(f"api/{name}" for name in TASKS)}
+"""Pages whose own pages stand below them in the menu, and the names of these."""
 
-0*
-```
-"""
+RAISED = re.compile(r"^:raises ([^:]*(?::\w+:`[^`]*`[^:]*)*):")
+METHODS = re.compile(r"^### \w+\n\n\| \| \|\n(?:\|.*\n)+\n", re.MULTILINE)
+MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 
 
 def as_shown(page: str, text: str) -> str:
@@ -33,10 +34,12 @@ def as_shown(page: str, text: str) -> str:
         text = _from_the_root("README.md") + "\n" + text[text.index("```{toctree}") :]
     if page == "changes":
         text = _from_the_root("CHANGELOG.md")
-    if page == "decisions/README":
-        text += DECISIONS
-    if page == "reference/api":
-        text = re.sub(r"<!-- docstrings: (\S+)((?: \w+)*) -->", _docstrings, text)
+    if page in SUBPAGES:
+        text += "\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(SUBPAGES[page]) + "\n```\n"
+    if page.startswith("reference/api/"):
+        text = METHODS.sub("", text)  # their docstrings follow
+        text = re.sub(r"Import from `(\S+)`:\n\n\| \| \|\n(?:\|.*\n)+", _linked_names, text)
+    text = re.sub(r"<!-- docstring: (\S+) -->", _docstring, text)
     return LINK.sub(lambda match: _link(page, match), text)
 
 
@@ -59,6 +62,37 @@ def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
     return None
 
 
+def docstring_as_shown(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
+    """Rewrite the lines of a docstring, behind napoleon: errors become a list, and documents become links.
+
+    Napoleon takes each entry of ``Raises:`` for one type, and types of a field for one name. Sidelane's docstrings name
+    several (``MismatchError, PeerError: ...``), or refer to another method (``As :meth:`all_gather`.``).
+    """
+    shown: list[str] = []
+    listed = False
+    for line in lines:
+        line = MENTIONED.sub(r":doc:`/\1`", line)
+        if raised := RAISED.match(line):
+            shown += [] if listed else [":Raises:"]
+            listed = True
+            line = f"    * {_raised(raised[1])}{line[raised.end() :]}"
+        elif listed and line.startswith(" "):
+            line = f"      {line.strip()}"
+        elif line:
+            listed = False
+        shown.append(line)
+    lines[:] = shown
+
+
+def _raised(names: str) -> str:
+    """Return what stands before the explanation of an error: linked names, or a sentence of its own."""
+    names = names.removeprefix("Exception: as").strip()
+    if not re.fullmatch(r"[\w.]+(, [\w.]+)*", names):
+        return names
+    each = names.split(", ")
+    return ", ".join(f":exc:`{one}`" if hasattr(errors, one) else f"``{one}``" for one in each) + ":"
+
+
 def _from_the_root(name: str) -> str:
     """Return a page of the root, with its links as pages of docs/ have them."""
     text = LINK.sub(lambda match: f"](../{match[2]}{match[3] or ''})", (ROOT / name).read_text("utf-8"))
@@ -74,11 +108,15 @@ def _link(page: str, match: re.Match[str]) -> str:
     return f"]({os.path.relpath(target, place)}{match[3] or ''})"
 
 
-def _docstrings(match: re.Match[str]) -> str:
-    module, names = match[1], match[2].split()
-    kinds = {name: "class" if name[0].isupper() else "function" for name in names}
-    directives = [f".. auto{kind}:: {module}.{name}" for name, kind in kinds.items()] or [f".. automodule:: {module}"]
-    body = "\n\n".join(
-        directive + ("" if "autofunction" in directive else "\n   :members:") for directive in directives
-    )
-    return f"```{{eval-rst}}\n{body}\n```"
+def _linked_names(match: re.Match[str]) -> str:
+    """Return a table of the interface whose names lead to their docstrings."""
+    return re.sub(r"^\| `(\w+)(?:\(.*?\))?` \|", rf"| {{py:obj}}`\1 <{match[1]}.\1>` |", match[0], flags=re.MULTILINE)
+
+
+def _docstring(match: re.Match[str]) -> str:
+    """Return the directive for a name as users import it."""
+    name = match[1]
+    members = f"\n   :members:\n   :exclude-members: {', '.join(INTERNAL)}"
+    is_class = name.rpartition(".")[2][0].isupper()
+    directive = f".. autoclass:: {name}{members}" if is_class else f".. autofunction:: {name}"
+    return f"\n```{{eval-rst}}\n{directive}\n```\n"

@@ -27,6 +27,22 @@ def definitions(node: ast.Module | ast.ClassDef) -> Iterator[Definition]:
             yield one
 
 
+def definition_of(module: str, name: str) -> Definition:
+    """Return the definition of a name that a module defines or imports from another one.
+
+    Raises:
+        ValueError: the module does neither.
+    """
+    tree = module_of(module)
+    for one in definitions(tree):
+        if one.name == name:
+            return one
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
+            return definition_of(node.module, name)
+    raise ValueError(f"definition_of: name (value={name!r}, allowed=a public name of {module})")
+
+
 def signature(function: ast.FunctionDef) -> str:
     """Names of the arguments, with defaults, without types."""
     arguments = function.args
