@@ -22,13 +22,13 @@ from sidelane_lab.harness.study import Results, studies, study_of
 
 WIDTH = 116
 
-OF_COMMANDS = "`sidelane COMMAND --help` shows the same on the terminal. [Where to begin](../guide/commands.md)."
+OF_COMMANDS = "`sidelane COMMAND --help` prints the same on the terminal. [Where to begin](../guide/commands.md)."
 OF_VARIABLES = """
-A switch is `0` or `1`. A variable that begins with `SIDELANE_` and is none of these is told in a warning.
-`sidelane tune` writes the profile of a machine ([tuning](../guide/tuning.md))."""
+A switch is `0` or `1`. An unknown variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes
+the profile of a machine ([tuning](../guide/tuning.md))."""
 OF_SETTINGS = """
-A communicator reads its settings from the environment, once, when the first one is made, or from a `Config`.
-`with sidelane.config.override(Config(...)):` sets them for those that are made inside of the block."""
+A communicator reads its settings from a `Config`, or from the environment when the first communicator is made.
+`with sidelane.config.override(Config(...)):` sets them for communicators that are made inside the block."""
 EXAMPLE = """
 ```python
 from sidelane import Communicator, Config
@@ -37,12 +37,25 @@ comm = Communicator(config=Config(timeout_s=60, memory_bytes=1 << 30))
 ```
 """
 OF_ROWS = """
-A study writes one JSON object with `--json FILE`. Rows are flat, and their keys are fixed, since other tools read them.
-A row that could not run or was wrong has no time, and a `note` that says why. Who compares rows of `collectives` must
-compare `tensors`, too. [Which files there are](../lab/files.md)."""
+`--json FILE` makes a study write one JSON object. Its rows are flat, and their keys are fixed, since other tools read
+them. A row that could not run, or whose result was wrong, has no time and a `note` with the reason. When you compare
+rows of `collectives`, compare `tensors` as well. [List of the files](../lab/files.md)."""
+COMMON = {
+    "collective": "name of the collective, as `torch.distributed` has it.",
+    "dtype": "dtype of the elements.",
+    "implementation": "library or part of Sidelane that ran: `auto` (its choice), `dma` (its copy engines), `sm` "
+    "(its kernels), `nccl`, `nccl_ce` (NCCL on copy engines), `symm_mem` (PyTorch's symmetric memory), `gloo`.",
+    "variant": "algorithm within the implementation.",
+    "in_place": "True if input and output share memory.",
+    "launch": "`eager`, or `graph` for a CUDA graph.",
+    "prelaunch": "True if the call was submitted ahead of its data.",
+    "m, n, k": "rows and columns of a GEMM's result, and its depth.",
+    "p10_us, p90_us": "10th and 90th percentile of `time_us` over the rounds; p10_ms and p90_ms likewise of `step_ms`.",
+}
+"""Keys that have one meaning in all studies."""
 OF_FILES = """
-One folder a machine, one file a study ([their keys](../reference/results.md)). `make results RESULTS=folder` measures
-most of them on a node of yours."""
+There is one folder for each machine, and one file for each study ([their keys](../reference/results.md)). `make results
+RESULTS=folder` measures most of them on a node of yours."""
 
 
 def commands() -> str:
@@ -90,7 +103,8 @@ def settings() -> str:
         note = notes.get(default.strip("()"), default) if default.startswith("(") else default
         field = name.removeprefix("SIDELANE_").lower()
         cells = [f"`{name}`", f"`{field}`" if field in fields else "", to_markdown(meaning)]
-        lines.append("| " + " | ".join([*cells, _linked(to_markdown(note)).rstrip(".")]) + " |")
+        default_text = _linked(to_markdown(note)).replace(" ([settings](../reference/settings.md))", "")
+        lines.append("| " + " | ".join([*cells, default_text.rstrip(".")]) + " |")
     kept = re.search(r"^What is compiled .*", text, re.MULTILINE)
     lines += ["", *_filled(OF_VARIABLES), "", *_filled(to_markdown(kept[0]) if kept else "")]
     lines += ["", "## Config", "", *_filled("Fields of `sidelane.Config`:"), ""]
@@ -108,6 +122,12 @@ def result_files() -> str:
         "## The file",
         "",
         *_described(Results),
+        "",
+        "## Keys of all studies",
+        "",
+        *_filled("A study lists such a key without a text where it has this meaning:"),
+        "",
+        *(line for keys, text in COMMON.items() for line in _filled(f"`{keys.replace(', ', '`, `')}`: {text}", "- ")),
         "",
     ]
     for study in studies():
@@ -144,7 +164,7 @@ def files() -> str:
         if "command" in content:
             made += ["", f"{name}:", ""]
             made += [line for command in content["command"].split("; ") for line in _typed(command)]
-    lines += ["", "## Commands", "", *_filled("What to type to make each file again, at its commit."), *made]
+    lines += ["", "## Commands", "", *_filled("These commands make each file again, at its commit."), *made]
     return "\n".join(lines).rstrip() + "\n"
 
 
