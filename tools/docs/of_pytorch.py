@@ -1,4 +1,4 @@
-"""Tables of what programs of PyTorch see: steps of FSDP2, collectives on ordinary memory, fused operators."""
+"""Tables of PyTorch programs: steps of FSDP2, collectives on ordinary memory, fused operators."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def alone(machine: str, kinds: Sequence[str]) -> Cells:
 
 
 def beside(machine: str) -> Cells:
-    """Percent of the strict ideal next to a GEMM, by how peers reach the tensors."""
+    """Return percents of ideal next to a GEMM, by how peers reach the tensors."""
     rows = [row for row in rows_of(f"{machine}/ordinary.json") if row["gemm"]]
     cells = [["", *REACHED]]
     for gemm, kind, nbytes in dict.fromkeys((row["gemm"], row["collective"], row["bytes"]) for row in rows):

@@ -59,7 +59,7 @@ RESULTS=folder` measures most of them on a node of yours."""
 
 
 def commands() -> str:
-    """Every command with every option."""
+    """Return the page of every command with every option."""
     main = cli.main
     assert isinstance(main, Commands)
     lines = ["# Commands", "", *_filled(OF_COMMANDS)]
@@ -113,7 +113,7 @@ def settings() -> str:
 
 
 def result_files() -> str:
-    """The keys of result files, study by study."""
+    """Return the page of the keys of result files, study by study."""
     lines = [
         "# Result files",
         "",
@@ -138,7 +138,7 @@ def result_files() -> str:
 
 
 def files() -> str:
-    """What lies in results/."""
+    """Return the page of the files in results/."""
     lines = [
         "# Files in results/",
         "",
@@ -202,7 +202,7 @@ def _option(option: click.Option, always: bool) -> str:
 
 
 def _default(option: click.Option, always: bool) -> str:
-    """What an option is if it is left out, where its help says so."""
+    """Return the default of an option, if its help shows one."""
     shown = always if option.show_default is None else option.show_default
     if isinstance(shown, str):
         return shown
@@ -225,7 +225,7 @@ def _value(option: click.Option) -> str:
 
 
 def _filled(text: str, first: str = "") -> list[str]:
-    """Lines of at most ``WIDTH`` characters; code stays in one piece."""
+    """Break text into lines of at most ``WIDTH`` characters; code stays in one piece."""
     text = _linked(text.strip())
     whole = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(
@@ -240,12 +240,12 @@ def _filled(text: str, first: str = "") -> list[str]:
 
 
 def _typed(command: str) -> list[str]:
-    """A block of code, whose lines go on behind a backslash."""
+    """Return a block of code, whose lines continue behind a backslash."""
     options = re.sub(r" (--[\w-]+) (?=[^-])", " \\1\0", command)
     lines = textwrap.wrap(options, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
     return ["    " + " \\\n        ".join(lines).replace("\0", " ")]
 
 
 def _linked(text: str) -> str:
-    """Pages of docs/ as links, seen from one of its folders."""
+    """Make links of pages of docs/, seen from one of its folders."""
     return re.sub(r"\bdocs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)

@@ -1,4 +1,4 @@
-"""What a page of docs/ is on the site, where it differs from what the repository shows of it."""
+"""Changes to pages of docs/ and to docstrings for the site."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGES = {ROOT / "README.md": ROOT / "docs" / "index.md", ROOT / "CHANGELOG.md": 
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[\w-]+)?\)")
 
 SUBPAGES = {"decisions/README": ("0*",), "reference/api": tuple(f"api/{name}" for name in TASKS)}
-"""Pages whose own pages stand below them in the menu, and the names of these."""
+"""Pages with a menu of their own, and the pages in it."""
 
 RAISED = re.compile(r"^:raises ([^:]*(?::\w+:`[^`]*`[^:]*)*):")
 METHODS = re.compile(r"^### \w+\n\n\| \| \|\n(?:\|.*\n)+\n", re.MULTILINE)
@@ -25,7 +25,7 @@ MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 
 
 def as_shown(page: str, text: str) -> str:
-    """The source of a page, by its name without ``.md``.
+    """Return the source of a page, by its name without ``.md``.
 
     The front page is the README. Folders, which a site has no page of, become the list of result files, and comments
     for docstrings the docstrings.
@@ -44,7 +44,7 @@ def as_shown(page: str, text: str) -> str:
 
 
 def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
-    """What a reference of a docstring leads to that names less than the whole path of its target.
+    """Resolve a reference of a docstring that names less than the whole path of its target.
 
     Types in signatures are plain text where they have no page. What a role names must have one: None is a warning.
     """
