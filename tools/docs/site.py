@@ -21,6 +21,8 @@ SUBPAGES = {"decisions/README": ("0*",), "reference/api": tuple(f"api/{name}" fo
 
 RAISED = re.compile(r"^:raises ([^:]*(?::\w+:`[^`]*`[^:]*)*):")
 METHODS = re.compile(r"^### \w+\n\n\| \| \|\n(?:\|.*\n)+\n", re.MULTILINE)
+ATTRIBUTE = re.compile(r"^:ivar ([\w, *]+):")
+TYPE = re.compile(r"^:vartype (\w+): (.*)$")
 MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 
 
@@ -63,23 +65,32 @@ def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
 
 
 def docstring_as_shown(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
-    """Rewrite the lines of a docstring, behind napoleon: errors become a list, and documents become links.
+    """Rewrite the lines of a docstring, behind napoleon: errors and attributes become lists, and documents links.
 
     Napoleon takes each entry of ``Raises:`` for one type, and types of a field for one name. Sidelane's docstrings name
-    several (``MismatchError, PeerError: ...``), or refer to another method (``As :meth:`all_gather`.``).
+    several (``MismatchError, PeerError: ...``), or refer to another method (``As :meth:`all_gather`.``). Attributes
+    would be called variables.
     """
     shown: list[str] = []
-    listed = False
+    heading = ""
     for line in lines:
         line = MENTIONED.sub(r":doc:`/\1`", line)
-        if raised := RAISED.match(line):
-            shown += [] if listed else [":Raises:"]
-            listed = True
-            line = f"    * {_raised(raised[1])}{line[raised.end() :]}"
-        elif listed and line.startswith(" "):
+        entry = RAISED.match(line) or ATTRIBUTE.match(line)
+        if typed := TYPE.match(line):
+            at = max(index for index, one in enumerate(shown) if one.startswith(f"    * **{typed[1]}**"))
+            shown[at] = shown[at].replace("**:", f"** (``{typed[2]}``):", 1)
+            continue
+        if entry:
+            first, begin = (
+                (":Raises:", _raised(entry[1])) if entry.re is RAISED else (":Attributes:", f"**{entry[1]}**:")
+            )
+            shown += [] if heading == first else [first]
+            heading = first
+            line = f"    * {begin}{line[entry.end() :]}"
+        elif heading and line.startswith(" "):
             line = f"      {line.strip()}"
         elif line:
-            listed = False
+            heading = ""
         shown.append(line)
     lines[:] = shown
 
