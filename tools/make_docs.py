@@ -13,12 +13,13 @@ import difflib
 import functools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from docs import interface, reference, tables
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {
+PAGES: dict[str, Callable[[], str]] = {
     "reference/api.md": interface.index,
     **{f"reference/api/{name}.md": functools.partial(interface.task_page, name) for name in interface.TASKS},
     "reference/commands.md": reference.commands,
