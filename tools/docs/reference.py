@@ -55,7 +55,8 @@ COMMON = {
 """Keys that have one meaning in all studies."""
 OF_FILES = """
 There is one folder for each machine, and one file for each study ([their keys](../reference/results.md)). `make results
-RESULTS=folder` measures most of them on a node of yours."""
+RESULTS=folder` measures most of them on a node of yours. Text files have several tables; the date and the commit are
+those of the first one."""
 
 
 def commands() -> str:
@@ -150,7 +151,8 @@ def files() -> str:
     made: list[str] = []
     for path in sorted(RESULTS.glob("*/*")):
         name = path.relative_to(RESULTS).as_posix()
-        content: Any = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if path.suffix == ".json" else _first_lines(text)
         content = content if isinstance(content, dict) else {"rows": content or ()}
         line = [f"[{name}](../../results/{name})", content.get("study", path.stem), content.get("device", "")]
         if content.get("gpus"):
@@ -166,6 +168,17 @@ def files() -> str:
             made += [line for command in content["command"].split("; ") for line in _typed(command)]
     lines += ["", "## Commands", "", *_filled("These commands make each file again, at its commit."), *made]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _first_lines(text: str) -> dict[str, str]:
+    """Return the machine, the date and the commit that the head of a text file names."""
+    patterns = {
+        "device": r"^machine:.*?(\d x [^);,\n]*)",
+        "date": r"^date: +([\d-]+)",
+        "commit": r"^commit: +([0-9a-f]{7})",
+    }
+    found = {key: re.search(pattern, text, re.MULTILINE) for key, pattern in patterns.items()}
+    return {key: match[1] for key, match in found.items() if match}
 
 
 def _described(of: type) -> list[str]:
