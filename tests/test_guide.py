@@ -1,56 +1,55 @@
-"""README and guide: code blocks run, commands are understood, pages stay short."""
+"""README and guide: code blocks run as printed, and commands are understood."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 from as_torchrun import run_program
+from guide_blocks import README, ROOT, programs
 
 from sidelane import cli
 
-ROOT = Path(__file__).resolve().parent.parent
-README, GUIDE = ROOT / "README.md", sorted((ROOT / "docs" / "guide").glob("*.md"))
-PAGES = [README, *GUIDE]
-FRAME = """import torch, torch.distributed as dist
-from sidelane import Communicator
-
-dist.init_process_group("gloo")
-with Communicator() as comm:
-{blocks}
-dist.destroy_process_group()
+APART = """
+import runpy, sys
+for block in sys.argv[1:]:
+    runpy.run_path(block, {name: value for name, value in globals().items() if not name.startswith("__")})
 """
-"""Around blocks that begin with a communicator, which the first block of collectives.md makes."""
+"""End of a program that runs each further block of a page by itself, with the names of the first one."""
 
 
-def programs() -> Iterator[tuple[str, str]]:
-    """Name and text: a block that is a whole program, or all others of a page, one after another."""
-    for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-        whole = [block for block in blocks if "init_process_group" in block]
-        parts = [block for block in blocks if block not in whole]
-        yield from ((f"{page.stem} {number}", block) for number, block in enumerate(whole))
-        if parts:
-            yield f"{page.stem} parts", FRAME.format(blocks=textwrap.indent("\n".join(parts), "    "))
+def run_blocks(first: str, others: list[str], folder: Path) -> None:
+    if "from transformers" in "".join([first, *others]):
+        pytest.importorskip("transformers")
+    names = [f"block{number}.py" for number in range(len(others))]
+    for name, block in zip(["example.py", *names], [first, *others], strict=True):
+        (folder / name).write_text(block)
+    run_program(folder / "example.py", folder, names)
 
 
-@pytest.mark.parametrize("program", [pytest.param(text, id=name) for name, text in programs()])
-def test_code_blocks_run_between_two_processes(program: str, tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(program)
-    run_program(tmp_path / "example.py", tmp_path)
+@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in programs()])
+def test_code_blocks_run_between_two_processes(blocks: list[str], tmp_path: Path) -> None:
+    run_blocks("\n".join(blocks), [], tmp_path)
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in programs() if len(blocks) > 2])
+def test_each_code_block_runs_behind_the_first_one(blocks: list[str], tmp_path: Path) -> None:
+    run_blocks(blocks[0] + APART, blocks[1:], tmp_path)
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every line of a page that begins with a command, or with make, without what is said of it."""
+    """Yield each line of a page's indented code, or of its blocks of shell, that begins with sidelane or make."""
     for page in (README, *sorted((ROOT / "docs").rglob("*.md"))):
-        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).replace("\\\n", "")
-        for line in re.findall(r"^    \$? ?((?:sidelane|make) .*)$", text, re.MULTILINE):
-            yield f"{page.stem}: {line[:60]}", line
+        text = page.read_text().replace("\\\n", "")
+        shell = "\n".join(re.findall(r"```(?:sh|bash|shell|console)\n(.*?)```", text, re.DOTALL))
+        lines = re.findall(r"^(?:\$ )?((?:sidelane|make) .*)$", shell, re.MULTILINE)
+        indented = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        lines += re.findall(r"^    \$? ?((?:sidelane|make) .*)$", indented, re.MULTILINE)
+        yield from ((f"{page.stem}: {line[:60]}", line) for line in lines)
 
 
 @pytest.mark.parametrize("line", [pytest.param(line, id=name) for name, line in commands()])

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import versions
 from docs import interface, reference, tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +26,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": reference.commands,
     "reference/settings.md": reference.settings,
     "reference/results.md": reference.result_files,
+    "reference/versions.md": versions.page,
     "lab/files.md": reference.files,
 }
 MARK = "<!-- table: "

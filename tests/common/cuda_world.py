@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from fake_driver import FakeDriver, Stream
@@ -80,21 +81,29 @@ class RankMonitor:
 class World:
     """Ranks with their drivers, executors and memory."""
 
+    executor_type = CudaExecutor
+
     def __init__(
         self, world_size: int, *, timeout_s: float = 30.0, peer_writes: bool = True, channels: int | None = None
     ) -> None:
         self.world_size = world_size
         self.monitor = Monitor(world_size)
-        self.drivers = [FakeDriver(channels=channels) for _ in range(world_size)]
+        self.drivers = [self.make_driver(channels) for _ in range(world_size)]
         self.own_drivers = list(self.drivers)
-        features = DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=peer_writes, copy_batches=True)
+        features = self.features(peer_writes)
         self.executors = [
-            CudaExecutor(rank, None, self.monitor.of(rank), timeout_s, features, driver=self.drivers[rank])
+            self.executor_type(rank, None, self.monitor.of(rank), timeout_s, features, driver=self.drivers[rank])
             for rank in range(world_size)
         ]
         self.flags = [np.zeros(2 * FLAGS, np.uint32) for _ in range(world_size)]
         self.streams = [Stream(driver.create_stream()) for driver in self.drivers]
         self.epoch = 0
+
+    def make_driver(self, channels: int | None) -> Any:
+        return FakeDriver(channels=channels)
+
+    def features(self, peer_writes: bool) -> DriverFeatures:
+        return DriverFeatures("13.0", 3, stream_memory_ops=True, peer_writes=peer_writes, copy_batches=True)
 
     def load(self, program: Program, *, frozen: bool = False, staging_distance: int | None = None) -> Loaded:
         return Loaded(self, program, frozen, staging_distance)

@@ -18,7 +18,7 @@ from sidelane.device import flags
 from sidelane.device.language import Constant
 from sidelane.errors import UnavailableError
 from sidelane.execute.cuda import kernel_launch
-from sidelane.execute.cuda.kernel_launch import KernelBinary, compiled
+from sidelane.execute.cuda.kernel_launch import KernelBinary, KernelTarget, compiled
 from sidelane.kernels import broadcast_relay, exchange_cells, reduce_cells
 
 CONSTANTS = {"N": 2, "CELLS": 512}
@@ -48,13 +48,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def get(**changed: Any) -> KernelBinary:
-    given = {"capability": 90, "function": reduce_cells.KERNEL, "constants": CONSTANTS, "warps": 8, "stages": None}
+    given = {
+        "target": KernelTarget("cuda", 90, 32),
+        "function": reduce_cells.KERNEL,
+        "constants": CONSTANTS,
+        "warps": 8,
+        "stages": None,
+    }
     return compiled(**{**given, **changed})
 
 
 def test_a_kernel_is_compiled_once(made: list[str], cache: Path) -> None:
     first = get()
-    assert get() == first and first.cubin == b"\x7fELF\n" + bytes(range(256))
+    assert get() == first and first.image == b"\x7fELF\n" + bytes(range(256))
     assert len(made) == 1
     (file,) = cache.iterdir()
     assert file.name.startswith("reduce_cells-") and file.suffix == ".cubin"
@@ -65,7 +71,8 @@ def test_what_changes_the_binary_changes_its_file(
 ) -> None:
     get()
     others: list[dict[str, Any]] = [
-        {"capability": 100},
+        {"target": KernelTarget("cuda", 100, 32)},
+        {"target": KernelTarget("hip", "gfx942", 64)},
         {"function": exchange_cells.KERNEL},
         {"constants": {**CONSTANTS, "N": 4}},
         {"warps": 4},
@@ -111,7 +118,7 @@ def test_a_file_that_is_not_whole_or_not_ours_is_replaced(harm: str, made: list[
     else:
         cut = {"cut": stored[:-1], "changed": stored[:-1] + b"!", "empty": b"", "head": b"0" + stored[1:]}
         file.write_bytes(cut[harm])
-    assert get().cubin == first.cubin
+    assert get().image == first.image
     assert len(made) == 2
     assert file.stat().st_mode & 0o777 == 0o600
     get()
@@ -177,14 +184,14 @@ def test_without_triton_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> 
 PROGRAM = """
 import sys
 import sidelane.execute.cuda.kernel_program  # all that a collective in a kernel imports
-from sidelane.execute.cuda.kernel_launch import compiled
+from sidelane.execute.cuda.kernel_launch import KernelTarget, compiled
 from sidelane.device.launch import LaunchSite
 from sidelane.kernels import reduce_cells
 from sidelane.program.collective import Reduction
 site = LaunchSite(0, (1 << 20, 1 << 21), 4096, 4)
 launch = reduce_cells.arrange(site, 1 << 22, 1 << 23, 4096, Reduction("sum", "bfloat16"), distinct=False)
-found = compiled(90, launch.kernel, launch.constants, launch.warps, None)
-print(found.name, found.warps, found.shared_bytes, len(found.cubin), "triton" in sys.modules)
+found = compiled(KernelTarget("cuda", 90, 32), launch.kernel, launch.constants, launch.warps, None)
+print(found.name, found.warps, found.shared_bytes, len(found.image), "triton" in sys.modules)
 """
 
 

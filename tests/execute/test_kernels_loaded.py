@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sidelane.execute.cuda import kernel_launch
-from sidelane.execute.cuda.kernel_launch import LoadedKernels, kernels_of
+from sidelane.execute.cuda.kernel_launch import KernelTarget, LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound
 
 
@@ -19,8 +19,8 @@ class Loader:
     def __init__(self, loaded: list[str]) -> None:
         self.loaded = loaded
 
-    def attribute(self, name: str) -> int:
-        return {"COMPUTE_CAPABILITY_MAJOR": 9, "COMPUTE_CAPABILITY_MINOR": 0}[name]
+    def kernel_target(self) -> KernelTarget:
+        return KernelTarget("cuda", 90, 32)
 
     def load_function(self, image: bytes, name: str, shared_bytes: int) -> int:
         self.loaded.append(name)

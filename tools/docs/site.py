@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = {ROOT / "README.md": ROOT / "docs" / "index.md", ROOT / "CHANGELOG.md": ROOT / "docs" / "changes.md"}
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[\w-]+)?\)")
 
-SUBPAGES = {"decisions/README": ("0*",), "reference/api": tuple(f"api/{name}" for name in TASKS)}
+SUBPAGES = {"decisions/README": ("[0-9]*",), "reference/api": tuple(f"api/{name}" for name in TASKS)}
 """Pages with a menu of their own, and the pages in it."""
 
 RAISED = re.compile(r"^:raises ([^:]*(?::\w+:`[^`]*`[^:]*)*):")

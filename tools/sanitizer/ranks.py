@@ -125,7 +125,9 @@ class Runner:
         compiled = compile_for(self._target, launch.kernel, launch.constants, launch.warps)
         metadata = compiled.metadata
         function = self.driver.load_function(compiled.asm["cubin"], metadata.name, metadata.shared)
-        hidden = self.driver.count_parameters(function) - len(launch.arguments)
+        parameters = self.driver.count_parameters(function)
+        assert parameters is not None
+        hidden = parameters - len(launch.arguments)
         assert 0 <= hidden <= _MOST_HIDDEN
         packed = PackedArguments.of([*launch.arguments, *[0] * hidden])
         grid, threads = (launch.blocks, rows, 1), (32 * metadata.num_warps, 1, 1)

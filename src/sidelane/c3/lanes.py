@@ -11,6 +11,7 @@ import torch
 
 from sidelane.c3.strategy import Means, Partition
 from sidelane.errors import SidelaneError
+from sidelane.execute.vendor import make_driver
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.partition import UnitSplit
@@ -66,20 +67,18 @@ class Partitions(Protocol):
 
 
 class DevicePartitions:
-    """Partitions of an NVIDIA GPU; each is made once.
+    """Partitions of a GPU, by green contexts (NVIDIA) or CU masks (AMD); each is made once.
 
     Args:
         device: current device.
 
     Raises:
-        UnavailableError: cuda-bindings is not installed.
+        UnavailableError: the vendor's library is missing.
     """
 
     def __init__(self, device: torch.device) -> None:
-        from sidelane.execute.cuda.driver import Driver
-
         self._device = device
-        self._driver = Driver(device)
+        self._driver = make_driver(device)
         self.units = self._driver.attribute("MULTIPROCESSOR_COUNT")
         self._splits: dict[int, UnitSplit] = {}
 
@@ -98,6 +97,8 @@ class DevicePartitions:
         units = partition.units or SMALLEST_SHARE
         if partition.means not in LIMITS and partition.means is not Means.SPLIT:
             return f"the library's GEMM has no {partition.means}"
+        if partition.means in LIMITS and torch.version.hip is not None:
+            return f"hipBLASLt has no {partition.means}: CU masks are the way to keep a GEMM off some units here"
         try:
             if partition.means is Means.SPLIT:
                 self._split(units)

@@ -46,9 +46,14 @@ _POLL_S = 50e-6
 
 
 class CudaBackend:
-    """See :class:`sidelane.collectives.backend.Backend`."""
+    """See :class:`sidelane.collectives.backend.Backend`.
+
+    Attributes:
+        kernels_move_bytes: collectives may run in Triton kernels, if Triton is installed.
+    """
 
     hosts_meet = False
+    kernels_move_bytes = True
 
     def __init__(
         self,
@@ -60,17 +65,26 @@ class CudaBackend:
         like: CudaBackend | None = None,
     ) -> None:
         self.memory = TorchSymmetricMemory(exchange, device, timeout_s)
-        self.features: DriverFeatures = probe(exchange, device, self.memory) if like is None else like.features
-        self.executor = CudaExecutor(exchange.rank, device, control, timeout_s, self.features)
-        self.ordinary = ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
+        self.features: DriverFeatures = self._probe(exchange, device) if like is None else like.features
+        self.executor = self._make_executor(exchange.rank, device, control, timeout_s)
+        self.ordinary = self._make_ordinary()
         self.device = device
-        kernels = find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
-        self.abilities = Abilities((DMA, SM) if kernels else (DMA,), captures=True)
+        kernels = self.kernels_move_bytes and find_spec("triton") is not None and exchange.world_size <= MOST_RANKS
+        self.abilities = Abilities((DMA, SM) if kernels else (DMA,), captures=self.features.graphs)
         self._side: SideStream | None = None  # of asynchronous calls
         self._futures: SideStream | None = None
         self._allocating: set[int] = set()  # handles of streams
         self._last: int | None = None  # handle of the stream of the last call
         self._last_captured: int | None = None
+
+    def _probe(self, exchange: Exchange, device: torch.device) -> DriverFeatures:
+        return probe(exchange, device, self.memory)
+
+    def _make_executor(self, rank: int, device: torch.device, control: ControlBlock, timeout_s: float) -> CudaExecutor:
+        return CudaExecutor(rank, device, control, timeout_s, self.features)
+
+    def _make_ordinary(self) -> ExportedMemory:
+        return ExportedMemory(self.executor.driver, DriverVirtualMemory(self.executor.driver))
 
     def spread(self, block: SymmetricBlock) -> Mirror | None:
         if len(block.addresses) == 1:

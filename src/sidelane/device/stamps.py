@@ -19,8 +19,10 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import torch
 import triton
 import triton.language as tl
+from triton.language.extra import hip
 from triton.language.extra.cuda import globaltimer
 from triton.runtime.interpreter import TensorHandle
 
@@ -39,7 +41,18 @@ def _host_clock() -> tl.tensor:
     return tl.tensor(TensorHandle(np.array([time.monotonic_ns()], np.int64), tl.int64), tl.int64)
 
 
-_clock_ns = _host_clock if triton.knobs.runtime.interpret else globaltimer
+AMD_TICK_NS = tl.constexpr(10)
+"""Nanoseconds of a tick of ``s_memrealtime``: it counts at 100 MHz on CDNA GPUs, the same on all dies."""
+
+
+@triton.jit
+def amd_clock_ns():
+    """Return the time of an AMD GPU's constant clock in nanoseconds."""
+    return hip.memrealtime() * AMD_TICK_NS
+
+
+_device_clock = globaltimer if torch.version.hip is None else amd_clock_ns
+_clock_ns = _host_clock if triton.knobs.runtime.interpret else _device_clock
 
 
 @triton.jit

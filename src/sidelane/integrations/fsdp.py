@@ -101,7 +101,7 @@ class EnabledFsdp:
         self._links: dict[dist.ProcessGroup, Link] = {}
         self._undo = contextlib.ExitStack()
         self.elsewhere: dict[str, Elsewhere] = {}
-        self.calls = 0
+        self.calls: int = 0
 
     def memory(self) -> MemoryUse:
         """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""

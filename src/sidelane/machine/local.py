@@ -7,34 +7,33 @@ import platform
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 from sidelane.errors import UnavailableError
-from sidelane.machine import nvidia
+from sidelane.machine import amd, nvidia
 from sidelane.machine.inventory import Inventory
 from sidelane.machine.power_sensor import PowerSensor
 
 SHARED_MEMORY = Path("/dev/shm")
 # Vendors whose devices Sidelane has an executor for. torch may know others; they do not count here.
-VENDORS = (nvidia,)
+VENDORS = (nvidia, amd)
 
 
 def device_type_and_count() -> tuple[str, int]:
     """Return the name in torch and the number of accelerators for ranks; ``("cpu", 0)`` without any."""
-    for vendor in VENDORS:
-        count = vendor.device_count()
-        if count:
-            return vendor.DEVICE_TYPE, count
-    return "cpu", 0
+    vendor = _vendor()
+    return ("cpu", 0) if vendor is None else (vendor.DEVICE_TYPE, vendor.device_count())
 
 
 def device_names() -> tuple[str, ...]:
     """Return the names of the accelerators, as :func:`inspect` does, without initialising more than torch has."""
-    return next((vendor.device_names() for vendor in VENDORS if vendor.device_count()), ())
+    vendor = _vendor()
+    return () if vendor is None else vendor.device_names()
 
 
 def inspect() -> Inventory:
     """Return the inventory of this machine. Initialises the vendor's driver; takes up to a second."""
-    found = next((vendor for vendor in VENDORS if vendor.device_count()), None)
+    found = _vendor()
     return Inventory(
         processor=processor(),
         cores=cores(),
@@ -64,15 +63,15 @@ def software_versions() -> dict[str, str]:
     return {name: version for vendor in VENDORS for name, version in vendor.software_versions().items()}
 
 
+def reported_versions() -> dict[str, str | None]:
+    """Return the same for a bug report: also where no device can be used, and None for what is missing."""
+    return {name: version for vendor in VENDORS for name, version in vendor.reported_versions().items()}
+
+
 def power_problem() -> str | None:
     """Return the reason why this machine's GPUs report no power, as far as is visible without using one; else None."""
-    if not nvidia.device_count():
-        return "there is no GPU here whose power could be read"
-    try:
-        nvidia.load_nvml()
-    except UnavailableError as problem:
-        return str(problem)
-    return None
+    vendor = _vendor()
+    return "there is no GPU here whose power could be read" if vendor is None else vendor.power_problem()
 
 
 def power_sensor(index: int) -> PowerSensor:
@@ -81,4 +80,13 @@ def power_sensor(index: int) -> PowerSensor:
     Raises:
         UnavailableError: the GPU has none.
     """
-    return nvidia.NvmlSensor(index)
+    vendor = _vendor()
+    if vendor is None:
+        raise UnavailableError("power: there is no GPU here")
+    sensor: PowerSensor = vendor.power_sensor(index)
+    return sensor
+
+
+def _vendor() -> ModuleType | None:
+    """Return the module of the vendor whose GPUs torch sees; None without any."""
+    return next((vendor for vendor in VENDORS if vendor.device_count()), None)

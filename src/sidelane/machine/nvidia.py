@@ -92,6 +92,20 @@ def load_nvml() -> Any:
     return nvml
 
 
+def power_sensor(index: int) -> NvmlSensor:
+    """Return the power counters of a GPU. Raises UnavailableError."""
+    return NvmlSensor(index)
+
+
+def power_problem() -> str | None:
+    """Return the reason why power cannot be read; None if NVML is there."""
+    try:
+        load_nvml()
+    except UnavailableError as problem:
+        return str(problem)
+    return None
+
+
 DEVICE_TYPE = "cuda"
 # NCCL moves bytes with copy engines (its ZERO-CTA policy) from this version on.
 COPY_ENGINE_NCCL = (2, 28)
@@ -145,6 +159,14 @@ def software_versions() -> dict[str, str]:
     with _nvml([]) as nvml:
         driver = _driver_version(nvml)
     return {"driver": driver, "cuda": str(torch.version.cuda), "nccl": _nccl_version_text()}
+
+
+def reported_versions() -> dict[str, str | None]:
+    """Return the driver's version and what torch was built with, also where no GPU can be used; None if missing."""
+    with _nvml([]) as nvml:
+        driver = _driver_version(nvml) if nvml else None
+    nccl = _nccl_version_text() if dist.is_nccl_available() else None
+    return {"driver": driver, "cuda": torch.version.cuda, "nccl": nccl}
 
 
 @contextlib.contextmanager

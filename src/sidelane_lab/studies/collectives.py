@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 
-from sidelane.choice.candidate import DMA
 from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.cli.table import (
     MISSING,
@@ -22,7 +21,7 @@ from sidelane.cli.table import (
     place_of,
 )
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
-from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
     HIDDEN_LAUNCH_US,
@@ -194,9 +193,6 @@ milliseconds it may be half as fast. With nine rounds the same kernel took 12.8 
 ``auto`` (``results/h200x4/collectives.json``, 7876871: 8 KB)."""
 
 PROFILED_BYTES = 16 << 20
-PRELAUNCHED = ("b2b+prelaunch",)
-PRELAUNCHED_BYTES = 1 << 20
-"""Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
 
 
 def _check(options: CollectiveOptions, place: LaunchTarget) -> None:
@@ -310,11 +306,8 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     listed = bool(case.sizes)
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
-    small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
     if case.input_bytes > SLOT_BYTES:
         found = [c for c in found if not c.variant.startswith(ALTERNATING)]
-    if implementation.name == DMA and small and not options.variants:
-        found += find(only=PRELAUNCHED)
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 

@@ -21,7 +21,7 @@ from sidelane.errors import Page, SidelaneError, UnavailableError, missing
 from sidelane.execute.base import Place, Questions
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda import native
-from sidelane.execute.cuda.kernel_launch import LoadedKernels, kernels_of
+from sidelane.execute.cuda.kernel_launch import WARP_THREADS, KernelTarget, LoadedKernels, kernels_of
 from sidelane.execute.cuda.native import Bound, LaunchConfig, MemoryOps, Pointer, load_native, require_native
 from sidelane.memory.persistent import lasting
 from sidelane.program.collective import Reduction
@@ -274,8 +274,13 @@ class Driver:
         self.call("cuFuncLoad", function)
         return int(function)
 
-    def count_parameters(self, function: int) -> int:
-        """Return the number of parameters of a kernel."""
+    def kernel_target(self) -> KernelTarget:
+        """Return the kind of GPU for which kernels are compiled."""
+        major, minor = (self.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        return KernelTarget("cuda", 10 * major + minor, WARP_THREADS)
+
+    def count_parameters(self, function: int) -> int | None:
+        """Return the number of parameters of a kernel; None if the driver does not tell."""
         for index in itertools.count():
             error, *_ = self._api.cuFuncGetParamInfo(self._api.CUfunction(function), index)
             if error:  # an index too large

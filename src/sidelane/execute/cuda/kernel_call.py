@@ -154,7 +154,7 @@ class _Packed:
 
     def bind(self, executor: CudaSite, stream: int) -> Bound:
         """Prepare the launch on a stream."""
-        from sidelane.execute.cuda.kernel_launch import WARP_THREADS, packed_for
+        from sidelane.execute.cuda.kernel_launch import packed_for
 
         driver, metadata = executor.driver, self.compiled.metadata
         function = int(self.compiled.function)
@@ -164,7 +164,7 @@ class _Packed:
             function,
             arguments,
             blocks=self.grid,
-            threads=WARP_THREADS * metadata.num_warps,
+            threads=driver.kernel_target().warp_threads * metadata.num_warps,
             shared_bytes=metadata.shared,
             stream=stream,
         )

@@ -42,14 +42,29 @@ _OF_COMPILERS = ("ALLOW_", "DISABLE_", "LLVM_", "MLIR_", "NVPTX_", "TRITON_", "U
 _MOST_CONSTANTS = 1024  # dictionaries of constants for which the kernel is cached by their identity
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelTarget:
+    """A kind of GPU, in the terms in which Triton compiles for it.
+
+    Attributes:
+        backend: Triton's backend, ``cuda`` or ``hip``.
+        architecture: compute capability, 90 for 9.0, or AMD's name, ``gfx942``.
+        warp_threads: number of threads of a warp or wavefront.
+    """
+
+    backend: str
+    architecture: int | str
+    warp_threads: int
+
+
 class Loader(Protocol):
     """The driver functions that kernels need."""
 
-    def attribute(self, name: str) -> int: ...
+    def kernel_target(self) -> KernelTarget: ...
 
     def load_function(self, image: bytes, name: str, shared_bytes: int) -> int: ...
 
-    def count_parameters(self, function: int) -> int: ...
+    def count_parameters(self, function: int) -> int | None: ...
 
     def bind_launch(
         self,
@@ -74,8 +89,7 @@ class LoadedKernels:
 
     def __init__(self, driver: Loader) -> None:
         self._driver = driver
-        major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        self._capability = 10 * major + minor
+        self._target = driver.kernel_target()
         self._loaded: dict[object, LoadedKernel] = {}
         self._by_identity: dict[tuple[int, int, int | None], tuple[Any, Mapping[str, Any], LoadedKernel]] = {}
 
@@ -100,7 +114,7 @@ class LoadedKernels:
         key = (function, warps, stages, *sorted((name, str(value)) for name, value in constants.items()))
         kernel = self._loaded.get(key)
         if kernel is None:  # no lock is held: loading may wait for all running work, and so for another thread's call
-            made = LoadedKernel(self._driver, compiled(self._capability, function, constants, warps, stages))
+            made = LoadedKernel(self._driver, compiled(self._target, function, constants, warps, stages))
             kernel = self._loaded.setdefault(key, made)
         with _lock:
             if len(self._by_identity) >= _MOST_CONSTANTS:
@@ -138,9 +152,9 @@ class LoadedKernel:
 
     def __init__(self, driver: Loader, binary: KernelBinary) -> None:
         self._driver = driver
-        self.threads = WARP_THREADS * binary.warps
+        self.threads = driver.kernel_target().warp_threads * binary.warps
         self.shared_bytes = binary.shared_bytes
-        self.function = driver.load_function(binary.cubin, binary.name, binary.shared_bytes)
+        self.function = driver.load_function(binary.image, binary.name, binary.shared_bytes)
         self._parameters = driver.count_parameters(self.function)
         self._name = binary.name
 
@@ -159,14 +173,16 @@ class LoadedKernel:
         )
 
 
-def packed_for(parameters: int, arguments: Sequence[int], name: str) -> PackedArguments:
+def packed_for(parameters: int | None, arguments: Sequence[int], name: str) -> PackedArguments:
     """Pack arguments for a function with a number of parameters: 64-bit words, of which it reads the bits it needs.
+
+    If the number is not known (None), there are as many more as Triton may have appended, and the function reads some.
 
     Raises:
         ValueError: the number of arguments does not fit.
     """
     # Triton appends pointers to scratch memory that this kernel does not use; how many depends on its version.
-    hidden = parameters - len(arguments)
+    hidden = _MOST_HIDDEN if parameters is None else parameters - len(arguments)
     if not 0 <= hidden <= _MOST_HIDDEN:
         raise ValueError(f"bind: arguments of {name} (value={len(arguments)}, allowed={parameters})")
     return PackedArguments.of([*arguments, *[0] * hidden])
@@ -202,13 +218,13 @@ class KernelBinary:
         name: name of its function.
         warps: number of warps of a block.
         shared_bytes: shared memory that a block needs, in bytes.
-        cubin: binary for one kind of GPU.
+        image: binary for one kind of GPU.
     """
 
     name: str
     warps: int
     shared_bytes: int
-    cubin: bytes
+    image: bytes
 
     @staticmethod
     def of(made: Any) -> KernelBinary:
@@ -221,11 +237,12 @@ class KernelBinary:
         scratch = [getattr(metadata, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
         if any(scratch) or getattr(metadata, "num_ctas", 1) != 1:
             raise UnavailableError(f"kernel {metadata.name}: it needs Triton's launcher (scratch bytes={scratch})")
-        return KernelBinary(metadata.name, metadata.num_warps, metadata.shared, made.asm["cubin"])
+        image = made.asm["cubin"] if "cubin" in made.asm else made.asm["hsaco"]
+        return KernelBinary(metadata.name, metadata.num_warps, metadata.shared, image)
 
     def to_bytes(self) -> bytes:
         """Return the content of a file: a digest of the rest, a line of JSON, the binary."""
-        content = json.dumps([self.name, self.warps, self.shared_bytes]).encode() + b"\n" + self.cubin
+        content = json.dumps([self.name, self.warps, self.shared_bytes]).encode() + b"\n" + self.image
         return _digest(content).encode() + b"\n" + content
 
     @staticmethod
@@ -234,18 +251,18 @@ class KernelBinary:
         digest, _, content = stored.partition(b"\n")
         if digest != _digest(content).encode():
             return None
-        head, _, cubin = content.partition(b"\n")
+        head, _, image = content.partition(b"\n")
         name, warps, shared_bytes = json.loads(head)
-        return KernelBinary(name, warps, shared_bytes, cubin)
+        return KernelBinary(name, warps, shared_bytes, image)
 
 
 def compiled(
-    capability: int, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
+    target: KernelTarget, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
 ) -> KernelBinary:
     """Return a compiled kernel: the one that an earlier process of this user has kept, or a new one.
 
     Args:
-        capability: compute capability of the GPU, 90 for 9.0.
+        target: the kind of GPU.
         function: kernel of ``device/language``, or what ``triton.jit`` made; the latter is not kept.
         constants: see :meth:`LoadedKernels.load`, as the following.
         warps: number of warps of a thread block.
@@ -254,29 +271,29 @@ def compiled(
     Raises:
         UnavailableError: see :meth:`LoadedKernels.load`.
     """
-    place = _place_of(capability, function, constants, warps, stages)
+    place = _place_of(target, function, constants, warps, stages)
     found = None if place is None else _kept(place)
     if found is None:
         try:
             from triton.backends.compiler import GPUTarget
         except ImportError as error:
             raise missing("kernels need Triton", "triton", error) from error
-        target = GPUTarget("cuda", capability, WARP_THREADS)
-        found = KernelBinary.of(compile_for(target, function, constants, warps, stages))
+        triton_target = GPUTarget(target.backend, target.architecture, target.warp_threads)
+        found = KernelBinary.of(compile_for(triton_target, function, constants, warps, stages))
         if place is not None:
             _keep(place, found)
     return found
 
 
 def _place_of(
-    capability: int, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
+    target: KernelTarget, function: Any, constants: Mapping[str, Any], warps: int, stages: int | None
 ) -> Path | None:
     """Return the file of a kernel, named after all that it is compiled from; None if it is not to be kept."""
     folder, compiler = private_cache(), _compiler()
     if type(function) is not Kernel or folder is None or compiler is None:
         return None
     named = sorted((name, str(value)) for name, value in constants.items())
-    given = (function.__module__, function.__name__, named, warps, stages, capability, compiler, _variables())
+    given = (function.__module__, function.__name__, named, warps, stages, target, compiler, _variables())
     return folder / f"{function.__name__.strip('_')}-{_digest(repr((given, _source_of(function))).encode())}.cubin"
 
 
@@ -356,7 +373,8 @@ def compile_for(target: Any, function: Any, constants: Mapping[str, Any], warps:
         raise ValueError(f"compile: constants (value={sorted(constants)}, allowed={sorted(names)})")
     signature = {name: "constexpr" if name in constants else "i64" for name in function.arg_names}
     source = triton.compiler.ASTSource(function, signature, real_constants(constants))
-    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    # Given explicitly: Triton 3.10 changes the default, as 3.9 warns, and the bits of a result must not change with it.
+    options = {"num_warps": warps, "enable_fp_fusion": True} | ({} if stages is None else {"num_stages": stages})
     return triton.compile(source, target=target, options=options)
 
 

@@ -193,11 +193,16 @@ class OpenedAllocation:
 
 
 class ExportedMemory:
-    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for a GPU."""
+    """Implementation of :class:`sidelane.memory.ordinary.OrdinaryMemory` for a GPU.
+
+    Args:
+        driver: driver of the device.
+        virtual: its calls for memory that is mapped in pieces; None: such memory is not exported, but staged.
+    """
 
     most_held = None  # to unmap one that its owner still has, its peers would have to wait for their copies
 
-    def __init__(self, driver: Driver, virtual: VirtualMemory) -> None:
+    def __init__(self, driver: Driver, virtual: VirtualMemory | None) -> None:
         self._driver, self._virtual = driver, virtual
         self._known: dict[int, Allocation | None] = {}  # by number; None for what has no handle of its own
 
@@ -211,6 +216,8 @@ class ExportedMemory:
                 del self._known[next(iter(self._known))]
             found = self._known[number] = self._export(address)
         if found is None:
+            if self._virtual is None:
+                return "the driver exports no memory that is mapped in pieces"
             return span_of(self._virtual, address, tensor.nbytes)
         if address + tensor.nbytes > found.start + found.nbytes:
             return "it lies in several allocations"
@@ -242,7 +249,7 @@ class ExportedMemory:
             found = opened.get((self._driver.index, handle, name))
             if found is None:
                 try:
-                    if handle.startswith(PREFIX):
+                    if handle.startswith(PREFIX) and self._virtual is not None:
                         found = open_span(self._virtual, handle)
                     else:
                         found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ class DriverFeatures:
         copy_batches: several copies can be submitted in one call.
         note: reason why a feature does not work; "" if all do.
         shared_bytes: largest shared memory of a thread block in bytes.
+        graphs: stream memory operations can be captured into graphs.
     """
 
     cuda_version: str
@@ -76,6 +78,7 @@ class DriverFeatures:
     copy_batches: bool = False
     note: str = ""
     shared_bytes: int = 0
+    graphs: bool = True
 
     def require(self) -> None:
         """Raise UnavailableError unless programs can run."""
@@ -99,13 +102,13 @@ class DriverFeatures:
         ]
 
 
-def probe_device(device: torch.device) -> DriverFeatures:
-    """Probe the features that need no peers.
+def probe_device(device: torch.device, make_driver: Callable[[torch.device], Driver] = Driver) -> DriverFeatures:
+    """Probe the features that need no peers. ``make_driver``: makes the driver of the device.
 
     Raises:
         UnavailableError: no driver or no ``cuda.bindings``.
     """
-    driver = Driver(device)
+    driver = make_driver(device)
     with driver.current():
         address, owner = driver.device_words(1)
         problem = _write(driver, [(address, 1)], wait_for=address)
@@ -123,24 +126,30 @@ def probe_device(device: torch.device) -> DriverFeatures:
         )
 
 
-def probe(exchange: Exchange, device: torch.device, memory: SymmetricMemory) -> DriverFeatures:
+def probe(
+    exchange: Exchange,
+    device: torch.device,
+    memory: SymmetricMemory,
+    make_driver: Callable[[torch.device], Driver] = Driver,
+) -> DriverFeatures:
     """Probe the features between the ranks. Collective; every rank gets the same ``peer_writes``.
 
     Args:
         exchange: connection of the ranks.
         device: device of this rank.
         memory: allocates a word for each rank.
+        make_driver: makes the driver of the device.
 
     Raises:
         UnavailableError: no driver, no ``cuda.bindings`` or no symmetric memory.
         PeerError, PeerTimeoutError: a rank did not take part.
     """
-    features = probe_device(device)
+    features = probe_device(device, make_driver)
     rank, world_size = exchange.rank, exchange.world_size
     if world_size == 1:
         return dataclasses.replace(features, peer_writes=True)
     block = memory.allocate(_WORD_BYTES * world_size)
-    driver = Driver(device)
+    driver = make_driver(device)
     with driver.current():
         problem = features.note or _write_to_peers(driver, block, rank)
         problems = exchange("probe of writes to peers", lambda: problem)

@@ -1,0 +1,37 @@
+"""Collectives on AMD GPUs: those of CUDA with the HIP runtime's driver. Never run on AMD hardware."""
+
+from __future__ import annotations
+
+import torch
+
+from sidelane.collectives.backend_cuda import CudaBackend
+from sidelane.execute.cuda.ordinary import ExportedMemory
+from sidelane.execute.cuda.probe import DriverFeatures, probe
+from sidelane.execute.cuda.virtual import Mirror
+from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
+from sidelane.memory.base import SymmetricBlock
+from sidelane.memory.control import ControlBlock
+from sidelane.memory.exchange import Exchange
+
+
+class HipBackend(CudaBackend):
+    """See :class:`sidelane.collectives.backend.Backend`.
+
+    SDMA engines move all bytes, and a kernel adds. Collectives in kernels are not offered: they compile for these GPUs,
+    but nobody has seen whether their fences hold there.
+    """
+
+    kernels_move_bytes = False
+
+    def _probe(self, exchange: Exchange, device: torch.device) -> DriverFeatures:
+        return probe_graphs(HipDriver(device), probe(exchange, device, self.memory, HipDriver), exchange)
+
+    def _make_executor(self, rank: int, device: torch.device, control: ControlBlock, timeout_s: float) -> HipExecutor:
+        return HipExecutor(rank, device, control, timeout_s, self.features, driver=HipDriver(device))
+
+    def _make_ordinary(self) -> ExportedMemory:
+        return ExportedMemory(self.executor.driver, None)
+
+    def spread(self, block: SymmetricBlock) -> Mirror | None:
+        """Return None: rows are copied one by one."""
+        return None

@@ -1,0 +1,59 @@
+"""Probe of graphs: some HIP runtimes run stream memory operations at once while a stream is captured."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from sidelane.execute.cuda.driver import Driver, DriverError
+from sidelane.execute.cuda.probe import DriverFeatures
+from sidelane.memory.exchange import Exchange
+
+_PATIENCE_S = 5.0
+_MARK = 7
+
+
+def probe_graphs(driver: Driver, features: DriverFeatures, exchange: Exchange | None) -> DriverFeatures:
+    """Return the features with ``graphs`` as found on all ranks. Collective if there is an exchange.
+
+    Raises:
+        PeerError, PeerTimeoutError: a rank did not take part.
+    """
+    problem = graph_problem(driver) if features.stream_memory_ops else features.note
+    problems = [problem] if exchange is None else exchange("probe of graphs", lambda: problem)
+    first = next((text for text in problems if text), "")
+    return dataclasses.replace(features, graphs=not first, note=features.note or first)
+
+
+def graph_problem(driver: Driver) -> str:
+    """Return the reason why a write cannot be captured into a graph and run twice; empty if it can."""
+    words, stream = driver.host_words(1), driver.create_stream()
+    try:
+        with driver.current():
+            ops = driver.memory_ops()
+            ops.write(words.address, _MARK)
+            graph = driver.make_graph([driver.bind_memory_ops(ops, stream)], stream)
+            try:
+                if not _becomes_idle(driver, stream) or words.array[0] == _MARK:
+                    return "graphs: this HIP runtime runs a stream's memory operations while it is captured"
+                for _ in range(2):
+                    words.array[0] = 0
+                    driver.submit([driver.bind_graph(graph, stream)])
+                    if not _becomes_idle(driver, stream) or words.array[0] != _MARK:
+                        return "graphs: this HIP runtime does not run a captured memory operation"
+            finally:
+                driver.destroy_graph(graph)
+        return ""
+    except DriverError as error:
+        return f"graphs: {error}"
+    finally:
+        driver.destroy_stream(stream)
+
+
+def _becomes_idle(driver: Driver, stream: int) -> bool:
+    deadline = time.monotonic() + _PATIENCE_S
+    while not driver.is_idle(stream):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-4)
+    return True

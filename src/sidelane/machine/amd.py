@@ -1,0 +1,183 @@
+"""AMD GPUs: their properties from torch, the kernel's topology (sysfs) and amdsmi. Never run on AMD hardware."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sidelane.errors import UnavailableError
+from sidelane.machine.inventory import Accelerators, InstalledGpu
+
+DEVICE_TYPE = "cuda"  # the name that torch for ROCm uses
+TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+XGMI = 11  # type of a link in the topology
+
+
+def device_count() -> int:
+    """Return the number of GPUs that a torch for ROCm sees; 0 with any other torch."""
+    return torch.cuda.device_count() if torch.version.hip and torch.cuda.is_available() else 0
+
+
+def device_names() -> tuple[str, ...]:
+    """Return the name of each GPU that torch sees."""
+    return tuple(torch.cuda.get_device_properties(index).name for index in range(device_count()))
+
+
+def inspect() -> Accelerators:
+    """Return the properties of the GPUs of this machine (there is at least one)."""
+    count = device_count()
+    engines, links = engine_counts(), link_counts()
+    notes = ["Sidelane has never run on AMD hardware: see docs/guide/amd.md"]
+    if not engines:
+        notes.append(f"engines and links are not known: {TOPOLOGY} does not list these GPUs")
+    gpus = tuple(_gpu(index, engines, links) for index in range(count))
+    peer_access = tuple(
+        tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)) for i in range(count)
+    )
+    return Accelerators(
+        device_type=DEVICE_TYPE,
+        gpus=gpus,
+        peer_access=peer_access,
+        pair_links=tuple(tuple(links.get((i, j), 0) for j in range(count)) for i in range(count)) if links else None,
+        driver=f"ROCm {torch.version.hip}",
+        library=f"RCCL {_rccl_version()}",
+        library_uses_copy_engines=False,
+        symmetric_memory=True,
+        notes=tuple(notes),
+    )
+
+
+class AmdSmiSensor:
+    """Power counters of one GPU (see :class:`sidelane.machine.power_sensor.PowerSensor`), read by amdsmi.
+
+    Args:
+        index: number of the GPU in torch, which amdsmi counts alike where all GPUs are visible.
+        amdsmi: module ``amdsmi``, or a substitute.
+
+    Raises:
+        UnavailableError: amdsmi is not installed, or does not know the GPU.
+    """
+
+    averaged = True  # MI300X reports a mean over some milliseconds ("socket power")
+
+    def __init__(self, index: int, *, amdsmi: Any = None) -> None:
+        try:
+            self._smi = importlib.import_module("amdsmi") if amdsmi is None else amdsmi
+            self._smi.amdsmi_init()
+            self._handle = self._smi.amdsmi_get_processor_handles()[index]
+        except Exception as problem:
+            raise UnavailableError(f"power: amdsmi does not know GPU {index}: {problem}") from problem
+        self.watts()
+
+    def watts(self) -> float:
+        """Return the power in watts.
+
+        Raises:
+            UnavailableError: the GPU does not tell it.
+        """
+        try:
+            found = self._smi.amdsmi_get_power_info(self._handle)
+        except Exception as problem:
+            raise UnavailableError(f"power: this GPU does not tell its power: {problem}") from problem
+        for name in ("current_socket_power", "average_socket_power"):
+            if isinstance(found.get(name), int | float) and found[name] > 0:
+                return float(found[name])
+        raise UnavailableError(f"power: amdsmi has no socket power of this GPU ({found})")
+
+    def energy_mj(self) -> float | None:
+        """Return the energy since the driver was loaded in millijoules; None if the GPU does not count it."""
+        try:
+            found = self._smi.amdsmi_get_energy_count(self._handle)
+            total = found["energy_accumulator"] if "energy_accumulator" in found else found["power"]
+            return float(total) * float(found["counter_resolution"]) / 1e3  # microjoules a count
+        except Exception:
+            return None
+
+    def close(self) -> None:
+        self._smi.amdsmi_shut_down()
+
+
+def power_sensor(index: int) -> AmdSmiSensor:
+    """Return the power counters of a GPU. Raises UnavailableError."""
+    return AmdSmiSensor(index)
+
+
+def power_problem() -> str | None:
+    """Return the reason why power cannot be read; None if amdsmi is there."""
+    try:
+        importlib.import_module("amdsmi")
+    except Exception as problem:  # the package may be there without the library behind it
+        return f"power needs amdsmi, which is a part of ROCm ({problem})"
+    return None
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of ROCm and RCCL; empty without a GPU."""
+    return {"rocm": str(torch.version.hip), "rccl": _rccl_version()} if device_count() else {}
+
+
+@functools.cache
+def engine_counts() -> Mapping[int, int]:
+    """Return the number of SDMA engines by GPU, those for XGMI links included; empty without a topology."""
+    return {
+        index: node.get("num_sdma_engines", 0) + node.get("num_sdma_xgmi_engines", 0)
+        for index, (_, node) in enumerate(_gpu_nodes())
+    }
+
+
+@functools.cache
+def link_counts() -> Mapping[tuple[int, int], int]:
+    """Return the number of XGMI links between pairs of GPUs; empty without a topology."""
+    nodes = _gpu_nodes()
+    index_of = {folder.name: index for index, (folder, _) in enumerate(nodes)}
+    found: dict[tuple[int, int], int] = {}
+    for index, (folder, _) in enumerate(nodes):
+        for link in sorted((folder / "io_links").glob("*/properties")):
+            values = _properties(link)
+            other = index_of.get(str(values.get("node_to", -1)))
+            if values.get("type") == XGMI and other is not None:
+                found[index, other] = found.get((index, other), 0) + 1
+    return found
+
+
+def _gpu(index: int, engines: Mapping[int, int], links: Mapping[tuple[int, int], int]) -> InstalledGpu:
+    properties = torch.cuda.get_device_properties(index)
+    return InstalledGpu(
+        index=index,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        compute_units=properties.multi_processor_count,
+        copy_engines=engines.get(index),
+        links=sum(count for (one, _), count in links.items() if one == index) if links else None,
+        through_switch=False if links else None,
+        power_cap_w=None,
+    )
+
+
+def _rccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+
+
+def _gpu_nodes() -> list[tuple[Path, dict[str, int]]]:
+    """Return folder and properties of the topology's GPUs; nodes without SIMDs are processors."""
+    if not TOPOLOGY.is_dir():
+        return []
+    folders = sorted((one for one in TOPOLOGY.iterdir() if one.name.isdigit()), key=lambda one: int(one.name))
+    nodes = [(folder, _properties(folder / "properties")) for folder in folders]
+    return [(folder, values) for folder, values in nodes if values.get("simd_count", 0) > 0]
+
+
+def _properties(file: Path) -> dict[str, int]:
+    """Read a file of lines ``name number``."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    return {name: int(value) for name, value in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}

@@ -1,0 +1,161 @@
+"""Ranks of the HIP executor on the stand-in runtime (``hip/standin.c``), in one process or in several."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from cuda_world import World
+from fake_driver import FakeHostWords
+
+from sidelane import Communicator
+from sidelane.collectives import backend_cuda, backend_hip
+from sidelane.execute.base import Place
+from sidelane.execute.cuda import DriverFeatures
+from sidelane.execute.cuda.native import Bound
+from sidelane.execute.hip import HipDriver, HipExecutor
+from sidelane.execute.hip.runtime import Runtime
+from sidelane.memory.shared_tensors import SharedTensors
+from sidelane.memory.shm import ShmMemory
+from sidelane.native.build import find_compiler
+from sidelane.session import session
+
+UNITS = 304
+SOURCE = Path(__file__).parent / "hip" / "standin.c"
+
+
+@functools.cache
+def standin() -> ctypes.CDLL:
+    """Compile and load the stand-in."""
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("the stand-in for the HIP runtime needs a C compiler")
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "standin.so"
+        subprocess.run([*compiler, "-shared", "-fPIC", "-O1", "-o", str(built), str(SOURCE), "-lpthread"], check=True)
+        return ctypes.CDLL(str(built))
+
+
+class StandinDriver(HipDriver):
+    """A driver whose runtime is the stand-in; what torch for ROCm would say is made up."""
+
+    def __init__(self) -> None:
+        self.library = standin()
+        self.caller, self.captured = 0, False
+        self.allocated: list[int] = []
+        super().__init__(torch.device("cuda", 0), Runtime(self.library))
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def is_current(self) -> bool:
+        return True
+
+    def place(self) -> Place:
+        return self.caller, self.is_capturing(self.caller)
+
+    def questions(self) -> None:
+        return None
+
+    def host_words(self, count: int) -> Any:
+        return FakeHostWords(count)
+
+    def device_words(self, count: int) -> tuple[int, object]:
+        return self.allocate(4 * count), None
+
+    def allocate(self, nbytes: int) -> int:
+        self.allocated.append(super().allocate(nbytes))
+        return self.allocated[-1]
+
+    def attribute(self, name: str) -> int:
+        return UNITS if name == "MULTIPROCESSOR_COUNT" else super().attribute(name)
+
+    def bind_reduce(
+        self, dst: int, srcs: Sequence[int], nbytes: int, reduction: Any, stream: int, blocks: int
+    ) -> Bound:
+        if not nbytes:
+            return lambda: 0, ()
+        sources = (ctypes.c_uint64 * len(srcs))(*srcs)
+        arguments = (ctypes.c_void_p(dst), sources, ctypes.c_uint(len(srcs)), ctypes.c_size_t(nbytes))
+        return self.library.standin_add, (*arguments, ctypes.c_void_p(stream))
+
+    def array(self, nbytes: int) -> np.ndarray:
+        """Return device memory as an array."""
+        return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self.allocate(nbytes)))
+
+    def capture(self, stream: int, work: Callable[[], object]) -> int:
+        """Return an executable graph of what ``work`` submits."""
+        self.runtime.call("hipStreamBeginCapture", stream, 2)
+        graph = ctypes.c_void_p()
+        try:
+            work()
+        finally:
+            self.runtime.call("hipStreamEndCapture", stream, ctypes.addressof(graph))
+        found = self.runtime.ask(ctypes.c_void_p, "hipGraphInstantiate", graph, None, None, 0)
+        self.runtime.call("hipGraphDestroy", graph)
+        return int(found)
+
+    def stop(self) -> None:
+        """Do nothing: streams of the stand-in end with what they have, or with the process."""
+
+
+@contextlib.contextmanager
+def hip_gpus() -> Iterator[StandinDriver]:
+    """Communicators of this rank are on an AMD GPU that is the stand-in; symmetric memory is that of CPU ranks."""
+    driver = StandinDriver()
+    driver.caller = driver.create_stream()
+    real_call = Communicator._call
+
+    def call(comm: Communicator, *arguments: Any) -> None:
+        *asked, _ = arguments
+        real_call(comm, *asked, False)  # an asynchronous call takes a stream of torch's
+        if not driver.is_capturing(driver.caller):
+            comm.synchronize()
+            driver.runtime.call("hipStreamSynchronize", driver.caller)
+
+    features = DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=True)
+    patches = (
+        mock.patch.object(backend_cuda, "TorchSymmetricMemory", lambda exchange, *_: ShmMemory(exchange)),
+        mock.patch.object(backend_hip, "probe", return_value=features),
+        mock.patch.object(backend_hip, "HipDriver", return_value=driver),
+        mock.patch.object(backend_hip.HipBackend, "_make_ordinary", return_value=SharedTensors()),
+        mock.patch.object(backend_hip.HipBackend, "settle"),
+        mock.patch.object(session, "make_backend", backend_hip.HipBackend),
+        mock.patch.object(session, "choose_device", return_value=torch.device("cpu")),
+        mock.patch.object(Communicator, "_call", call),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield driver
+
+
+class HipWorld(World):
+    """See ``cuda_world.World``."""
+
+    executor_type = HipExecutor
+
+    def make_driver(self, channels: int | None) -> StandinDriver:
+        return StandinDriver()
+
+    def features(self, peer_writes: bool) -> DriverFeatures:
+        return DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=peer_writes)
+
+
+@contextlib.contextmanager
+def hip_world(world_size: int, **options: Any) -> Iterator[HipWorld]:
+    world = HipWorld(world_size, **options)
+    try:
+        yield world
+    finally:
+        world.close()

@@ -1,0 +1,69 @@
+"""Every kernel as AMD's GPUs get it: compiled here, where none is, and its fences looked for in the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from marks import long
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from every_kernel import moving, reducing
+from triton.backends.compiler import GPUTarget
+
+from sidelane.device import stamps
+from sidelane.device.launch import Launch
+from sidelane.execute.cuda.kernel_launch import KernelBinary, compile_for
+
+
+@triton.jit
+def clock(place):  # type: ignore[no-untyped-def]
+    tl.store(place, stamps.amd_clock_ns())
+
+
+FLAGLESS = ("_cells",)
+"""Kernels whose data carry their own flags: no fence orders them, each word is stored as a whole."""
+
+LOCAL_MEMORY_BYTES = 64 << 10
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", long("gfx950")])
+@pytest.mark.parametrize("launches", [moving, reducing])
+def test_every_kernel_compiles_with_its_fences(
+    launches: Callable[[int, int], Iterator[Launch]], architecture: str
+) -> None:
+    """A signal makes earlier stores visible to the system (``buffer_wbl2 sc0 sc1``), and a wait drops stale lines."""
+    found = Counter[str]()
+    for launch in launches(2, 4):
+        name = launch.kernel.__name__
+        found[name] += 1
+        if found[name] > 1:
+            continue
+        compiled = compile_for(GPUTarget("hip", architecture, 64), launch.kernel, launch.constants, launch.warps)
+        text = compiled.asm["amdgcn"]
+        binary = KernelBinary.of(compiled)
+        assert binary.image.startswith(b"\x7fELF") and binary.shared_bytes <= LOCAL_MEMORY_BYTES
+        if name.endswith(FLAGLESS):
+            continue
+        code = [line.strip() for line in text.splitlines()]
+        released = [number for number, line in enumerate(code) if line.startswith("buffer_wbl2 sc0 sc1")]
+        acquired = [number for number, line in enumerate(code) if line.startswith("buffer_inv sc0 sc1")]
+        assert released and acquired, f"{name}: a flag is signalled or awaited without a fence"
+        for number in released:  # nothing but a wait for the write-back comes between the fence and the flag's store
+            after = [line for line in code[number + 1 : number + 40] if line and not line.startswith((";", "."))]
+            until = next(i for i, line in enumerate(after) if re.match(r"(global|flat)_(atomic|store)", line))
+            assert any(line.startswith("s_waitcnt vmcnt(0)") for line in after[:until]), f"{name}: {after[:until]}"
+    assert len(found) > 5
+
+
+def test_stamps_read_the_constant_clock() -> None:
+    source = triton.compiler.ASTSource(clock, {"place": "*i64"}, {})
+    text = triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options={"num_warps": 1}).asm["amdgcn"]
+    assert "s_memrealtime" in text
