@@ -22,7 +22,7 @@ COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
     "info --versions": {"sidelane", "commit", "python", "torch", "driver", "gpus", "os", "compiler"},
     "machines": {"name", "sources"},
-    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal_library", "choices"},
+    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
     "nccl-tests all_gather -b 4K -e 4K -g 2 -n 1 -w 0": STUDY,
     f"ordinary {ON_CPUS} --part alone --collective all_gather --max-bytes 64K --repeats 1 --warmup 0": STUDY,

@@ -168,9 +168,9 @@ def way_to_call(row: CollectiveRow) -> str:
     return f"{row.collective}, {row.dtype}, {place_of(row.in_place)}, {row.launch}{listed}"
 
 
-def _variant(row: CollectiveRow) -> str:
-    """The variant; one line for what auto chose, whatever that was at each size."""
-    return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""
+def _line(row: CollectiveRow) -> str:
+    """Return what separates the lines of one implementation: lists in a call, and in a call for each tensor."""
+    return SEPARATE if row.separate else ""
 
 
 def draw_ways(rows: Sequence[CollectiveRow], results: Results, folder: Path) -> list[Picture]:
@@ -178,7 +178,7 @@ def draw_ways(rows: Sequence[CollectiveRow], results: Results, folder: Path) -> 
     from sidelane_lab.harness.drawing import draw_sizes  # ranks do without what draws
 
     ways = grouped([row for row in rows if row.time_us], way_to_call)
-    return [draw_sizes(way, alike, results, folder, _variant) for way, alike in ways]
+    return [draw_sizes(way, alike, results, folder, _line) for way, alike in ways]
 
 
 MOST_CALLS = 20

@@ -51,8 +51,8 @@ class C3Row(PairRow):
         speedup: (gemm + best_comm) / time.
         ideal: (gemm + best_comm) / max(gemm, best_comm).
         percent_of_ideal: 100 (speedup - 1) / (ideal - 1).
-        percent_of_ideal_nccl: the same with the library's isolated time (NCCL's, Gloo's on CPUs) as best_comm: "% of
-            ideal (library)" of tables and of ``sidelane demo``, as papers have it.
+        percent_of_ideal_nccl: percent of the papers' ideal: the same with the library's isolated time (NCCL's, Gloo's
+            on CPUs) as best_comm, so that a faster collective can pass 100.
         correct: True if outputs of both agreed with a reference in this run.
         note: reason why there is no time, or a remark.
         units: compute units that the GEMM did without; 0 also in files without this key.
@@ -92,7 +92,7 @@ C3_COLUMNS: Mapping[str, Cell] = {
     "units\ntaken": "units",
     "collective\nalone us": "comm_us",
     **TOGETHER_COLUMNS,
-    "% of ideal\n(library)": "percent_of_ideal_nccl:.0f",
+    "% of papers'\nideal": "percent_of_ideal_nccl:.0f",
     "<correct": "correct",
 }
 

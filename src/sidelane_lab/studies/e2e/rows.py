@@ -134,7 +134,7 @@ def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> l
     """Draw a picture for each workload and launch: the step of every size by every way, next to the library's."""
     from matplotlib.figure import Figure
 
-    from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, save_titled
+    from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, plain_name, save_titled
 
     colours = {**COLOURS, "group": BLUE, "operators": GREEN, NONE: GREY}
     pictures = []
@@ -151,7 +151,9 @@ def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> l
                 for place, row in enumerate(same):
                     x, share = at + (place - (len(same) - 1) / 2) * 0.84 / most, 100 + (row.over_percent or 0.0)
                     axes.bar(x, min(share, HIGHEST), 0.77 / most, color=colours.get(row.way, PURPLE))
-                    axes.text(x, 2, f"{row.way} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
+                    axes.text(
+                        x, 2, f"{plain_name(row.way)} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7
+                    )
             axes.axhline(100, color="black", linewidth=0.6)
             names = [textwrap.fill(size, max(9, 2 * most)) for (_, size, _), _ in some]
             axes.set_xticks(range(len(some)), names, fontsize=7)

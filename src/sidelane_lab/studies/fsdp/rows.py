@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import MISSING, Table, grouped, verdict
-from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, save
+from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, plain_name, save
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture
 
@@ -240,7 +240,7 @@ def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Pic
                         va="bottom" if above else "top",
                         fontsize=6,
                     )
-        axes.bar(0, 0, color=COLOURS[name], label=name)
+        axes.bar(0, 0, color=COLOURS[name], label=plain_name(name))
     labels = [title_of(alike[0]).replace(", ", "\n") for _, alike in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=7)
     axes.axhline(0, color=GREY, linewidth=0.5)

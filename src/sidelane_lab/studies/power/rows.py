@@ -18,6 +18,7 @@ from sidelane_lab.harness.drawing import (
     STYLES,
     file_name,
     label_ends,
+    plain_name,
     save,
     size_axis,
 )
@@ -141,7 +142,9 @@ def draw_power(
                     low, high = ([scale * end[k] for scale, end in zip(scales, ends_of, strict=True)] for k in (0, 1))
                     axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
                 axes.plot(sizes, values, **looks)
-                ends[axes].append((sizes[-1], values[-1], f"{implementation} {variant}".rstrip(), colour))
+                ends[axes].append(
+                    (sizes[-1], values[-1], ", ".join(filter(None, [plain_name(implementation), variant])), colour)
+                )
         idle = next((row.idle_watts for row in alike if row.idle_watts is not None), None)
         if idle is not None:
             watts.axhline(idle, color=GREY, linewidth=0.9, linestyle="--")

@@ -22,6 +22,7 @@ from sidelane_lab.harness.drawing import (
     ORANGE,
     PURPLE,
     VERMILLION,
+    plain_name,
     plot_line,
     save_titled,
     size_axis,
@@ -267,9 +268,8 @@ def _panels(grid: Grid, name: str, title: str, axis: str, text: str, directory: 
         for label, points in lines:
             number = labels.index(label)
             colour = COLOURS.get(label, LINES[number % len(LINES)])
-            plot_line(axes, points, label, colour, number)
-        axes.set_title(f"{row} {column}".strip())
-        axes.legend(fontsize=7, frameon=False)
+            plot_line(axes, points, plain_name(label), colour, number)
+        axes.set_title(" ".join(filter(None, [plain_name(row), column])))
         if axis:
             axes.axhline(1.0, color=BLACK, linewidth=0.7)
             axes.set_xlabel(axis)
@@ -280,4 +280,14 @@ def _panels(grid: Grid, name: str, title: str, axis: str, text: str, directory: 
         first[0].set_ylabel("time / time with all units" if axis else "time, us")
         if axis:
             first[0].set_ylim(bottom=0)  # of all in the row, behind all lines
+    lines_by_name = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    shown = [plain_name(label) for label in labels]
+    figure.legend(
+        [lines_by_name[one] for one in shown],
+        shown,
+        ncols=min(6, len(shown)),
+        fontsize=8,
+        frameon=False,
+        loc="outside lower center",
+    )
     yield save_titled(figure, name, title, text, directory)
