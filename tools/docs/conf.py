@@ -43,4 +43,5 @@ napoleon_use_rtype = False
 def setup(app: Any) -> None:
     app.connect("source-read", lambda _, page, source: source.__setitem__(0, site.as_shown(page, source[0])))
     app.connect("autodoc-process-docstring", site.docstring_as_shown, priority=900)  # behind napoleon
+    app.connect("autodoc-process-signature", site.signature_as_shown)
     app.connect("missing-reference", site.found)

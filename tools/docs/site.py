@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 from docutils import nodes
 
 from docs.interface import INTERNAL, TASKS
+from docs.source import definition_of
+from docs.source import signature as written_signature
 from sidelane import errors
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -93,6 +96,18 @@ def docstring_as_shown(app: Any, what: str, name: str, it: Any, options: Any, li
             heading = ""
         shown.append(line)
     lines[:] = shown
+
+
+def signature_as_shown(
+    app: Any, what: str, name: str, it: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str, str] | None:
+    """Return the signature of a Triton function as it is written, which its decorator hides."""
+    module, _, function = name.rpartition(".")
+    if what != "function" or signature is None or "*arguments" not in signature:
+        return None
+    definition = definition_of(module, function)
+    assert isinstance(definition, ast.FunctionDef)
+    return f"({written_signature(definition)})", ""
 
 
 def _raised(names: str) -> str:
