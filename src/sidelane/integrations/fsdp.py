@@ -42,7 +42,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
     rounded. Calls that Sidelane does not make go to the group's own backend: those of a group other than the one that
     shards the parameters, as with a number for ``reshard_after_forward``, and float64 gradients.
-    :attr:`EnabledFsdp.elsewhere` and ``sidelane.report()`` list them. A divide factor of the program's own is
+    ``EnabledFsdp.elsewhere`` and ``sidelane.report()`` list them. A divide factor of the program's own is
     multiplied behind the sum. If shards are on several machines, Sidelane works within each, and the group's own
     backend between them.
 

@@ -58,14 +58,13 @@ class CollectiveRow(FlatRow):
         variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only). With
             ``separate`` or ``+separate``: a call for each tensor of the list, one behind the other, instead of one call
             (NCCL: one group of calls) with all of them.
-        time_us: of all calls for the bytes, median over the rounds of the slowest rank's time; p10_us and p90_us
-            likewise.
-        bus_gbps: see :func:`bus_gbps`.
-        energy_mj: of all GPUs for one call; None when it was not measured.
-        correct: outputs were compared with a reference in this run; None when it could not run.
-        note: why there is no time, or what to know about this one.
-        tensors: that share the bytes: 1 where a call takes one tensor, as in files without this key; otherwise the
-            length of a list.
+        time_us: time of all calls for the bytes, median over the rounds of the slowest rank.
+        bus_gbps: bus bandwidth as nccl-tests defines it (:func:`bus_gbps`).
+        energy_mj: energy of all GPUs for one call; None when it was not measured.
+        correct: True if outputs agreed with a reference in this run; None when it could not run.
+        note: reason why there is no time, or a remark.
+        tensors: number of tensors that share the bytes: 1 where a call takes one tensor, as in files without this key;
+            otherwise the tensors of a list.
     """
 
     allowed: ClassVar[Allowed] = (("launch", LAUNCHES), ("implementation", IMPLEMENTATIONS))

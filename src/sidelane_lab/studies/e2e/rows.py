@@ -33,23 +33,26 @@ class WorkloadRow(FlatRow):
             communication.
         launch: ``eager``, or ``graph``: in a CUDA graph.
         nccl: version that is loaded; empty on CPUs.
-        step_ms: of a step, median over rounds of the slowest rank; fastest_ms, slowest_ms: of these rounds.
+        step_ms: time of a step, median over the rounds of the slowest rank.
+        fastest_ms: time of the fastest of these rounds.
+        slowest_ms: time of the slowest of these rounds.
         rounds: number of rounds.
-        unit: of what is counted: ``tokens`` or ``samples``.
+        unit: unit of ``per_second``: ``tokens`` or ``samples``.
         per_second: units that all ranks finish in a second.
-        over_percent: by how much a step takes longer than the library's in the same round, median.
-        exposed_ms: more than ``none`` in the same round, median; exposed_percent: its share of the step.
-        recovered_percent: of the library's exposed time, how much this way hides or saves.
-        predicted_ms: by how much the model of the described machine expects a step to be longer than ``none``, or of
-            sizes without ``none`` its time. The model adds up transfers and the kernels that a way has for them,
-            without the host, and was not fitted to these rows. Null for ways that are not modelled, and where the
-            machine is not described.
-        made_by: who made which calls of a process group of Sidelane's in a step, with the variant or the reason
-            against it, as ``sidelane.report()`` says on the first rank.
+        over_percent: percent by which a step takes longer than the library's in the same round, median.
+        exposed_ms: time by which a step takes longer than ``none`` in the same round, median.
+        exposed_percent: share of the step that is exposed.
+        recovered_percent: share of the library's exposed time that this way hides or saves.
+        predicted_ms: time by which the model of the described machine expects a step to be longer than ``none``, or the
+            time of sizes without ``none``. The model adds up transfers and the kernels that a way has for them, without
+            the host, and was not fitted to these rows. Null for ways that are not modelled, and where the machine is
+            not described.
+        made_by: makers of the calls of a Sidelane process group in a step, with the variant or the reason against it,
+            as ``sidelane.report()`` says on the first rank.
         difference: norm of the difference from the library's result over the norm of that, the largest of all ranks.
-        correct: it is within the tolerance of the workload; null where nothing is communicated.
+        correct: True if the difference is within the tolerance of the workload; null where nothing is communicated.
         facts: figures of the workload at this size, by name with the unit in it.
-        note: why there is no time, or what to know about this one.
+        note: reason why there is no time, or a remark.
     """
 
     allowed = (("workload", WORKLOADS), ("launch", (EAGER, GRAPH)))

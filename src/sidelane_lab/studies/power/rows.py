@@ -34,18 +34,18 @@ class PowerRow(FlatRow):
     """Power and energy of a collective that runs back to back (method: docs/lab/power.md).
 
     Attributes:
-        bytes: as in :class:`CollectiveRow`.
-        implementation: as there; ``library`` in predictions.
+        bytes: bytes as in :class:`CollectiveRow`.
+        implementation: implementation as in :class:`CollectiveRow`; ``library`` in predictions.
         launch: eager or graph; ``model`` in predictions.
-        time_us: of one call, the slowest rank's.
-        watts: mean over the GPUs, by their energy counters.
-        watts_sampled: the same by their power readings.
-        idle_watts: before the study, with everything set up and nothing running.
-        energy_mj: of all GPUs for one call: watts x GPUs x time.
-        energy_above_idle_mj: what is left of it above ``idle_watts``.
+        time_us: time of one call of the slowest rank.
+        watts: mean power of a GPU by the energy counters.
+        watts_sampled: mean power of a GPU by the power readings.
+        idle_watts: mean power before the study, with everything set up and nothing running.
+        energy_mj: energy of all GPUs for one call: watts x GPUs x time.
+        energy_above_idle_mj: energy of one call above ``idle_watts``.
         counters_agree_percent: 100 x watts_sampled / watts.
-        correct: outputs were compared with a reference in this run; None when nothing ran.
-        note: why there are no figures, or what to know about these.
+        correct: True if outputs agreed with a reference in this run; None when nothing ran.
+        note: reason why there are no figures, or a remark.
     """
 
     allowed = (("launch", (*LAUNCHES, MODEL)), ("implementation", (*IMPLEMENTATIONS, LIBRARY)))

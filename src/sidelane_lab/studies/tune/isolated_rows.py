@@ -43,18 +43,19 @@ class IsolatedRow(FlatRow):
         what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once; ``pair``: a GEMM and a
             collective under a strategy.
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
-        collective: which, or empty.
-        bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
-        implementation: who runs the collective or the traffic; ``host``: copies between device and host.
-        variant: of it.
-        means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
-            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``. Pair: the strategy.
-        units: taken from the GEMM, or given to the collective; 0: it has all.
-        device_units: that there are.
+        collective: name of the collective; empty without one.
+        bytes: bytes of the collective as in :class:`CollectiveRow`, of the traffic, or of the memory that is read.
+        implementation: implementation of the collective or of the traffic; ``host``: copies between device and host.
+        variant: variant of the implementation.
+        means: way in which units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``,
+            ``grid``, ``threads``. For ``beside`` it says whose time it is, ``gemm`` or ``traffic``, and for ``pair``
+            the strategy.
+        units: compute units taken from the GEMM, or given to the collective; 0: it has all.
+        device_units: compute units of the device.
         time_us: median over rounds of the slowest rank.
-        alone_us: beside: the same without the other. Pair: the collective.
-        gbps: of memory, read and written; of a collective, sent by each rank.
-        note: why there is no time.
+        alone_us: for ``beside`` the same time without the other one, for ``pair`` the time of the collective.
+        gbps: bytes of memory read and written, or bytes that each rank of a collective sends, over the time.
+        note: reason why there is no time.
     """
 
     allowed = (("what", ISOLATED),)
