@@ -41,8 +41,10 @@ LAYERS = (
     ("sidelane.device",),
     ("sidelane.memory", "sidelane.machine", "sidelane.program"),
     ("sidelane.native",),
+    ("sidelane.metrics",),
     ("sidelane.config", "sidelane.forks", "sidelane.modes"),
-    ("sidelane.errors", "sidelane.fields", "sidelane.log", "sidelane.ranges", "sidelane.sizes"),
+    ("sidelane.ranges",),
+    ("sidelane.errors", "sidelane.fields", "sidelane.log", "sidelane.sizes"),
     ("sidelane.user_files", "sidelane.version"),
 )
 HEIGHT = {room: -number for number, layer in enumerate(LAYERS) for room in layer}

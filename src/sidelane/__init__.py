@@ -82,8 +82,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("sidelane.session"), name)
     if name in ("ddp", "fsdp"):
         return import_module(f"sidelane.integrations.{name}")
-    if name == "ops":
-        return import_module("sidelane.ops")
+    if name in ("metrics", "ops"):
+        return import_module(f"sidelane.{name}")
     if name in _ELSEWHERE:
         return getattr(import_module(_ELSEWHERE[name]), name)
     # Tracebacks then show the nearest of the names below.
@@ -91,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "ddp", "fsdp", "ops"})
+    return sorted({*globals(), *__all__, "ddp", "fsdp", "metrics", "ops"})

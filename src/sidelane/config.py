@@ -15,6 +15,7 @@ variable                    meaning                                             
 ``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
 ``SIDELANE_LOG``            what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG           (g)
 ``SIDELANE_NVTX``           1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)           (h)
+``SIDELANE_METRICS``        file of metrics for Prometheus, with ``{rank}``, ``{pid}`` or ``{host}`` in its name  (i)
 ``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
 ==========================  ==========================================================================  =======
 
@@ -26,6 +27,7 @@ variable                    meaning                                             
 (f) an eighth of what the device has.
 (g) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
 (h) 0. It is no setting of a communicator.
+(i) none is written (docs/guide/observability.md). It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -52,7 +54,7 @@ VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
     *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
     "SIDELANE_VIRTUAL_NODES",
-    *("SIDELANE_LOG", "SIDELANE_NVTX"),  # for the process, not for a communicator
+    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS"),  # for the process, not for a communicator
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -240,6 +242,11 @@ def mark_ranges() -> None:
         except (ImportError, AttributeError) as error:
             # No UnavailableError: a process group would let other backends make its calls, and say nothing.
             raise _refused(f"SIDELANE_NVTX=1 needs the package nvtx: {error}") from None
+
+
+def metrics_file() -> str | None:
+    """Return the value of ``SIDELANE_METRICS``; None if there is none."""
+    return os.environ.get("SIDELANE_METRICS") or None
 
 
 @contextlib.contextmanager

@@ -1,18 +1,24 @@
-"""Ranges of calls in profilers: torch's, and with ``SIDELANE_NVTX=1`` those that read NVTX, such as Nsight Systems.
+"""The place where calls are observed: profilers of torch, NVTX, and observers such as metrics and the flight recorder.
 
 A call on copy engines launches no kernel, so that a profiler shows nothing by its name. Its range lies on the host's
-thread, and the copies that were submitted within it belong to it.
+thread, and the copies that were submitted within it belong to it. With ``SIDELANE_NVTX=1`` profilers that read NVTX
+see the ranges too, such as Nsight Systems.
+
+While nothing observes, a call asks :data:`is_active` and does nothing else here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
+
+from sidelane import log
 
 DOMAIN = "sidelane"
 
@@ -20,7 +26,48 @@ _domain: Any = None
 _thread = threading.local()
 
 is_active: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Function that returns True if a profiler records this thread, or ranges are marked by NVTX. Each call asks it."""
+"""Function that returns True if something observes the calls of this thread. Each call asks it."""
+
+observers: tuple[Observer, ...] = ()
+"""The observers of this process's calls; :func:`observe` and :func:`leave` change it."""
+
+
+class Observer(Protocol):
+    """Something that is told of calls on the thread that makes them. It keeps no tensors."""
+
+    def begin(self, call: ObservedCall) -> None:
+        """Take note of a call that begins."""
+        ...
+
+    def end(self, call: ObservedCall, error: BaseException | None) -> None:
+        """Take note of a call that returns to its caller, or raises."""
+        ...
+
+    def waited(self, ranks: Sequence[int], seconds: float) -> None:
+        """Take note of a wait of the host for late peers, by their ranks in the world. Any thread may wait."""
+        ...
+
+    def fell_back(self, name: str, where: str, why: str) -> None:
+        """Take note of a call that another backend makes, or of something slower that calls do from now on."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Take note of the end of a communicator by an error. Any thread may find it."""
+        ...
+
+
+def observe(observer: Observer) -> None:
+    """Tell an observer of all calls from now on."""
+    global observers
+    observers = (*observers, observer)
+    _settle()
+
+
+def leave(observer: Observer) -> None:
+    """Tell an observer of no more calls."""
+    global observers
+    observers = tuple(one for one in observers if one is not observer)
+    _settle()
 
 
 def mark_by_nvtx() -> None:
@@ -29,19 +76,22 @@ def mark_by_nvtx() -> None:
     Raises:
         ImportError: the package ``nvtx`` is not installed.
     """
-    global _domain, is_active
-    _domain, is_active = importlib.import_module("nvtx").get_domain(DOMAIN), lambda: True
+    global _domain
+    _domain = importlib.import_module("nvtx").get_domain(DOMAIN)
+    _settle()
 
 
-@contextlib.contextmanager
-def call(
-    name: str,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    ranks: Sequence[int],
-    group: str = "",
-) -> Iterator[None]:
-    """Record a call while the ``with`` block runs. A call that another one makes is a part of it.
+def tell(event: str, *arguments: object, to: Sequence[Observer] | None = None) -> None:
+    """Call a method of all observers, or of some. Their errors are logged: an observer fails no call."""
+    for observer in observers if to is None else to:
+        try:
+            getattr(observer, event)(*arguments)
+        except Exception:
+            log.calls.exception("%s.%s failed", type(observer).__name__, event)
+
+
+class ObservedCall:
+    """A call, as a context manager around it. A call that another one makes on the same thread is a part of it.
 
     Profilers that record shapes also get the fields that ``record_param_comms`` has for calls of torch's backends in
     C++, under the names that tools read.
@@ -50,54 +100,125 @@ def call(
         name: name of the collective or the operator.
         outputs: tensors that are written.
         inputs: tensors that are read only.
-        ranks: the ranks of the group.
-        group: name of the process group; "" for a communicator.
+        ranks: the ranks of the group, in the world.
+        group: name of the process group or communicator, the same on all ranks.
+        maker: the communicator's calls (``collectives.calls``); None for a group that has no communicator yet.
+
+    Attributes:
+        began_ns: time of the begin, in nanoseconds of the epoch.
+        ended_ns: time at which it returned to its caller, in nanoseconds of the epoch; 0 before.
+        work: what it returned: the handle of an asynchronous call, else None.
     """
-    if getattr(_thread, "within", False):
-        yield
-        return
-    title, domain, pushed = f"{DOMAIN}:{name}", _domain, False
-    try:
-        _thread.within = True
-        if domain is not None:
-            domain.push_range(domain.get_event_attributes(message=title))
-            pushed = True
-        if torch.autograd._profiler_enabled():
-            fields = _fields(name, outputs, inputs, ranks, group)
-            with torch._C._profiler._RecordFunctionFast(title, [*outputs, *inputs], fields):
-                yield
-        else:
-            yield
-    finally:
+
+    __slots__ = (
+        *("began_ns", "ended_ns", "group", "inputs", "maker", "name", "outputs", "ranks", "work"),
+        *("_is_marked", "_profiled", "_recorded", "_told"),
+    )
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        ranks: Sequence[int],
+        group: str = "",
+        maker: Any = None,
+    ) -> None:
+        self.name, self.outputs, self.inputs, self.ranks = name, outputs, inputs, ranks
+        self.group, self.maker, self.work = group, maker, None
+        self.began_ns = self.ended_ns = 0
+        self._recorded = self._is_marked = False
+        self._told: tuple[Observer, ...] = ()
+        self._profiled: Any = None
+
+    def __enter__(self) -> ObservedCall:
+        if getattr(_thread, "within", False):
+            return self
+        _thread.within = self._recorded = True
+        try:
+            if observers:
+                self.began_ns = time.time_ns()
+                self._told = observers
+                tell("begin", self)
+            if _domain is not None:
+                _domain.push_range(_domain.get_event_attributes(message=f"{DOMAIN}:{self.name}"))
+                self._is_marked = True
+            if torch.autograd._profiler_enabled():
+                fields = _fields(self.name, self.outputs, self.inputs, self.ranks, self.group)
+                title, tensors = f"{DOMAIN}:{self.name}", [*self.outputs, *self.inputs]
+                self._profiled = torch._C._profiler._RecordFunctionFast(title, tensors, fields)
+                self._profiled.__enter__()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._recorded:
+            return
         _thread.within = False
-        if pushed:
-            domain.pop_range()
+        if self._profiled is not None:
+            self._profiled.__exit__(kind, error, trace)
+        if self._is_marked:
+            _domain.pop_range()
+        if self._told:
+            self.ended_ns = time.time_ns()
+            tell("end", self, error, to=self._told)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes: of the larger side, so that a gather counts what it gathers, and others their whole buffer."""
+        return max(_nbytes(self.outputs), _nbytes(self.inputs))
 
 
-def leave_thread_out() -> None:
-    """Record no calls of this thread from now on: they are parts of calls of other threads."""
-    _thread.within = True
-
-
-def method_call(
-    name: str, arguments: Mapping[str, object], ranks: Sequence[int]
-) -> contextlib.AbstractContextManager[None]:
-    """Record a call of a communicator's method.
+def method_call(name: str, arguments: Mapping[str, object], maker: Any) -> ObservedCall:
+    """Observe a call of a communicator's method.
 
     Args:
         name: name of the call.
         arguments: arguments of a collective, by the names that they have in ``Communicator``.
-        ranks: the ranks of the group.
+        maker: the communicator's calls, with its ranks and its name.
     """
     in_place = _tensors(arguments.get("tensor"))
     read, written = in_place or _tensors(arguments.get("input")), _tensors(arguments.get("output")) or in_place
-    return call(name, written, [tensor for tensor in read if all(tensor is not one for one in written)], ranks)
+    inputs = [tensor for tensor in read if all(tensor is not one for one in written)]
+    return ObservedCall(name, written, inputs, maker.ranks, maker.name, maker)
+
+
+def leave_thread_out() -> None:
+    """Observe no calls of this thread from now on: they are parts of calls of other threads."""
+    _thread.within = True
+
+
+def _always() -> bool:
+    return True
+
+
+def _settle() -> None:
+    """Set :data:`is_active`: while only torch's profiler may observe, it is torch's own function."""
+    global is_active
+    is_active = _always if observers or _domain is not None else torch.autograd._profiler_enabled
 
 
 def _tensors(argument: object) -> list[torch.Tensor]:
     """Return the tensors of an argument: a tensor, or a list of them."""
-    parts = argument if isinstance(argument, (list, tuple)) else (argument,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return [part for part in argument if isinstance(part, torch.Tensor)] if isinstance(argument, (list, tuple)) else []
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    try:
+        return sum(tensor.nbytes for tensor in tensors)
+    except Exception:  # tensors that the call itself refuses
+        return 0
+
+
+def name_of_dtype(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the name of the first tensor's dtype; "" if there is none."""
+    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
 
 
 def _fields(

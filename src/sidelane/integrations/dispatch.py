@@ -231,8 +231,11 @@ class Dispatcher:
         if not ranges.is_active():
             return self._run(call)
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
-        with ranges.call(call.name, call.outputs, read, self._ranks, self._name):
-            return self._run(call)
+        made = self._communicators.get(call.tensors[0].device.type if call.tensors else "cpu")
+        maker = made.lane.calls if made is not None else None
+        with ranges.ObservedCall(call.name, call.outputs, read, self._ranks, self._name, maker) as observed:
+            observed.work = work = self._run(call)
+            return work
 
     def _run(self, call: GroupCall) -> dist.Work:
         self.require()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sidelane import forks, log
+from sidelane import forks, log, ranges
 
 SIDELANE = "sidelane"
 _MOST_GROUPS = 256
@@ -109,9 +109,13 @@ class Ledger:
             entry.reason = reason
         _last = (self, key, nbytes, reason)
         operation, dtype, device, where, why = key
-        if is_new and where != SIDELANE:
+        if where == SIDELANE:
+            return
+        if is_new:
             what = f"{operation} of {dtype} on {device}" if dtype else operation
             log.calls.warning("group %s: %s is made by %s: %s", self.group, what, where, why)
+        if ranges.observers:
+            ranges.tell("fell_back", operation, where, why)
 
     def forget(self) -> None:
         """Reset the counts."""

@@ -67,8 +67,12 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
             if leaves or is_recorded:
                 name = getattr(self, "range_name", method.__name__)
                 given = {**dict(zip(names, args, strict=False)), **kwargs}
-                with outside_of_modes() if leaves else nullcontext(), ranges.method_call(name, given, calls.ranks):
-                    return method(self, *args, **kwargs)
+                with (
+                    outside_of_modes() if leaves else nullcontext(),
+                    ranges.method_call(name, given, calls) as observed,
+                ):
+                    observed.work = made = method(self, *args, **kwargs)
+                    return made
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             # The traceback gets no local name: it refers to this frame, and the name would close a reference cycle.

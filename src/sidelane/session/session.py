@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane import forks, log
+from sidelane import forks, log, metrics
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
@@ -35,6 +37,9 @@ from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
 
 if TYPE_CHECKING:
     from sidelane.session.bound_program import BoundProgram
+
+
+_numbers: dict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -132,6 +137,7 @@ class Session:
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
         ranks: global ranks of the group's ranks (those of the default group).
+        name: name for observers of calls, the same on all ranks.
         device, config: device and settings in use.
         heap: the symmetric memory of all lanes.
 
@@ -157,6 +163,8 @@ class Session:
             self.device = choose_device(device)
             settings.show_log()
             settings.mark_ranges()
+            if (file := settings.metrics_file()) is not None:
+                metrics.start(file)
             self.config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
@@ -165,6 +173,7 @@ class Session:
             raise
         self._group = chosen
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
+        self.name = f"communicator {next(_numbers[self.ranks])} of ranks {list(self.ranks)}"
         self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
         self._closed = False
@@ -212,6 +221,7 @@ class Session:
     def close(self) -> None:
         """Close all lanes, and release the memory. Idempotent. Not a collective: peers may close later."""
         self._closed = True
+        metrics.flush()
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.close()
@@ -316,8 +326,10 @@ class Lane:
         )
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(
-            self.control, self.backend, config, self.preparer.renew, session.heap.keep, session.ranks
+            *(self.control, self.backend, config, self.preparer.renew, session.heap.keep, session.ranks),
+            session.name + (f", {name}" if number else ""),
         )
+        self.control.world_ranks = session.ranks
         self.peers = Peers(session.heap, self.arguments).of
         maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
         learns = session.world_size > 1 and maps
