@@ -41,7 +41,7 @@ LAYERS = (
     ("sidelane.device",),
     ("sidelane.memory", "sidelane.machine", "sidelane.program"),
     ("sidelane.native",),
-    ("sidelane.metrics",),
+    ("sidelane.flight_recorder", "sidelane.metrics"),
     ("sidelane.config", "sidelane.forks", "sidelane.modes"),
     ("sidelane.ranges",),
     ("sidelane.errors", "sidelane.fields", "sidelane.log", "sidelane.sizes"),

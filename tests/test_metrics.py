@@ -103,7 +103,7 @@ def test_a_subscriber_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_name_of_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(metrics, "_last_rank", 3)
+    monkeypatch.setattr(ranges, "world_rank", lambda: 3)
     named = metrics.Sums(None)
     assert metrics.path_of("a/b.prom") == Path("a/b-3.prom")
     assert metrics.path_of("{rank}/b.prom") == Path("3/b.prom")

@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("sidelane.session"), name)
     if name in ("ddp", "fsdp"):
         return import_module(f"sidelane.integrations.{name}")
-    if name in ("metrics", "ops"):
+    if name in ("flight_recorder", "metrics", "ops"):
         return import_module(f"sidelane.{name}")
     if name in _ELSEWHERE:
         return getattr(import_module(_ELSEWHERE[name]), name)
@@ -91,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "ddp", "fsdp", "metrics", "ops"})
+    return sorted({*globals(), *__all__, "ddp", "flight_recorder", "fsdp", "metrics", "ops"})

@@ -1,23 +1,24 @@
 """Every setting that comes from the environment, read once into one object.
 
-==========================  ==========================================================================  =======
-variable                    meaning                                                                     default
-==========================  ==========================================================================  =======
-``SIDELANE_TIMEOUT_S``      seconds that a wait for a peer may take before it becomes an error          600
-``SIDELANE_DEBUG``          1: compare the calls of all ranks before each one runs                      0
-``SIDELANE_VERIFY``         0: do not verify programs before their first run                            1
-``SIDELANE_BESIDE``         hint for calls without ``beside``: ``nothing`` or ``compute``               nothing
-``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
-``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
-``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: those that come again        (d)
-``SIDELANE_MAPPED_BYTES``   most bytes of a rank that its peers map because they learn                  (f)
-``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
-``SIDELANE_LOG``            what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG           (g)
-``SIDELANE_NVTX``           1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)           (h)
-``SIDELANE_METRICS``        file of metrics for Prometheus, with ``{rank}``, ``{pid}`` or ``{host}`` in its name  (i)
-``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
-==========================  ==========================================================================  =======
+============================  ===========================================================================  =======
+variable                      meaning                                                                      default
+============================  ===========================================================================  =======
+``SIDELANE_TIMEOUT_S``        seconds that a wait for a peer may take before it becomes an error           600
+``SIDELANE_DEBUG``            1: compare the calls of all ranks before each one runs                       0
+``SIDELANE_VERIFY``           0: do not verify programs before their first run                             1
+``SIDELANE_BESIDE``           hint for calls without ``beside``: ``nothing`` or ``compute``                nothing
+``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
+``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
+``SIDELANE_MEMORY_BYTES``     most bytes that ``empty`` may reserve on a rank, for each communicator       (b)
+``SIDELANE_MAP_MEMORY``       1: peers map ordinary tensors; 0: none; learn: those that come again         (d)
+``SIDELANE_MAPPED_BYTES``     most bytes of a rank that its peers map because they learn                   (f)
+``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (e)
+``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (g)
+``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (h)
+``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (i)
+``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (j)
+``SIDELANE_COMMIT``           name of the code in result files, if there is no checkout                    (c)
+============================  ===========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
@@ -28,6 +29,7 @@ variable                    meaning                                             
 (g) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
 (h) 0. It is no setting of a communicator.
 (i) none is written (docs/guide/observability.md). It is no setting of a communicator.
+(j) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -54,7 +56,8 @@ VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
     *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
     "SIDELANE_VIRTUAL_NODES",
-    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS"),  # for the process, not for a communicator
+    # for the process, not for a communicator
+    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -247,6 +250,12 @@ def mark_ranges() -> None:
 def metrics_file() -> str | None:
     """Return the value of ``SIDELANE_METRICS``; None if there is none."""
     return os.environ.get("SIDELANE_METRICS") or None
+
+
+def recorder_prefix() -> str | None:
+    """Return the value of ``SIDELANE_FLIGHT_RECORDER``; None if there is none, or 0."""
+    value = os.environ.get("SIDELANE_FLIGHT_RECORDER")
+    return None if value in (None, "", "0") else value
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from sidelane import forks, log, ranges
 from sidelane.ranges import ObservedCall
@@ -88,7 +87,7 @@ def start(file: str | os.PathLike[str] | None = None) -> None:
     with _starting:
         if _sums is None:
             _sums = Sums(None if file is None else os.fspath(file))
-            _rank()
+            ranges.world_rank()
             ranges.observe(_sums)
             atexit.register(_sums.write)
 
@@ -206,7 +205,7 @@ class Sums(_Measurer):
 
     def text(self) -> str:
         """Return the sums in Prometheus' text format."""
-        of_call, rank = ("group", "collective", "dtype", "device"), str(_rank())
+        of_call, rank = ("group", "collective", "dtype", "device"), str(ranges.world_rank())
         with self._lock:
             calls = [
                 (dict(zip(of_call, key, strict=True)), dataclasses.replace(one)) for key, one in self._sums.items()
@@ -285,21 +284,13 @@ def path_of(file: str) -> Path:
     >>> path_of("calls-{rank}.prom").name, path_of("calls.prom").name
     ('calls-0.prom', 'calls-0.prom')
     """
-    names = {"{rank}": str(_rank()), "{pid}": str(os.getpid()), "{host}": socket.gethostname()}
+    names = {"{rank}": str(ranges.world_rank()), "{pid}": str(os.getpid()), "{host}": socket.gethostname()}
     if not any(name in file for name in ("{rank}", "{pid}")):
         path = Path(file)
         file = str(path.with_name(f"{path.stem}-{{rank}}{path.suffix}"))
     for name, value in names.items():
         file = file.replace(name, value)
     return Path(file)
-
-
-def _rank() -> int:
-    """Return the rank in the world, also after the group has gone; that of the launcher, or 0, if there was none."""
-    global _last_rank
-    if dist.is_initialized():
-        _last_rank = dist.get_rank()
-    return int(os.environ.get("RANK", "0")) if _last_rank is None else _last_rank
 
 
 def _labels(labels: Mapping[str, str]) -> str:
@@ -318,5 +309,4 @@ def _forget() -> None:
 
 
 _sums: Sums | None = None
-_last_rank: int | None = None
 _starting = forks.lock()

@@ -10,6 +10,7 @@ While nothing observes, a call asks :data:`is_active` and does nothing else here
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from sidelane import log
 
@@ -24,6 +26,7 @@ DOMAIN = "sidelane"
 
 _domain: Any = None
 _thread = threading.local()
+_world_rank: int | None = None
 
 is_active: Callable[[], bool] = torch.autograd._profiler_enabled
 """Function that returns True if something observes the calls of this thread. Each call asks it."""
@@ -190,6 +193,14 @@ def method_call(name: str, arguments: Mapping[str, object], maker: Any) -> Obser
 def leave_thread_out() -> None:
     """Observe no calls of this thread from now on: they are parts of calls of other threads."""
     _thread.within = True
+
+
+def world_rank() -> int:
+    """Return the rank in the world, also after the group has gone; that of the launcher, or 0, if there was none."""
+    global _world_rank
+    if dist.is_initialized():
+        _world_rank = dist.get_rank()
+    return int(os.environ.get("RANK", "0")) if _world_rank is None else _world_rank
 
 
 def _always() -> bool:

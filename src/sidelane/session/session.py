@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane import forks, log, metrics
+from sidelane import flight_recorder, forks, log, metrics
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
@@ -165,6 +165,8 @@ class Session:
             settings.mark_ranges()
             if (file := settings.metrics_file()) is not None:
                 metrics.start(file)
+            if (prefix := settings.recorder_prefix()) is not None:
+                flight_recorder.start(prefix)
             self.config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
