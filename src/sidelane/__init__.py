@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sidelane.integrations.wrap import wrap
     from sidelane.session import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
     from sidelane.session.pools import SymmetricPool, pool
+    from sidelane.session.tracing import trace
 
 __all__ = [
     "Batched",
@@ -56,6 +57,7 @@ __all__ = [
     "register",
     "report",
     "scale_out",
+    "trace",
     "wrap",
 ]
 
@@ -72,6 +74,7 @@ _ELSEWHERE = {
     "register": "sidelane.integrations.registration",
     "report": "sidelane.integrations.ledger",
     "scale_out": "sidelane.integrations.nodes.scale_out",
+    "trace": "sidelane.session.tracing",
     "wrap": "sidelane.integrations.wrap",
 }
 

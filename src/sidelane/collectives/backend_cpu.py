@@ -115,6 +115,9 @@ class CpuBackend:
     def host_path(self) -> None:
         """Return None: threads move the bytes, which takes longer than any check of the host."""
 
+    def engine_streams(self) -> Sequence[int]:
+        return ()
+
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = timeout_s
 

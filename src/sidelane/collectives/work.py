@@ -58,6 +58,11 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return the outputs as a future. On a GPU it is done at once, and the streams of its callbacks wait."""
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream on which the collective runs; None for the caller's, and without a GPU."""
+        return None
+
     def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
         """Call a function with the error, or None, once the collective has ended, on any thread.
 

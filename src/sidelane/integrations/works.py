@@ -225,6 +225,10 @@ class StreamWork(EndedWork):
         for tensor in tensors:
             tensor.record_stream(stream)  # the allocator must not hand out these bytes while the stream uses them
 
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
+
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
         return True
