@@ -98,7 +98,7 @@ def test_a_subscriber_fails_no_call(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "sidelane"), ranges.ObservedCall("all_gather", [], [], (0,)) as call:
         call.work = None
     leave()
-    assert "_Measurer.end failed" in caplog.text and "KeyError: 'all_gather'" in caplog.text
+    assert "_Subscription.end failed" in caplog.text and "KeyError: 'all_gather'" in caplog.text
     assert not ranges.observers and ranges.is_active is torch.autograd._profiler_enabled
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,9 +71,9 @@ def subscribe(subscriber: Subscriber) -> Callable[[], None]:
     Returns:
         A function that ends the subscription.
     """
-    measurer = _Measurer(subscriber)
-    ranges.observe(measurer)
-    return lambda: ranges.leave(measurer)
+    subscription = _Subscription(subscriber)
+    ranges.observe(subscription)
+    return lambda: ranges.leave(subscription)
 
 
 def start(file: str | os.PathLike[str] | None = None) -> None:
@@ -114,33 +115,43 @@ def flush() -> None:
         _sums.write()
 
 
-class _Measurer:
-    """Observer that measures calls, and passes them to a function."""
+Known = tuple[str, str, str, str]
+"""Group, collective, dtype and device of a call."""
 
-    def __init__(self, take: Subscriber) -> None:
-        self._take = take
+
+class _Measurer:
+    """Observer that measures calls: a base, whose :meth:`add` takes what was measured."""
+
+    def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
+        """Take a call; see :class:`CallMetrics`."""
+        raise NotImplementedError
 
     def begin(self, call: ObservedCall) -> None:
         """Do nothing: a call has its begin."""
 
     def end(self, call: ObservedCall, error: BaseException | None) -> None:
-        tensors = call.outputs or call.inputs
-        dtype, device = ranges.name_of_dtype(tensors), tensors[0].device.type if tensors else ""
-        known = call.group, call.name, dtype, device, call.nbytes
-        began_ns, host_us = call.began_ns, (call.ended_ns - call.began_ns) / 1e3
+        tensors, work = call.outputs or call.inputs, call.work
+        device = ranges.name_of_device(tensors)
+        known, nbytes = (call.group, call.name, ranges.name_of_dtype(tensors), device), call.nbytes
+        began_ns = call.began_ns
+        host_us = (call.ended_ns - began_ns) / 1e3
         if error is not None:
-            self._take(CallMetrics(*known, host_us, None, type(error).__name__))
-            return
+            self.add(known, nbytes, host_us, None, type(error).__name__)
+        elif device != "cpu":
+            self.add(known, nbytes, host_us, None, "")
+        elif work is None or not self._follow(work, began_ns, known, nbytes, host_us):
+            self.add(known, nbytes, host_us, host_us, "")
 
-        def ended(failure: BaseException | None) -> None:
-            duration_us = (time.time_ns() - began_ns) / 1e3
-            name = "" if failure is None else type(failure).__name__
-            self._take(CallMetrics(*known, host_us, None if name else duration_us, name))
+    def _follow(self, work: Any, began_ns: int, known: Known, nbytes: int, host_us: float) -> bool:
+        """Take an asynchronous call when it has ended; return False if the host does not learn of that."""
 
-        if device != "cpu":
-            self._take(CallMetrics(*known, host_us, None))
-        elif not (hasattr(call.work, "when_ended") and call.work.when_ended(ended)):
-            self._take(CallMetrics(*known, host_us, host_us))
+        def ended(error: BaseException | None) -> None:
+            if error is None:
+                self.add(known, nbytes, host_us, (time.time_ns() - began_ns) / 1e3, "")
+            else:
+                self.add(known, nbytes, host_us, None, type(error).__name__)
+
+        return hasattr(work, "when_ended") and work.when_ended(ended)
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Do nothing: a wait is part of its call."""
@@ -150,6 +161,16 @@ class _Measurer:
 
     def failed(self, error: BaseException) -> None:
         """Do nothing: the call itself is measured."""
+
+
+class _Subscription(_Measurer):
+    """Observer that passes calls to a function."""
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+
+    def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
+        self._subscriber(CallMetrics(*known, nbytes, host_us, duration_us, error))
 
 
 @dataclasses.dataclass(slots=True)
@@ -169,9 +190,8 @@ class Sums(_Measurer):
     """
 
     def __init__(self, file: str | None) -> None:
-        super().__init__(self.add)
         self._file, self._lock = file, forks.lock()
-        self._sums: dict[tuple[str, str, str, str], _Sum] = collections.defaultdict(_Sum)
+        self._sums: dict[Known, _Sum] = collections.defaultdict(_Sum)
         self._errors: dict[tuple[str, str, str], int] = collections.Counter()
         self._waits: dict[int, list[float]] = collections.defaultdict(lambda: [0, 0.0])
         self._fallbacks: dict[tuple[str, str, str], int] = collections.Counter()
@@ -179,18 +199,17 @@ class Sums(_Measurer):
         if file is not None:
             threading.Thread(target=self._run, name="sidelane-metrics", daemon=True).start()
 
-    def add(self, call: CallMetrics) -> None:
-        """Add a call."""
+    def add(self, known: Known, nbytes: int, host_us: float, duration_us: float | None, error: str) -> None:
         with self._lock:
-            found = self._sums[call.group, call.collective, call.dtype, call.device]
+            found = self._sums[known]
             found.calls += 1
-            found.nbytes += call.nbytes
-            found.host_us += call.host_us
-            if call.duration_us is not None:
+            found.nbytes += nbytes
+            found.host_us += host_us
+            if duration_us is not None:
                 found.timed += 1
-                found.duration_us += call.duration_us
-            if call.error:
-                self._errors[call.group, call.collective, call.error] += 1
+                found.duration_us += duration_us
+            if error:
+                self._errors[known[0], known[1], error] += 1
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         if seconds >= LATE_S:

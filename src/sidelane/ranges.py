@@ -84,13 +84,17 @@ def mark_by_nvtx() -> None:
     _settle()
 
 
-def tell(event: str, *arguments: object, to: Sequence[Observer] | None = None) -> None:
-    """Call a method of all observers, or of some. Their errors are logged: an observer fails no call."""
-    for observer in observers if to is None else to:
+def tell(event: str, *arguments: object) -> None:
+    """Call a method of all observers. Their errors are logged: an observer fails no call."""
+    for observer in observers:
         try:
             getattr(observer, event)(*arguments)
         except Exception:
-            log.calls.exception("%s.%s failed", type(observer).__name__, event)
+            _log_failure(observer, event)
+
+
+def _log_failure(observer: Observer, event: str) -> None:
+    log.calls.exception("%s.%s failed", type(observer).__name__, event)
 
 
 class ObservedCall:
@@ -113,10 +117,11 @@ class ObservedCall:
         work: what it returned: the handle of an asynchronous call, else None.
     """
 
-    __slots__ = (
-        *("began_ns", "ended_ns", "group", "inputs", "maker", "name", "outputs", "ranks", "work"),
-        *("_is_marked", "_profiled", "_recorded", "_told"),
-    )
+    began_ns = ended_ns = 0
+    work: Any = None
+    _recorded = _is_marked = False
+    _told: tuple[Observer, ...] = ()
+    _profiled: Any = None
 
     def __init__(
         self,
@@ -128,11 +133,7 @@ class ObservedCall:
         maker: Any = None,
     ) -> None:
         self.name, self.outputs, self.inputs, self.ranks = name, outputs, inputs, ranks
-        self.group, self.maker, self.work = group, maker, None
-        self.began_ns = self.ended_ns = 0
-        self._recorded = self._is_marked = False
-        self._told: tuple[Observer, ...] = ()
-        self._profiled: Any = None
+        self.group, self.maker = group, maker
 
     def __enter__(self) -> ObservedCall:
         if getattr(_thread, "within", False):
@@ -140,9 +141,12 @@ class ObservedCall:
         _thread.within = self._recorded = True
         try:
             if observers:
-                self.began_ns = time.time_ns()
-                self._told = observers
-                tell("begin", self)
+                self.began_ns, self._told = time.time_ns(), observers
+                for observer in observers:
+                    try:
+                        observer.begin(self)
+                    except Exception:
+                        _log_failure(observer, "begin")
             if _domain is not None:
                 _domain.push_range(_domain.get_event_attributes(message=f"{DOMAIN}:{self.name}"))
                 self._is_marked = True
@@ -168,7 +172,11 @@ class ObservedCall:
             _domain.pop_range()
         if self._told:
             self.ended_ns = time.time_ns()
-            tell("end", self, error, to=self._told)
+            for observer in self._told:
+                try:
+                    observer.end(self, error)
+                except Exception:
+                    _log_failure(observer, "end")
 
     @property
     def nbytes(self) -> int:
@@ -176,18 +184,39 @@ class ObservedCall:
         return max(_nbytes(self.outputs), _nbytes(self.inputs))
 
 
-def method_call(name: str, arguments: Mapping[str, object], maker: Any) -> ObservedCall:
+Places = tuple[int, int, int]
+"""Places of a method's ``output``, ``input`` and ``tensor`` among its arguments behind ``self``; -1 for none."""
+
+
+def places_of(names: Sequence[str]) -> Places:
+    """Return the places of a method's tensors among the names of its arguments."""
+    output, input, tensor = (names.index(name) if name in names else -1 for name in ("output", "input", "tensor"))
+    return output, input, tensor
+
+
+def method_call(
+    name: str, places: Places, args: Sequence[object], kwargs: Mapping[str, object], maker: Any
+) -> ObservedCall:
     """Observe a call of a communicator's method.
 
     Args:
         name: name of the call.
-        arguments: arguments of a collective, by the names that they have in ``Communicator``.
+        places: places of its tensors among the arguments.
+        args: arguments of the call that have a place.
+        kwargs: its other arguments, by name.
         maker: the communicator's calls, with its ranks and its name.
     """
-    in_place = _tensors(arguments.get("tensor"))
-    read, written = in_place or _tensors(arguments.get("input")), _tensors(arguments.get("output")) or in_place
-    inputs = [tensor for tensor in read if all(tensor is not one for one in written)]
-    return ObservedCall(name, written, inputs, maker.ranks, maker.name, maker)
+    count = len(args)
+    output, input, tensor = places
+    written = args[output] if 0 <= output < count else kwargs.get("output")
+    read = args[input] if 0 <= input < count else kwargs.get("input")
+    if tensor >= 0:
+        in_place = args[tensor] if tensor < count else kwargs.get("tensor")
+        read, written = in_place, in_place if written is None else written
+    inputs, outputs = _tensors(read), _tensors(written)
+    if inputs and outputs and (len(inputs) > 1 or len(outputs) > 1 or inputs[0] is outputs[0]):
+        inputs = [tensor for tensor in inputs if all(tensor is not one for one in outputs)]
+    return ObservedCall(name, outputs, inputs, maker.ranks, maker.name, maker)
 
 
 def leave_thread_out() -> None:
@@ -215,21 +244,40 @@ def _settle() -> None:
 
 def _tensors(argument: object) -> list[torch.Tensor]:
     """Return the tensors of an argument: a tensor, or a list of them."""
+    if argument is None:
+        return []
     if isinstance(argument, torch.Tensor):
         return [argument]
     return [part for part in argument if isinstance(part, torch.Tensor)] if isinstance(argument, (list, tuple)) else []
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    total = 0
     try:
-        return sum(tensor.nbytes for tensor in tensors)
+        for tensor in tensors:
+            total += tensor.nbytes
     except Exception:  # tensors that the call itself refuses
         return 0
+    return total
+
+
+_NAMES: dict[torch.dtype, str] = {}
 
 
 def name_of_dtype(tensors: Sequence[torch.Tensor]) -> str:
     """Return the name of the first tensor's dtype; "" if there is none."""
-    return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    if not tensors:
+        return ""
+    dtype = tensors[0].dtype
+    return _NAMES.get(dtype) or _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+def name_of_device(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the type of the first tensor's device; "" if there is none."""
+    if not tensors:
+        return ""
+    first = tensors[0]
+    return "cuda" if first.is_cuda else "cpu" if first.is_cpu else first.device.type
 
 
 def _fields(
