@@ -13,6 +13,7 @@ variable                      meaning                                           
 ``SIDELANE_MAP_MEMORY``       1: peers map ordinary tensors; 0: none; learn: those that come again         (d)
 ``SIDELANE_MAPPED_BYTES``     most bytes of a rank that its peers map because they learn                   (f)
 ``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (e)
+``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
 ``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (g)
 ``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (h)
 ``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (i)
@@ -55,7 +56,7 @@ from sidelane.sizes import parse_bytes
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
     *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
-    "SIDELANE_VIRTUAL_NODES",
+    *("SIDELANE_VIRTUAL_NODES", "SIDELANE_DETERMINISTIC"),
     # for the process, not for a communicator
     *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),
     "SIDELANE_COMMIT",  # for results: which code ran
@@ -97,6 +98,9 @@ class Config:
             process groups, and False in other communicators.
         mapped_bytes: largest number of bytes of a rank's ordinary memory that its peers map because of ``learn``. They
             unmap memory within a second after its owner has freed it. None: an eighth of the device's memory.
+        deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
+            rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
+            ranks.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
     """
@@ -111,6 +115,7 @@ class Config:
     map_memory: bool | Literal["learn"] | None = None
     mapped_bytes: int | None = None
     virtual_nodes: tuple[int, ...] | None = None
+    deterministic: bool = False
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse unknown names before the others are checked."""
@@ -132,6 +137,8 @@ class Config:
             raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
+        if self.deterministic and not self.verify:
+            raise _refused("Config: deterministic needs verify, which proves the order of sums (value=verify=False)")
         for name in ("memory_bytes", "mapped_bytes"):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
@@ -149,7 +156,7 @@ def _file(name: str, value: Any) -> str:
 
 _RULES: tuple[tuple[str, Rule, str], ...] = (
     ("timeout_s", number, "a number of seconds"),
-    *((name, switch, "True, False") for name in ("debug", "verify", "native")),
+    *((name, switch, "True, False") for name in ("debug", "verify", "native", "deterministic")),
     ("beside", text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
     *((name, optional(whole), "a whole number of bytes, None") for name in ("memory_bytes", "mapped_bytes")),
@@ -189,6 +196,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         map_memory=_map_memory(environment),
         mapped_bytes=_bytes(environment, "SIDELANE_MAPPED_BYTES"),
         virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
+        deterministic=_switch(environment, "SIDELANE_DETERMINISTIC", default=False),
     )
 
 

@@ -19,7 +19,7 @@ from sidelane import forks, ranges
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config, learning
-from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
+from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import GroupCall
@@ -241,6 +241,9 @@ class Dispatcher:
         self.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
+        if (call.refusal or self._nodes.spans) and settings.current().deterministic and call.adds_floats:
+            why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
+            raise in_no_order(call.name, why if call.refusal else "it adds up sums of several nodes")
         if self._can_capture and torch.cuda.is_current_stream_capturing():
             self._refuse_in_graph(call, device)
         order = self._orders.get(device)
