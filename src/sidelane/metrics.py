@@ -230,7 +230,7 @@ class Sums(_Measurer):
                 (dict(zip(of_call, key, strict=True)), dataclasses.replace(one)) for key, one in self._sums.items()
             ]
             errors = [(dict(zip((*of_call[:2], "error"), key, strict=True)), n) for key, n in self._errors.items()]
-            waits = [({"peer": str(peer)}, *found) for peer, found in sorted(self._waits.items())]
+            waits = [({"peer": str(peer)}, number, us) for peer, (number, us) in sorted(self._waits.items())]
             reasons = ("collective", "backend", "reason")
             fallbacks = [(dict(zip(reasons, key, strict=True)), n) for key, n in self._fallbacks.items()]
         timed = [(labels, one) for labels, one in calls if one.timed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from sidelane import forks, log, ranges
@@ -109,12 +110,11 @@ class Ledger:
             entry.reason = reason
         _last = (self, key, nbytes, reason)
         operation, dtype, device, where, why = key
-        if where == SIDELANE:
-            return
         if is_new:
             what = f"{operation} of {dtype} on {device}" if dtype else operation
-            log.calls.warning("group %s: %s is made by %s: %s", self.group, what, where, why)
-        if ranges.observers:
+            level = logging.INFO if where == SIDELANE else logging.WARNING
+            log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
+        if where != SIDELANE and ranges.observers:
             ranges.tell("fell_back", operation, where, why)
 
     def forget(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from sidelane import config as settings
 from sidelane import flight_recorder, forks, log, metrics
+from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
@@ -34,9 +37,16 @@ from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 from sidelane.session.entry import entry
 from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
+from sidelane.sizes import format_bytes
+from sidelane.version import VERSION
 
 if TYPE_CHECKING:
     from sidelane.session.bound_program import BoundProgram
+
+
+@functools.cache
+def _warn_once(note: str) -> None:
+    log.calls.warning("%s", note)
 
 
 _numbers: dict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
@@ -337,10 +347,23 @@ class Lane:
         learns = session.world_size > 1 and maps
         board = LearningBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
+        if log.calls.isEnabledFor(logging.INFO):
+            self._log()
+        if session.rank == 0 and not number:  # whose profile counts
+            for note in self.profile.notes:
+                _warn_once(note)
+
+    def _log(self) -> None:
+        session, config = self.session, self.session.config
+        machine = key_here(session.device.type, session.world_size)
+        versions = ", ".join(f"{name} {version}" for name, version in (("sidelane", VERSION), *machine.software))
+        most = "what the device has" if config.memory_bytes is None else format_bytes(config.memory_bytes)
         log.calls.info(
-            "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s",
-            *(session.rank, session.world_size, session.device, list(session.ranks), name),
-            *(self.profile.where, config.timeout_s),
+            "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s; "
+            "%d x %s%s; %s; symmetric memory: %s for its calls, for tensors up to %s",
+            *(session.rank, session.world_size, session.device, list(session.ranks), self.name),
+            *(self.profile.where, config.timeout_s, machine.count, machine.device),
+            *(machine.links and f", {machine.links}", versions, format_bytes(self.preparer.own_bytes), most),
         )
 
     @entry
