@@ -118,6 +118,7 @@ class _Entry:
         is_on_host: the host learns of its end from the call itself.
         ended_ns: time of its end, if the host knows it; 0 before.
         maker, number: on GPUs, the communicator's calls, and its number there.
+        work: handle of a call of another backend.
         error: class and text of its error.
     """
 
@@ -133,6 +134,7 @@ class _Entry:
     ended_ns: int = 0
     maker: weakref.ref[Any] | None = None
     number: int = 0
+    work: weakref.ref[Any] | None = None
     error: str = ""
 
 
@@ -158,8 +160,7 @@ class FlightRecorder:
         group, outputs, thread = call.group, _sides(call.outputs), threading.get_ident()
         if group not in self._groups:
             self._groups[group] = call.ranks
-        tensors = call.outputs or call.inputs
-        inputs, is_on_host = _sides(call.inputs) or outputs, not tensors or not tensors[0].is_cuda
+        inputs, is_on_host = _sides(call.inputs) or outputs, call.device != "cuda"
         record, sequence = next(self._records), next(self._sequences[group])
         entry = _Entry(record, sequence, group, call.name, inputs, outputs, is_on_host, thread, call.began_ns)
         self._open[thread] = entry
@@ -174,6 +175,8 @@ class FlightRecorder:
         elif not entry.is_on_host:
             if (maker := call.maker) is not None:
                 entry.maker, entry.number = weakref.ref(maker), maker.control.begun(maker.control.rank)
+        elif call.work is not None and not hasattr(call.work, "when_ended"):  # another backend's
+            entry.work = weakref.ref(call.work)
         elif call.work is None or not call.work.when_ended(functools.partial(self._ended, entry)):
             entry.ended_ns = call.ended_ns
 
@@ -289,6 +292,9 @@ def _state_of(entry: _Entry) -> str:
     """Return the state of a call in torch's words."""
     if entry.ended_ns:
         return "completed"
+    if entry.work is not None:  # who drops it has waited for it
+        work = entry.work()
+        return "completed" if work is None or work.is_completed() else "started"
     if entry.maker is None:
         return "started" if entry.is_on_host or entry.error else "scheduled"
     maker = entry.maker()

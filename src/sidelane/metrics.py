@@ -131,19 +131,19 @@ class _Measurer:
 
     def end(self, call: ObservedCall, error: BaseException | None) -> None:
         tensors, work = call.outputs or call.inputs, call.work
-        device = ranges.name_of_device(tensors)
+        device = call.device
         known, nbytes = (call.group, call.name, ranges.name_of_dtype(tensors), device), call.nbytes
         began_ns = call.began_ns
         host_us = (call.ended_ns - began_ns) / 1e3
         if error is not None:
             self.add(known, nbytes, host_us, None, type(error).__name__)
-        elif device != "cpu":
+        elif device != "cpu" or (work is not None and not hasattr(work, "when_ended")):
             self.add(known, nbytes, host_us, None, "")
         elif work is None or not self._follow(work, began_ns, known, nbytes, host_us):
             self.add(known, nbytes, host_us, host_us, "")
 
     def _follow(self, work: Any, began_ns: int, known: Known, nbytes: int, host_us: float) -> bool:
-        """Take an asynchronous call when it has ended; return False if the host does not learn of that."""
+        """Take a call when it has ended; return False if it ended with its return."""
 
         def ended(error: BaseException | None) -> None:
             if error is None:
@@ -151,7 +151,7 @@ class _Measurer:
             else:
                 self.add(known, nbytes, host_us, None, type(error).__name__)
 
-        return hasattr(work, "when_ended") and work.when_ended(ended)
+        return bool(work.when_ended(ended))
 
     def waited(self, ranks: Sequence[int], seconds: float) -> None:
         """Do nothing: a wait is part of its call."""

@@ -179,6 +179,14 @@ class ObservedCall:
                     _log_failure(observer, "end")
 
     @property
+    def device(self) -> str:
+        """Type of the device of its tensors; without tensors that of its maker; "" for neither."""
+        if self.outputs or self.inputs:
+            first = (self.outputs or self.inputs)[0]
+            return "cuda" if first.is_cuda else "cpu" if first.is_cpu else first.device.type
+        return "" if self.maker is None else "cpu" if self.maker.backend.hosts_meet else "cuda"
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes: of the larger side, so that a gather counts what it gathers, and others their whole buffer."""
         return max(_nbytes(self.outputs), _nbytes(self.inputs))
@@ -270,14 +278,6 @@ def name_of_dtype(tensors: Sequence[torch.Tensor]) -> str:
         return ""
     dtype = tensors[0].dtype
     return _NAMES.get(dtype) or _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
-
-
-def name_of_device(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the type of the first tensor's device; "" if there is none."""
-    if not tensors:
-        return ""
-    first = tensors[0]
-    return "cuda" if first.is_cuda else "cpu" if first.is_cpu else first.device.type
 
 
 def _fields(

@@ -231,10 +231,11 @@ class Dispatcher:
         if not ranges.is_active():
             return self._run(call)
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
-        made = self._communicators.get(call.tensors[0].device.type if call.tensors else "cpu")
-        maker = made.lane.calls if made is not None else None
-        with ranges.ObservedCall(call.name, call.outputs, read, self._ranks, self._name, maker) as observed:
+        with ranges.ObservedCall(call.name, call.outputs, read, self._ranks, self._name) as observed:
             observed.work = work = self._run(call)
+            made = self._communicators.get(call.tensors[0].device.type if call.tensors else "cpu")
+            if made is not None and not call.refusal:
+                observed.maker = made.lane.calls
             return work
 
     def _run(self, call: GroupCall) -> dist.Work:

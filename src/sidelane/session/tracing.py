@@ -158,9 +158,7 @@ class Tracer:
         return found
 
     def _is_on_device(self, call: ObservedCall) -> bool:
-        tensors = call.outputs or call.inputs
-        on_device = tensors[0].is_cuda if tensors else call.maker is not None and not call.maker.backend.hosts_meet
-        return self._zero is not None and on_device and not torch.cuda.is_current_stream_capturing()
+        return self._zero is not None and call.device == "cuda" and not torch.cuda.is_current_stream_capturing()
 
     def _time_of(self, event: torch.cuda.Event) -> int:
         assert self._zero is not None
