@@ -199,7 +199,8 @@ def recorder(files: tuple[Path, ...], json: Path | None) -> None:
         calls = sum(len(own) for dump in dumps for own in dump.calls.values())
         click.echo(f"{calls} calls of {_ranks(sorted(dump.rank for dump in dumps))}")
         for group, findings in _grouped(found):
-            click.echo(f"\n{group or 'errors'}")
+            title = group if group.startswith("communicator") else f"process group {group}"
+            click.echo(f"\n{title if group else 'errors'}")
             for finding in findings:
                 click.echo(f"  {finding.text}")
         if not found:

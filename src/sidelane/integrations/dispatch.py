@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -31,6 +32,7 @@ from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain, va
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
+from sidelane.session.session import start_observers
 
 if TYPE_CHECKING:
     from sidelane.integrations.nodes.communicator import NodesCommunicator  # groups on one node do without
@@ -95,6 +97,8 @@ class Dispatcher:
         self._again: dict[Key, Again] = {}
         self.owner = forks.Owner("process group")
         self._rank, self._name = group.rank(), ""
+        with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
+            start_observers()  # now, for the first call to be seen as a whole
         forks.telling(self)
 
     def take_name(self, name: str) -> None:

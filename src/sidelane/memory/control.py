@@ -292,6 +292,8 @@ class ControlBlock:
                 self.describe(rank) for rank in missing
             )
             culprits = self.at_fault(missing)
+            if ranges.observers:
+                self.waited(missing, waited)
             self.abort(message, culprits, timed_out=True)
             raise PeerTimeoutError(message, culprits)
         # Ranks usually come within microseconds, and the shortest sleep takes 70.

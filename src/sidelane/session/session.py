@@ -52,6 +52,20 @@ def _warn_once(note: str) -> None:
 _numbers: dict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
+def start_observers() -> None:
+    """Start what the environment asks for: log, ranges, metrics and flight recorder. A second time changes nothing.
+
+    Raises:
+        ValueError: a value of the environment is not allowed.
+    """
+    settings.show_log()
+    settings.mark_ranges()
+    if (file := settings.metrics_file()) is not None:
+        metrics.start(file)
+    if (prefix := settings.recorder_prefix()) is not None:
+        flight_recorder.start(prefix)
+
+
 def choose_device(device: torch.device | str | int | None) -> torch.device:
     """Return the caller's device with its index; for None, the current GPU or else the CPU.
 
@@ -171,12 +185,7 @@ class Session:
             raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
         try:
             self.device = choose_device(device)
-            settings.show_log()
-            settings.mark_ranges()
-            if (file := settings.metrics_file()) is not None:
-                metrics.start(file)
-            if (prefix := settings.recorder_prefix()) is not None:
-                flight_recorder.start(prefix)
+            start_observers()
             self.config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")

@@ -241,6 +241,8 @@ class Invocation:
             f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "
             f"{', '.join(monitor.describe(rank, self.epoch) for rank in missing)} {reason}"
         )
+        if ranges.observers:
+            monitor.waited(missing, waited_s)
         monitor.abort(message, culprits, timed_out=True)
         raise PeerTimeoutError(message, culprits)
 
