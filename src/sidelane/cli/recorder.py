@@ -177,16 +177,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     cls=Command,
     heading=LOOK,
     examples=(
-        ("SIDELANE_FLIGHT_RECORDER=dumps/ torchrun ...", "let each rank write its last calls when a peer fails"),
-        ("sidelane recorder dumps/*", "which rank is behind, in which call; which calls differ"),
+        ("sidelane recorder trace_rank_0 trace_rank_1", "which rank is behind, in which call; which calls differ"),
     ),
 )
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @json_option
 def recorder(files: tuple[Path, ...], json: Path | None) -> None:
-    """Read the flight recorders of all ranks: which rank is behind, in which call, and which calls differ.
+    """Say which rank is behind, and which calls differ, from the flight recorders of all ranks.
 
-    FILES: the dumps of one run, one a rank; torch's own are read, too.
+    FILES: the dumps of one run, one a rank, which SIDELANE_FLIGHT_RECORDER=FOLDER/ lets ranks write when a peer fails.
+    torch's own are read, too.
     """
     with plain_errors():
         dumps = [read(path) for path in files]

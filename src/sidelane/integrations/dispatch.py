@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks, ranges
+from sidelane.collectives.calls import Calls
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config, learning
@@ -192,12 +193,30 @@ class Dispatcher:
             make: function that puts the call together.
         """
         key = (name, detail, tensors[0].dtype, tensors[0].device)
+        if not ranges.is_active():
+            work, _ = self._run_alike(key, tensors, opts, make)
+            return work
+        with ranges.ObservedCall(name, tensors[:1], tensors[1:], self._ranks, self._name) as observed:
+            observed.work, call = self._run_alike(key, tensors, opts, make)
+            if call is None or not call.refusal:
+                observed.maker = self._maker(tensors)
+        return observed.work
+
+    def _run_alike(
+        self, key: Key, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
+    ) -> tuple[dist.Work, GroupCall | None]:
+        """Make a call; also return how it was put together, None if it is like an earlier one."""
         work = self._run_again(key, tensors, opts)
-        if work is None:
-            call = make()
-            call.key = key if call.repeats else None
-            work = self.run(call)
-        return work
+        if work is not None:
+            return work, None
+        call = make()
+        call.key = key if call.repeats else None
+        return self._run(call), call
+
+    def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
+        """Return the calls of the communicator of such tensors; None if there is none yet."""
+        made = self._communicators.get(tensors[0].device.type if tensors else "cpu")
+        return None if made is None else made.lane.calls
 
     def _run_again(self, key: Key, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work | None:
         """Make a call like an earlier one; return None, with nothing done, if there is none or a decision is needed."""
@@ -208,7 +227,7 @@ class Dispatcher:
         is_async, on_host = opts.asyncOp, device.type == "cpu"
         if is_async and on_host:
             return None  # its thread makes all decisions, while the caller goes on
-        if ranges.is_active() or not may_be_plain(tensors):
+        if not may_be_plain(tensors):
             return None
         if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
             return None
@@ -237,9 +256,8 @@ class Dispatcher:
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
         with ranges.ObservedCall(call.name, call.outputs, read, self._ranks, self._name) as observed:
             observed.work = work = self._run(call)
-            made = self._communicators.get(call.tensors[0].device.type if call.tensors else "cpu")
-            if made is not None and not call.refusal:
-                observed.maker = made.lane.calls
+            if not call.refusal:
+                observed.maker = self._maker(call.tensors)
             return work
 
     def _run(self, call: GroupCall) -> dist.Work:
