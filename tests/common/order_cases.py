@@ -159,4 +159,9 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
         refused(lambda: dist.all_reduce(torch.ones(3, dtype=torch.float64), op=dist.ReduceOp.MAX, group=own))
         refused(lambda: dist.all_reduce(torch.ones(3), group=own))
         dist.destroy_process_group(own)
+    with config.override(Config(deterministic=True, virtual_nodes=tuple(range(dist.get_world_size())))):
+        apart = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
+        refused(lambda: dist.all_reduce(torch.ones(1 << 16), group=apart))
+        refused(lambda: dist.all_reduce(torch.ones(1 << 16, dtype=torch.int32), group=apart))
+        dist.destroy_process_group(apart)
     return texts
