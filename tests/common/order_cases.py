@@ -41,7 +41,8 @@ def terms(world_size: int, count: int, dtype: torch.dtype, seed: int = 0) -> lis
 def everything(group: dist.ProcessGroup, counts: Sequence[int]) -> int:
     """Compare every variant, size, dtype and form of a sum with that in the order of the ranks. Return how many."""
     compared = 0
-    with communicator(group) as comm:
+    own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
+    with config.override(Config(deterministic=True)), communicator(group) as comm:
         n, rank = comm.world_size, comm.rank
         for dtype in DTYPES:
             for count in counts:
@@ -51,8 +52,9 @@ def everything(group: dist.ProcessGroup, counts: Sequence[int]) -> int:
                     for name, found in _sums(comm, rows[rank], op):
                         assert same_bytes(found, wanted), (name, dtype, count, op)
                         compared += 1
-                own = _by_group(group, rows[rank].clone())
-                assert same_bytes(own, in_rank_order(rows, ReduceOp.SUM)), ("a process group", dtype, count)
+                dist.all_reduce(mine := rows[rank].clone(), group=own)
+                assert same_bytes(mine, in_rank_order(rows, ReduceOp.SUM)), ("a process group", dtype, count)
+    dist.destroy_process_group(own)
     return compared
 
 
@@ -80,6 +82,7 @@ def _sums(comm: Communicator, mine: torch.Tensor, op: ReduceOp) -> list[tuple[st
     found += [("a list", listed[0]), ("a batch", odd)]
     if mine.is_cuda:
         captured = mine.clone()
+        comm.all_reduce(captured, op=op)  # a capture can make no room
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             comm.all_reduce(captured, op=op)
@@ -91,14 +94,6 @@ def _sums(comm: Communicator, mine: torch.Tensor, op: ReduceOp) -> list[tuple[st
     assert work is not None
     work.wait()
     return [*found, ("asynchronous", again)]
-
-
-def _by_group(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
-    own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
-    with config.override(Config(deterministic=True)):
-        dist.all_reduce(tensor, group=own)
-    dist.destroy_process_group(own)
-    return tensor
 
 
 def fused(group: dist.ProcessGroup) -> int:
