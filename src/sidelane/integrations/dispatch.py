@@ -193,25 +193,25 @@ class Dispatcher:
             make: function that puts the call together.
         """
         key = (name, detail, tensors[0].dtype, tensors[0].device)
-        if not ranges.is_active():
-            work, _ = self._run_alike(key, tensors, opts, make)
-            return work
-        with ranges.ObservedCall(name, tensors[:1], tensors[1:], self._ranks, self._name) as observed:
-            observed.work, call = self._run_alike(key, tensors, opts, make)
-            if call is None or not call.refusal:
-                observed.maker = self._maker(tensors)
-        return observed.work
-
-    def _run_alike(
-        self, key: Key, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
-    ) -> tuple[dist.Work, GroupCall | None]:
-        """Make a call; also return how it was put together, None if it is like an earlier one."""
+        if ranges.is_active():
+            return self._run_alike_observed(key, tensors, opts, make)
         work = self._run_again(key, tensors, opts)
-        if work is not None:
-            return work, None
-        call = make()
-        call.key = key if call.repeats else None
-        return self._run(call), call
+        return self._run(_keyed(make(), key)) if work is None else work
+
+    def _run_alike_observed(
+        self, key: Key, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
+    ) -> dist.Work:
+        """Make a call as :meth:`run_alike` does, and tell observers of it."""
+        with ranges.ObservedCall(key[0], tensors[:1], tensors[1:], self._ranks, self._name) as observed:
+            work, is_ours = self._run_again(key, tensors, opts), True
+            if work is None:
+                call = _keyed(make(), key)
+                work = self._run(call)
+                is_ours = not call.refusal
+            observed.work = work
+            if is_ours:
+                observed.maker = self._maker(tensors)
+            return work
 
     def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
         """Return the calls of the communicator of such tensors; None if there is none yet."""
@@ -501,6 +501,12 @@ class Dispatcher:
         backend: Any = communicator.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
+
+
+def _keyed(call: GroupCall, key: Key) -> GroupCall:
+    """Return a call that is remembered by its key, if calls like it may be."""
+    call.key = key if call.repeats else None
+    return call
 
 
 def settings_for(device: str, timeout: timedelta, *, spans: bool) -> Config:
