@@ -80,6 +80,8 @@ def test_examples_are_commands_that_exist(name: str, tmp_path, monkeypatch: pyte
         "e2e.json",
         "rank.0.et",
         "step.json",
+        "trace_rank_0",
+        "trace_rank_1",
         "before.json",
         "after.json",
     ):
