@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, save_both
-from sidelane_lab.machines.load import find
+from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.ranges import ends, variations
-from sidelane_lab.machines.spec import Machine, NetworkTopology
+from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
 from sidelane_lab.papers.numbers import write_numbers, write_report
@@ -37,7 +37,6 @@ FSDP, HSDP = "FSDP2", "HSDP"
 """Names of the ways to shard among several nodes: over all ranks, and in each node with replicas among nodes."""
 AMONG_NODES = tuple(name for name, way in WAYS.items() if not way.apart)
 """Strategies among several nodes."""
-MOST_NODES = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,18 +129,6 @@ def parse_nodes(text: str) -> tuple[int, ...]:
         allowed = f"2 to {MOST_NODES}: 16, or 2,8,32, or 2..128 for powers of two"
         raise ValueError(f"plan: --nodes (value={text!r}, allowed={allowed})")
     return found
-
-
-def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """Return a machine with another number of nodes; a torus of them is as even as it can be."""
-    if nodes == machine.nodes:
-        return machine
-    kind = machine.title.split(" nodes of ", 1)[-1]
-    changed = dataclasses.replace(machine, nodes=nodes, title=f"{nodes} nodes of {kind}")
-    if machine.links.network is not NetworkTopology.TORUS:
-        return changed
-    row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
-    return changed.with_value("links.torus_row", row)
 
 
 def main(options: PlanOptions) -> None:

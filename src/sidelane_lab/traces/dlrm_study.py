@@ -20,13 +20,13 @@ from matplotlib.figure import Figure
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress_console, say, say_written, tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, RC, STYLES, VERMILLION, save_both
-from sidelane_lab.machines.load import find
+from sidelane_lab.machines.load import find, with_nodes
 from sidelane_lab.machines.ranges import ends, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.fused import BATCHES, SECTIONS, TABLES
 from sidelane_lab.papers.numbers import write_report
-from sidelane_lab.papers.plan import parse_nodes, with_nodes
+from sidelane_lab.papers.plan import parse_nodes
 from sidelane_lab.traces.chakra import write_chakra
 from sidelane_lab.traces.dlrm import DlrmPass, DlrmTimes, dlrm_times
 
