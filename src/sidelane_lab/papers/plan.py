@@ -9,18 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
-from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, save_both
+from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
-from sidelane_lab.machines.ranges import ends, variations
+from sidelane_lab.machines.ranges import Variation, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
@@ -151,8 +147,8 @@ def main(options: PlanOptions) -> None:
     if options.report is not None:
         raise ValueError("plan: --report (allowed=with several nodes, or --model dlrm)")
     console = tables_console(options.json)
-    with progress_console().status("simulating, over the plausible values of the machine's numbers"):
-        found = plan(machine, step)
+    with progress("simulating, over the plausible values of the machine's numbers") as update:
+        found = plan(machine, step, update)
     console.print(plan_table(machine, step, found).to_rich())
     for line in advice(machine, step, found):
         say(console, line)
@@ -170,10 +166,10 @@ def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
         raise ValueError(f"plan: nodes of {machine.name} (value=1 GPU, allowed=2 and more, but for --model dlrm)")
     shardings = (FSDP,) if options.fsdp else (FSDP, HSDP)
     console = tables_console(options.json)
-    with progress_console().status("simulating") as status:
+    with progress("simulating") as update:
         found = []
         for count in counts:
-            status.update(f"{count} nodes")
+            update(f"{count} nodes")
             found += plan_nodes(with_nodes(machine, count), step, shardings)
     console.print(nodes_table(machine, step, found).to_rich())
     for line in nodes_advice(found):
@@ -232,6 +228,11 @@ def nodes_advice(found: Sequence[NodesStep]) -> list[str]:
 
 def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder: Path) -> Path:
     """Draw the exposed share of a step over the number of nodes, a panel for each way to shard it."""
+    import matplotlib as mpl  # which, and torch behind our drawing, take longer to load than a plan takes
+    from matplotlib.figure import Figure
+
+    from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, save_both
+
     shardings = list(dict.fromkeys(one.sharding for one in found))
     with mpl.rc_context(RC):
         figure = Figure(figsize=(5.5 * len(shardings), 3.8), layout="constrained")
@@ -255,20 +256,26 @@ def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder:
         return save_both(figure, f"plan-{step.model.name}-nodes", folder)
 
 
-def plan(machine: Machine, step: Step) -> list[PlannedStep]:
+def plan(machine: Machine, step: Step, progress: Callable[[str], None] = lambda text: None) -> list[PlannedStep]:
     """Predict a step under every strategy, with ranges: one number at a time at both ends of its own; squares add."""
     compute = compute_us(machine, step)
     least = compute_us(machine, step, straight=True) - compute
     times = {strategy: step_times(machine, step, strategy, compute) for strategy in STRATEGIES}
-    varied: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-    for variation in variations(machine, SECTIONS):
+
+    def exposed(variation: Variation) -> dict[str, float]:
         section = variation.path.partition(".")[0]
         alone = compute if section in OF_COLLECTIVES else compute_us(variation.machine, step)
-        for strategy, known in times.items():
-            if section == "dma" and not WAYS[strategy].gathers:
-                continue  # the library does without engines
-            changed = step_times(variation.machine, step, strategy, alone, known.units or None)
-            varied[strategy].append(changed.exposed_us)
+        # The library does without engines.
+        concerned = {name: one for name, one in times.items() if section != "dma" or WAYS[name].gathers}
+        return {
+            name: step_times(variation.machine, step, name, alone, one.units or None).exposed_us
+            for name, one in concerned.items()
+        }
+
+    varied: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for _, changed in predict_each(variations(machine, SECTIONS), exposed, progress):
+        for strategy, exposed_us in changed.items():
+            varied[strategy].append(exposed_us)
     found = []
     for strategy, known in times.items():
         low, high = ends(known.exposed_us, varied[strategy])

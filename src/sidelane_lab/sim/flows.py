@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 Tag = TypeVar("Tag")
 EPSILON = 1e-9
+FULL = 1 + EPSILON
+"""Share of its capacity beyond which a resource is crowded."""
 
 MOST_GROUPS = 1 << 14
 """Groups of flows whose rates are kept."""
@@ -56,16 +58,19 @@ class FlowNetwork(Generic[Tag]):
 
     def start(self, nbytes: float, weights: Mapping[int, float], tag: Tag, now: float) -> None:
         """Add a flow at time ``now``. It ends, by ``pop_ended``, when its bytes have passed."""
-        ceiling = min((self._capacities[r] / w for r, w in weights.items()), default=float("inf"))
+        capacities, crowded = self._capacities, self._crowded
+        ceiling = min([capacities[r] / w for r, w in weights.items()], default=float("inf"))
         route = self._routes.setdefault(tuple(weights.items()), len(self._routes))
         flow = Flow(nbytes, weights, route, tag, ceiling, now)
         self._stale[flow] = None
         for resource, weight in weights.items():
-            self._users[resource][flow] = weight
-            self._wanted[resource] += ceiling * weight
-            if self._crowded[resource] or self._is_crowded(resource):
-                self._crowded[resource] = self._is_crowded(resource)
-                self._stale.update(dict.fromkeys(self._users[resource]))
+            users = self._users[resource]
+            users[flow] = weight
+            wanted = self._wanted[resource] = self._wanted[resource] + ceiling * weight
+            is_crowded = wanted > capacities[resource] * FULL
+            if is_crowded or crowded[resource]:
+                crowded[resource] = is_crowded
+                self._stale.update(dict.fromkeys(users))
 
     def next_end(self, now: float) -> float:
         """When the next flow ends if none is added; infinity without flows."""
@@ -85,14 +90,15 @@ class FlowNetwork(Generic[Tag]):
             flow.version += 1
             ended.append(flow)
         for flow in ended:
+            ceiling = flow.ceiling
             for resource, weight in flow.weights.items():
-                del self._users[resource][flow]
-                self._wanted[resource] -= flow.ceiling * weight
-                if not self._users[resource]:
-                    self._wanted[resource] = 0.0  # no rounding left behind
+                users = self._users[resource]
+                del users[flow]
+                # No rounding is left behind the last one.
+                wanted = self._wanted[resource] = self._wanted[resource] - ceiling * weight if users else 0.0
                 if self._crowded[resource]:
-                    self._crowded[resource] = self._is_crowded(resource)
-                    self._stale.update(dict.fromkeys(self._users[resource]))
+                    self._crowded[resource] = wanted > self._capacities[resource] * FULL
+                    self._stale.update(dict.fromkeys(users))
         for flow in ended:
             self._stale.pop(flow, None)
         return [flow.tag for flow in ended]
@@ -102,9 +108,6 @@ class FlowNetwork(Generic[Tag]):
         while self._ends and self._ends[0][2] != self._ends[0][3].version:
             heapq.heappop(self._ends)
         return bool(self._ends) and self._ends[0][0] <= now + EPSILON
-
-    def _is_crowded(self, resource: int) -> bool:
-        return self._wanted[resource] > self._capacities[resource] * (1 + EPSILON)
 
     def _settle(self, now: float) -> None:
         """Compute the rates that the changes since the last call have touched."""
