@@ -172,6 +172,9 @@ tune = command(
 class ExplainOptions(CommandOptions):
     """Show what `auto` takes for a call, why, and what would be submitted.
 
+    The first line is the answer: the implementation (dma: copy engines, sm: kernels), the time that it is expected to
+    take, the next one, and whether Sidelane has run on such a machine. What led to it follows.
+
     COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
     size of an all_gather and the local buffer of the others: 64K, 1.2G.
 
@@ -180,6 +183,7 @@ class ExplainOptions(CommandOptions):
 
     examples = (
         ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
+        ("sidelane explain all_reduce 256K --machine mi300x8", "predicted, next to the vendor's library"),
         ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
         (
@@ -187,7 +191,10 @@ class ExplainOptions(CommandOptions):
             "how peers would reach ordinary tensors, and why",
         ),
         ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
-        ("sidelane explain all_reduce 64M --machine h100x8x2", "on two machines, with the predicted time of each step"),
+        (
+            "sidelane explain all_reduce 64M --machine h100x8x2",
+            "on two nodes of eight, with the predicted time of each step",
+        ),
     )
 
     kind: Kind = argument(
@@ -214,6 +221,9 @@ class ExplainOptions(CommandOptions):
     dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Of the elements.")
     tensors: int | None = option(
         "--tensors", None, "A list of this many in one call, each of SIZE.", type=click.IntRange(min=1)
+    )
+    commands: bool = option(
+        *("--commands", False, "Also list the commands that a rank would submit."), group=OUTPUT, is_flag=True
     )
     world_size: int | None = option(
         *("--world-size", None, "Ranks."),
