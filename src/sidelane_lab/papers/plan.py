@@ -17,9 +17,9 @@ from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
 from sidelane_lab.machines.ranges import Variation, ends, predict_each, variations
-from sidelane_lab.machines.spec import Machine
-from sidelane_lab.model.layer import MODELS, Step
-from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
+from sidelane_lab.machines.spec import Machine, RunStatus
+from sidelane_lab.model.layer import ADAM_BYTES, MODELS, WEIGHT_BYTES, Step, ends_us, step_memory
+from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times, sustained
 from sidelane_lab.papers.numbers import write_numbers, write_report
 
 OF_COLLECTIVES = ("links", "dma", "library")
@@ -31,6 +31,15 @@ MACHINE = "h100x8x2"
 """Machine of a plan for several nodes that names none: nodes of eight H100s on rails."""
 FSDP, HSDP = "FSDP2", "HSDP"
 """Names of the ways to shard among several nodes: over all ranks, and in each node with replicas among nodes."""
+CODE = {
+    "straight all-gather": "fsdp.enable(model)",
+    "straight both": "fsdp.enable(model)",
+    "dma all-gather": "fsdp.enable(model, straight_into_parameters=False)",
+    "dma both": "fsdp.enable(model, straight_into_parameters=False)",
+}
+"""What a program writes for a strategy."""
+SMALL_ADAM_BYTES = 2
+"""Bytes of both moments of a parameter where an optimizer keeps them in 8 bits."""
 AMONG_NODES = tuple(name for name, way in WAYS.items() if not way.apart)
 """Strategies among several nodes."""
 
@@ -65,11 +74,11 @@ class PlanOptions:
         tokens: of a rank.
         sequence: tokens that attend to each other.
         layers: None: the model's.
-        fsdp: the layers are sharded over all ranks; on one node nothing else is modelled, and on several the plan has
-            HSDP, too, without it.
+        fsdp: on several nodes, layers are sharded over all ranks alone; without it the plan has HSDP, too.
         json: file for the numbers, or ``written.STDOUT``.
         nodes: numbers of nodes, as :func:`parse_nodes` reads them; empty: the machine's.
         report: folder for the numbers and a picture of several nodes; None: none.
+        recompute: nothing but the inputs of layers is kept for the backward pass; None: where it would not fit.
     """
 
     machine: str
@@ -81,6 +90,7 @@ class PlanOptions:
     json: Path | None = None
     nodes: str = ""
     report: Path | None = None
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -131,8 +141,7 @@ def main(options: PlanOptions) -> None:
     """Print a step under each strategy, and what to change.
 
     Raises:
-        ValueError: no such machine, tokens that are no whole sequences, numbers of nodes that are none, or one node
-            without ``fsdp``.
+        ValueError: no such machine, tokens that are no whole sequences, or numbers of nodes that are none.
     """
     machine = find(options.machine)
     model = MODELS[options.model]
@@ -142,21 +151,118 @@ def main(options: PlanOptions) -> None:
     if options.nodes or machine.nodes > 1:
         _main_nodes(options, machine, step)
         return
-    if not options.fsdp:
-        raise ValueError("plan: sharding (value=none, allowed=--fsdp: no other is modelled on one node)")
+    step = _kept(machine, step, options.recompute)
     if options.report is not None:
         raise ValueError("plan: --report (allowed=with several nodes, or --model dlrm)")
     console = tables_console(options.json)
     with progress("simulating, over the plausible values of the machine's numbers") as update:
         found = plan(machine, step, update)
+    best = min(found, key=lambda one: one.times.time_us)
+    for line in answer(machine, step, best.strategy, best.times, found[0].times):
+        say(console, line, style="bold")
+    console.print()
     console.print(plan_table(machine, step, found).to_rich())
     for line in advice(machine, step, found):
         say(console, line)
-    say_written(write_numbers(options.json, "plan", machine, [{**_asked(step), **one.to_dict()} for one in found]))
+    rows = [{**_asked(machine, step, FSDP, one.times), **one.to_dict()} for one in found]
+    say_written(write_numbers(options.json, "plan", machine, rows))
 
 
-def _asked(step: Step) -> dict[str, Any]:
-    return {"model": step.model.name, "layers": step.model.layers, "tokens": step.tokens, "sequence": step.sequence}
+def _asked(machine: Machine, step: Step, sharding: str, times: StepTimes) -> dict[str, Any]:
+    return {
+        "model": step.model.name,
+        "layers": step.model.layers,
+        "tokens": step.tokens,
+        "sequence": step.sequence,
+        "recomputed": step.recomputed,
+        "memory_gb": memory_gb(machine, step, sharding),
+        "fits": fits(machine, step, sharding),
+        "tokens_per_s": tokens_per_s(machine, step, sharding, times),
+    }
+
+
+def memory_gb(machine: Machine, step: Step, sharding: str = FSDP) -> float:
+    """Estimate the memory of a GPU in a step, in 10^9 bytes."""
+    return step_memory(step, _shards(machine, sharding)).total / 1e9
+
+
+def fits(machine: Machine, step: Step, sharding: str = FSDP) -> bool:
+    """Return whether a step has enough memory.
+
+    Data sheets' gigabytes are 2^30 bytes, of which driver, contexts and gaps take some: 10^9 are taken to be left.
+    """
+    return memory_gb(machine, step, sharding) <= machine.gpu.memory_gb
+
+
+def tokens_per_s(machine: Machine, step: Step, sharding: str, times: StepTimes) -> float:
+    """Return the tokens of all ranks in a second, with embedding, head and optimizer estimated."""
+    others_us = ends_us(sustained(machine), step, _shards(machine, sharding))
+    return machine.world_size * step.tokens / (times.time_us + others_us) * 1e6
+
+
+def _shards(machine: Machine, sharding: str) -> int:
+    return machine.gpus if sharding == HSDP else machine.world_size
+
+
+def _kept(machine: Machine, step: Step, recompute: bool | None) -> Step:
+    """Return the step with what is asked for recomputed; None: if nothing else fits."""
+    return dataclasses.replace(step, recomputed=not fits(machine, step) if recompute is None else recompute)
+
+
+def answer(
+    machine: Machine, step: Step, strategy: str, best: StepTimes, usual: StepTimes, sharding: str = FSDP
+) -> list[str]:
+    """Say whether a step fits, what it reaches, what stays exposed, and what to write."""
+    need, room, is_enough = memory_gb(machine, step, sharding), machine.gpu.memory_gb, fits(machine, step, sharding)
+    verdict = "fits" if is_enough else "does not fit"
+    how = f"under {sharding} with Adam" + (" and recomputed layers" if step.recomputed else "")
+    lines = [
+        f"{step.model.name} {verdict} on {machine.title}: about {need:.0f} of {room:.0f} GB a GPU {how} "
+        f"({machine.runs})."
+    ]
+    if not is_enough:
+        lines.append(_what_fits(machine, step))
+    ours, theirs = (tokens_per_s(machine, step, sharding, times) for times in (best, usual))
+    condition = "" if is_enough else "If it did: "
+    lines.append(
+        f"{condition}{ours:,.0f} tokens a second with Sidelane, {theirs:,.0f} with the vendor's library. "
+        f"Exposed communication: {_exposed(best)} of a step, and {_exposed(usual)}."
+    )
+    if machine.runs is RunStatus.UNSUPPORTED:
+        lines.append("Sidelane cannot run there yet: the plan says what copy engines could give.")
+    elif strategy in CODE:
+        mesh = ""
+        if sharding == HSDP:
+            mesh = f", mesh=init_device_mesh('cuda', ({machine.nodes}, {machine.gpus}))"
+        lines.append(f"Write, behind fully_shard(model{mesh}): from sidelane import fsdp; enabled = {CODE[strategy]}")
+    return lines
+
+
+def _exposed(times: StepTimes) -> str:
+    return f"{_ms(times.exposed_us)} ms ({100 * times.exposed_us / times.time_us:.0f}%)"
+
+
+def _what_fits(machine: Machine, step: Step) -> str:
+    """Say what makes a step fit: more GPUs, smaller moments, fewer tokens."""
+    memory, ways = step_memory(step, machine.world_size), []
+    again = dataclasses.replace(step, recomputed=True)
+    more = (with_nodes(machine, 1 << power) for power in range(MOST_NODES.bit_length()))
+    larger = next((one for one in more if one.world_size > machine.world_size and fits(one, again)), None)
+    if not step.recomputed and fits(machine, again):
+        ways.append(f"with recomputed layers ({memory_gb(machine, again):.0f} GB; --recompute)")
+    if larger is not None:
+        words = "" if step.recomputed else " with recomputed layers"
+        ways.append(f"on {larger.world_size} such GPUs{words} ({memory_gb(larger, again):.0f} GB a GPU)")
+    saved = memory.states * (ADAM_BYTES - SMALL_ADAM_BYTES) / (ADAM_BYTES + WEIGHT_BYTES)
+    if memory.total - saved <= machine.gpu.memory_gb * 1e9:
+        ways.append(f"here with 8-bit moments of Adam ({(memory.total - saved) / 1e9:.0f} GB)")
+    least = dataclasses.replace(step, tokens=step.sequence)
+    if fits(machine, least):
+        ways.append(f"with --tokens {least.tokens} ({memory_gb(machine, least):.0f} GB)")
+    parts = (memory.states + memory.gradients, memory.activations, memory.gathered)
+    states, activations, gathered = (f"{part / 1e9:.0f}" for part in parts)
+    what = f"Weights, gradients and Adam take {states} GB, activations and logits {activations}, gathered layers "
+    return f"{what}{gathered}." + (f" It fits {', or '.join(ways)}." if ways else "")
 
 
 def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
@@ -166,15 +272,33 @@ def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
         raise ValueError(f"plan: nodes of {machine.name} (value=1 GPU, allowed=2 and more, but for --model dlrm)")
     shardings = (FSDP,) if options.fsdp else (FSDP, HSDP)
     console = tables_console(options.json)
+    steps, answers, found = {}, list[str](), list[NodesStep]()
     with progress("simulating") as update:
-        found = []
         for count in counts:
             update(f"{count} nodes")
-            found += plan_nodes(with_nodes(machine, count), step, shardings)
+            there = with_nodes(machine, count)
+            steps[count] = _kept(there, step, options.recompute)
+            mine = plan_nodes(there, steps[count], shardings)
+            found += mine
+            if count in (counts[0], counts[-1]):
+                fitting = [one for one in mine if fits(there, steps[count], one.sharding)] or mine
+                best = min(fitting, key=lambda one: one.times.time_us)
+                given = (best.strategy, best.times, mine[0].times, best.sharding)
+                answers += answer(there, steps[count], *given)
+    for line in answers:
+        say(console, line, style="bold")
+    console.print()
     console.print(nodes_table(machine, step, found).to_rich())
     for line in nodes_advice(found):
         say(console, line)
-    rows = [{**_asked(step), "gpus_per_node": machine.gpus, **one.to_dict()} for one in found]
+    rows = [
+        {
+            **_asked(with_nodes(machine, one.nodes), steps[one.nodes], one.sharding, one.times),
+            "gpus_per_node": machine.gpus,
+            **one.to_dict(),
+        }
+        for one in found
+    ]
     files = write_report(options.json, options.report, "plan_nodes", machine, rows, f"plan-{step.model.name}-nodes")
     if options.report is not None:
         draw_nodes(machine, step, found, options.report)
@@ -299,7 +423,9 @@ def plan_table(machine: Machine, step: Step, found: list[PlannedStep]) -> Table:
         for one in found
     ]
     model = step.model
-    title = f"{model.name}, {model.layers} layers, {step.tokens} tokens a rank, FSDP on {machine.title}: predicted, ms"
+    recomputed = ", recomputed" if step.recomputed else ""
+    what = f"{model.name}, {model.layers} layers{recomputed}, {step.tokens} tokens a rank"
+    title = f"{what}, FSDP on {machine.title}: predicted, ms"
     notes = (
         "embedding, head and optimizer are left out; ranges are those of the description's numbers",
         "exposed: more than a step has that communicates nothing and copies out of buffers; straight: without copies",
