@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import CHOOSE, Command, how, what, where
+from sidelane.cli.help import LABORATORY, Command, how, what, where
 from sidelane.cli.options import ALL, given, json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
@@ -32,7 +32,7 @@ def sizes_of_nodes(context: click.Context, option: click.Parameter, value: str |
 
 @click.command(
     cls=Command,
-    heading=CHOOSE,
+    heading=LABORATORY,
     examples=(
         ("sidelane verify --nodes 2,3", "every collective on a node of two ranks and one of three"),
         ("sidelane verify --nodes 8,8 --collective all_reduce --pieces 8 --elements 1000", "one, more closely"),

@@ -94,12 +94,6 @@ report_option = output(
     help="Write a page with tables and pictures here.",
 )
 
-machine_option = where(
-    "--machine",
-    metavar="NAME_OR_FILE",
-    help="Predict for this machine instead of measuring: one of `sidelane machines`, or a TOML or JSON file.",
-)
-
 
 def given(name: str) -> bool:
     """Return True if the caller gave this parameter of the running command."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, PREDICT, Command, how, output, what, where
+from sidelane.cli.help import LABORATORY, LOOK, PREDICT, Command, how, output, what, where
 from sidelane.cli.options import VERSIONS, given, json_option, report_option
 from sidelane.cli.output import Written
-from sidelane_lab.harness.options import loaded
+from sidelane_lab.harness.options import MACHINE_NAME, loaded
 
 DEMO_MACHINE = "mi300x8"
 
@@ -40,15 +40,13 @@ def machines(json: Path | None) -> None:
 
 @click.command(
     cls=Command,
-    heading=PREDICT,
+    heading=LABORATORY,
     examples=(
         ("sidelane claims --no-ranges", "every published figure, in two seconds"),
         ("sidelane claims --machine h200x4 --no-ranges", "what was measured on four H200s, in a checkout"),
     ),
 )
-@where(
-    "--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured."
-)
+@where("--machine", type=MACHINE_NAME, default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured.")
 @where(
     "--results",
     type=click.Path(path_type=Path),
@@ -82,10 +80,10 @@ def claims(
 
 @click.command(
     cls=Command,
-    heading=PREDICT,
+    heading=LABORATORY,
     examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
 )
-@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@where("--machine", required=True, type=MACHINE_NAME, help="One of `sidelane machines`, or a TOML or JSON file.")
 @json_option
 @report_option
 def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
@@ -110,7 +108,7 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
 )
 @where(
     "--machine",
-    metavar="NAME_OR_FILE",
+    type=MACHINE_NAME,
     default=None,
     show_default="with --nodes h100x8x2, of dlrm mi210x1x128",
     help="One of `sidelane machines`, or a TOML or JSON file.",
@@ -147,7 +145,7 @@ def plan(
     json: Path | None,
     report: Path | None,
 ) -> None:
-    """Predict a training step: whether it fits, tokens a second, exposed communication, and what to write.
+    """Predict a training step: memory, tokens a second, exposed communication, and the line to write.
 
     The answer comes first: the memory of a GPU (weights, gradients, Adam, activations; an estimate) and what would fit,
     tokens a second with Sidelane and with the vendor's library, the communication that stays exposed, and the line of
@@ -183,7 +181,7 @@ def plan(
     ),
 )
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@where("--machine", required=True, type=MACHINE_NAME, help="One of `sidelane machines`, or a TOML or JSON file.")
 @what(
     "--strategy",
     "strategies",

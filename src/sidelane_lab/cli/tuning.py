@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
-from sidelane.cli.help import CHOOSE, HOW, OUTPUT, WHERE, output, what, where
+from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
 from sidelane.cli.options import ALL, KINDS, given, json_option, size
 from sidelane.cli.output import Written
@@ -17,6 +17,7 @@ from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness.options import (
+    MACHINE_NAME,
     CommandOptions,
     StudyOptions,
     argument,
@@ -234,7 +235,7 @@ class ExplainOptions(CommandOptions):
     machine: str | None = option(
         *("--machine", None, "A machine that need not be here: h200x4, mi300x8, ..."),
         group=WHERE,
-        metavar="NAME_OR_FILE",
+        type=MACHINE_NAME,
         show_default="this one",
     )
     profile: Path | None = option(
@@ -273,7 +274,7 @@ explain = command(
     "explain",
     _explain,
     (ExplainOptions,),
-    heading=CHOOSE,
+    heading=PREDICT,
     besides=(
         where(
             "--nodes",
