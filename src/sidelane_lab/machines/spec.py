@@ -82,7 +82,7 @@ class HostThreads(StrEnum):
 
 
 class RunStatus(StrEnum):
-    """Whether Sidelane has run on machines of a kind, as tables and first lines of predictions say it."""
+    """Words of tables and of first lines for: has Sidelane run on machines of a kind, and can it?"""
 
     MEASURED = "measured on such machines"
     UNRUN = "predicted: never run there"

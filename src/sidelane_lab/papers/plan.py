@@ -37,7 +37,7 @@ CODE = {
     "dma all-gather": "fsdp.enable(model, straight_into_parameters=False)",
     "dma both": "fsdp.enable(model, straight_into_parameters=False)",
 }
-"""What a program writes for a strategy."""
+"""Calls that a program writes, by strategy."""
 SMALL_ADAM_BYTES = 2
 """Bytes of both moments of a parameter where an optimizer keeps them in 8 bits."""
 AMONG_NODES = tuple(name for name, way in WAYS.items() if not way.apart)
