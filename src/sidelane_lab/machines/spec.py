@@ -82,7 +82,7 @@ class HostThreads(StrEnum):
 
 
 class RunStatus(StrEnum):
-    """Words of tables and of first lines for: has Sidelane run on machines of a kind, and can it?"""
+    """Words for whether Sidelane has run on machines of a kind, and whether it can."""
 
     MEASURED = "measured on such machines"
     UNRUN = "predicted: never run there"
