@@ -198,9 +198,9 @@ def test_recomputed_layers_take_their_forward_pass_once_more():
             "h100x8",
             LARGE,
             (
-                "does not fit on 8 x NVIDIA H100 SXM: about 152 of 80 GB a GPU under FSDP2 with Adam and recomputed",
-                "(predicted: never run there)",
-                "take 141 GB",
+                "llama-70b-like does not fit on 8 x NVIDIA H100 SXM (predicted: never run there).",
+                "A GPU needs about 152 of its 80 GB under FSDP2, with layers recomputed.",
+                "Weights, gradients and Adam take 141 GB, activations 24, gathered layers 11.",
                 "It fits on 32 such GPUs (61 GB a GPU).",
                 "If it did: ",
                 "from sidelane import fsdp; enabled = fsdp.enable(model)",
@@ -217,11 +217,20 @@ def test_the_answer_says_whether_it_fits_what_it_gives_and_what_to_write(machine
     best, usual = StepTimes(9e5, 8e5, 2e5), StepTimes(1e6, 8e5, 2e5)
     said = "\n".join(sim_plan.answer(there, step, "straight both", best, usual))
     assert [text for text in words if text not in said] == [], said
-    assert "Exposed communication: 100.0 ms (11%) of a step, and 200.0 ms (20%)." in said
+    assert "100.0 ms (11%) of a step with Sidelane, 200.0 ms (20%) with the library." in said
     nodes = dataclasses.replace(there, nodes=2)
     said = "\n".join(sim_plan.answer(nodes, step, "dma both", best, usual, sim_plan.HSDP))
     if machine != "mi300x8":
         assert f"mesh=init_device_mesh('cuda', (2, {there.gpus}))" in said and "straight_into_parameters=False" in said
+
+
+def test_the_example_in_the_guide_is_what_is_printed():
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "commands.md").read_text(encoding="utf-8")
+    block = page[page.index("    $ sidelane plan") :].split("\n\n")[0]
+    machine, step = named("h100x8"), Step(LARGE, 8192, 4096, recomputed=True)
+    best, usual = (step_times(machine, step, strategy) for strategy in ("straight both", "library"))
+    lines = [line.strip() for line in block.splitlines()[1:]]
+    assert lines == sim_plan.answer(machine, step, "straight both", best, usual), "run the command again"
 
 
 @pytest.mark.long
@@ -229,7 +238,7 @@ def test_the_command_prints_ranges_and_writes(tmp_path, capsys):
     path = tmp_path / "plan.json"
     sim_plan.main(PlanOptions("h200x2", "llama-8b-like", 4096, 4096, 6, fsdp=True, json=path))
     shown = capsys.readouterr().out
-    assert shown.startswith("llama-8b-like fits on 2 x NVIDIA H200: about ")
+    assert shown.startswith("llama-8b-like fits on 2 x NVIDIA H200 (measured on such machines).\n")
     assert "FSDP on 2 x NVIDIA H200" in shown and "dma all-gather" in shown and " .. " in shown
     written = json.loads(path.read_text())
     assert [row["strategy"] for row in written["rows"]] == list(STRATEGIES) and written["command"]

@@ -213,21 +213,17 @@ def answer(
     machine: Machine, step: Step, strategy: str, best: StepTimes, usual: StepTimes, sharding: str = FSDP
 ) -> list[str]:
     """Say whether a step fits, what it reaches, what stays exposed, and what to write."""
-    need, room, is_enough = memory_gb(machine, step, sharding), machine.gpu.memory_gb, fits(machine, step, sharding)
-    verdict = "fits" if is_enough else "does not fit"
-    how = f"under {sharding} with Adam" + (" and recomputed layers" if step.recomputed else "")
-    lines = [
-        f"{step.model.name} {verdict} on {machine.title}: about {need:.0f} of {room:.0f} GB a GPU {how} "
-        f"({machine.runs})."
-    ]
+    is_enough = fits(machine, step, sharding)
+    lines = [f"{step.model.name} {'fits' if is_enough else 'does not fit'} on {machine.title} ({machine.runs})."]
+    lines += _memory_words(machine, step, sharding)
     if not is_enough:
-        lines.append(_what_fits(machine, step))
+        lines += _what_fits(machine, step)
     ours, theirs = (tokens_per_s(machine, step, sharding, times) for times in (best, usual))
     condition = "" if is_enough else "If it did: "
-    lines.append(
-        f"{condition}{ours:,.0f} tokens a second with Sidelane, {theirs:,.0f} with the vendor's library. "
-        f"Exposed communication: {_exposed(best)} of a step, and {_exposed(usual)}."
-    )
+    lines += [
+        f"{condition}{ours:,.0f} tokens a second with Sidelane, {theirs:,.0f} with the vendor's library.",
+        f"Exposed communication: {_exposed(best)} of a step with Sidelane, {_exposed(usual)} with the library.",
+    ]
     if machine.runs is RunStatus.UNSUPPORTED:
         lines.append("Sidelane cannot run there yet: the plan says what copy engines could give.")
     elif strategy in CODE:
@@ -242,8 +238,19 @@ def _exposed(times: StepTimes) -> str:
     return f"{_ms(times.exposed_us)} ms ({100 * times.exposed_us / times.time_us:.0f}%)"
 
 
-def _what_fits(machine: Machine, step: Step) -> str:
-    """Say what makes a step fit: more GPUs, smaller moments, fewer tokens."""
+def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
+    memory = step_memory(step, _shards(machine, sharding))
+    parts = (memory.total, memory.states + memory.gradients, memory.activations, memory.gathered)
+    total, states, activations, gathered = (f"{part / 1e9:.0f}" for part in parts)
+    how = f"under {sharding}" + (", with layers recomputed" if step.recomputed else "")
+    return [
+        f"A GPU needs about {total} of its {machine.gpu.memory_gb:.0f} GB {how}.",
+        f"Weights, gradients and Adam take {states} GB, activations {activations}, gathered layers {gathered}.",
+    ]
+
+
+def _what_fits(machine: Machine, step: Step) -> list[str]:
+    """Say what makes a step fit, if anything does: more GPUs, smaller moments, fewer tokens."""
     memory, ways = step_memory(step, machine.world_size), []
     again = dataclasses.replace(step, recomputed=True)
     more = (with_nodes(machine, 1 << power) for power in range(MOST_NODES.bit_length()))
@@ -259,10 +266,7 @@ def _what_fits(machine: Machine, step: Step) -> str:
     least = dataclasses.replace(step, tokens=step.sequence)
     if fits(machine, least):
         ways.append(f"with --tokens {least.tokens} ({memory_gb(machine, least):.0f} GB)")
-    parts = (memory.states + memory.gradients, memory.activations, memory.gathered)
-    states, activations, gathered = (f"{part / 1e9:.0f}" for part in parts)
-    what = f"Weights, gradients and Adam take {states} GB, activations and logits {activations}, gathered layers "
-    return f"{what}{gathered}." + (f" It fits {', or '.join(ways)}." if ways else "")
+    return [f"It fits {', or '.join(ways)}."] if ways else []
 
 
 def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
