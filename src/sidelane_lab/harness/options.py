@@ -43,7 +43,7 @@ MOST_TENSORS = 1024
 """Tensors of a list at the most: proving a program takes longer with each, and a study proves many."""
 
 
-class MachineName(click.ParamType):
+class MachineName(click.types.StringParamType):
     """Type of a machine's name in the catalogue, or of a file that describes one. A shell completes both."""
 
     name = "name_or_file"

@@ -106,10 +106,9 @@ def _predict_share(
     with contextlib.suppress(BrokenPipeError):
         for variation in some:
             try:
-                outcome = predict(variation), None
+                sender.send((predict(variation), None))
             except Exception as problem:
-                outcome = None, problem
-            sender.send(outcome)
+                sender.send((None, problem))
 
 
 def _received(share: Connection) -> Any:

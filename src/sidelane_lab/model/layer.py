@@ -148,8 +148,8 @@ def step_memory(step: Step, shards: int) -> StepMemory:
 def ends_us(machine: Machine, step: Step, shards: int) -> float:
     """Estimate what a step has beside its layers: the head's GEMMs and its loss, and Adam. Compared with nothing."""
     model, tokens = step.model, step.tokens
-    shapes = ((tokens, VOCABULARY, model.hidden), (tokens, model.hidden, VOCABULARY))
-    shapes += ((VOCABULARY, model.hidden, tokens),)
+    forward, of_inputs = (tokens, VOCABULARY, model.hidden), (tokens, model.hidden, VOCABULARY)
+    shapes = (forward, of_inputs, (VOCABULARY, model.hidden, tokens))
     head_us = sum(gemm_us(machine, Gemm(*shape, "bfloat16")) for shape in shapes)
     loss = 2 * LOGIT_BYTES * tokens * VOCABULARY  # written and read once
     states = WEIGHT_BYTES + ADAM_BYTES

@@ -213,7 +213,7 @@ def vary(
     Of machines behind the first only the numbers that their claims depend on are varied. Claims that do not depend on a
     number keep what is ``unchanged``.
     """
-    varied = []
+    varied: list[Variation] = []
     for place, machine in enumerate(machines):
         mine = [paper.sections for paper in papers if paper.machine == machine.name]
         varied += variations(machine, frozenset().union(*mine) if place else None)

@@ -43,8 +43,8 @@ def machines_table(machines: list[Machine]) -> Table:
         gpus = (str(row["units"]), row["topology"], f"{row['link_gbps']:g}")
         cells = (row["name"], row["title"], SHORT_STATUS[machine.runs], *gpus, *network)
         lines.append(Line((*cells, str(known), str(sources[NumberSource.FITTED]), str(sources[NumberSource.ASSUMED]))))
-    columns = ("<name", "<machine", "<run there", "units", "<links", "GB/s", "<network", "a node\nGB/s")
-    columns += ("known", "fitted", "assumed")
+    of_machines = ("<name", "<machine", "<run there", "units", "<links", "GB/s", "<network", "a node\nGB/s")
+    columns = (*of_machines, "known", "fitted", "assumed")
     notes = (
         "--machine takes a name (also 8xH100, 2xh100x8, and h100x8x4 for any number of nodes), or a TOML or JSON file "
         "(docs/internals/model.md)",
