@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from sidelane import cli
 from sidelane.cli import loading
 from sidelane.cli.help import GROUPS, Command
+from sidelane.cli.options import NameChoice
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 from sidelane_lab.baselines.roster import implementations
 from sidelane_lab.cli import model as cli_model
@@ -52,6 +53,15 @@ def test_a_shell_completes_commands_options_and_machines() -> None:
     for words in (("explain", "all_gather", "1M"), ("claims",), ("replay", "step.json"), ("collective",), ("c3",)):
         assert completed(*words, "--machine", "mi250") == ["mi250x8"], words
     assert completed("plan", "--machine", "./mine") == ["./mine"], "a file"
+
+
+@pytest.mark.parametrize("written", ["all_reduce", "allreduce", "all-reduce", "AllReduce"])
+def test_names_are_taken_as_people_write_them(written: str) -> None:
+    choice = NameChoice(["all_gather", "all_reduce"])
+    assert choice.convert(written, None, None) == "all_reduce"
+    assert NameChoice(["8b", "70b"]).convert("70B", None, None) == "70b"
+    with pytest.raises(click.BadParameter, match="all_gather"):
+        choice.convert("reduce", None, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

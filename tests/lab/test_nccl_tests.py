@@ -116,7 +116,7 @@ def call(*arguments: str) -> Result:
         (("all_reduce", "-r", "1"), "(value=1, allowed=0: the root of a broadcast is rank 0)"),
         (("all_reduce", "-T", "3"), "No such option '-T'"),
         (("all_reduce", "-G", "1", "-g", "2"), "CPU ranks have no graphs (value=graph, allowed=eager)"),
-        (("allreduce",), "all_reduce"),
+        (("reduce_all",), "all_reduce"),
     ],
 )
 def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> None:

@@ -9,7 +9,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LABORATORY, Command, how, what, where
-from sidelane.cli.options import ALL, given, json_option
+from sidelane.cli.options import ALL, NameChoice, given, json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
@@ -42,7 +42,7 @@ def sizes_of_nodes(context: click.Context, option: click.Parameter, value: str |
     "--collective",
     "collectives",
     multiple=True,
-    type=click.Choice([*STEPPED, ALL]),
+    type=NameChoice([*STEPPED, ALL]),
     default=(ALL,),
     help="May be repeated.",
 )

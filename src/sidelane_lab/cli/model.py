@@ -9,7 +9,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LABORATORY, LOOK, PREDICT, Command, how, output, what, where
-from sidelane.cli.options import VERSIONS, given, json_option, report_option
+from sidelane.cli.options import VERSIONS, NameChoice, given, json_option, report_option
 from sidelane.cli.output import Written
 from sidelane_lab.harness.options import MACHINE_NAME, loaded
 
@@ -120,7 +120,7 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     show_default="the machine's",
     help="So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two.",
 )
-@what("--model", required=True, type=click.Choice((*SHORT, *PLANNED, DLRM)), help="Whose layers.")
+@what("--model", required=True, type=NameChoice((*SHORT, *PLANNED, DLRM)), help="Whose layers.")
 @what("--fsdp", is_flag=True, help="On several nodes: shards over all ranks alone, not also HSDP.")
 @what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
 @what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
@@ -166,7 +166,7 @@ def plan(
             return
         planning = loaded("papers.plan")
         if machine is None and not nodes:
-            raise ValueError("plan: --machine or --nodes is needed (value=neither)")
+            raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine h100x8, ...)")
         whose = SHORT.get(model, model)
         asked = (machine or planning.MACHINE, whose, tokens, sequence, layers, fsdp, json, nodes, report, recompute)
         planning.main(planning.PlanOptions(*asked))

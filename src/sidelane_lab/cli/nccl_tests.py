@@ -11,7 +11,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE, Command, how, what, where
-from sidelane.cli.options import json_option, names, size, timeout_option
+from sidelane.cli.options import NameChoice, json_option, names, size, timeout_option
 from sidelane_lab.harness.options import loaded
 
 COLLECTIVES = {
@@ -74,7 +74,7 @@ def _checked(context: click.Context, option: click.Parameter, value: int) -> Non
         ("sidelane nccl-tests alltoall -b 64K -e 64M -G 1", "calls in a CUDA graph"),
     ),
 )
-@click.argument("collective", type=click.Choice(list(COLLECTIVES)))
+@click.argument("collective", type=NameChoice(list(COLLECTIVES)))
 @what("-b", "--minbytes", callback=size, default="32M", metavar="SIZE", help="Smallest size, such as 64K.")
 @what("-e", "--maxbytes", callback=size, default="32M", metavar="SIZE", help="Largest size.")
 @what("-f", "--stepfactor", type=click.IntRange(2), metavar="N", help="Each size over the one before it.")

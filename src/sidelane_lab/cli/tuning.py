@@ -11,7 +11,7 @@ import click
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
 from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
-from sidelane.cli.options import ALL, KINDS, given, json_option, size
+from sidelane.cli.options import ALL, KINDS, NameChoice, given, json_option, size
 from sidelane.cli.output import Written
 from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
@@ -199,7 +199,7 @@ class ExplainOptions(CommandOptions):
     )
 
     kind: Kind = argument(
-        "collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]), convert=Kind
+        "collective", metavar="COLLECTIVE", type=NameChoice([kind.value for kind in Kind]), convert=Kind
     )
     # Rounded up to whole elements, and to as many for each rank where the collective gives all of them the same.
     nbytes: int = argument("nbytes", metavar="SIZE", callback=size)

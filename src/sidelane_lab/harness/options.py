@@ -23,6 +23,7 @@ from click.shell_completion import CompletionItem
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import HOW, LABORATORY, OUTPUT, WHAT, Command, Example, Option, where
 from sidelane.cli.options import (
+    NameChoice,
     device_option,
     given,
     json_option,
@@ -213,7 +214,7 @@ def words(
         kind = type(default[0]) if default else str
         return tuple(map(kind, dict.fromkeys(allowed if every in chosen else chosen)))
 
-    choice = click.Choice([*allowed, *filter(None, [every])])
+    choice = NameChoice([*allowed, *filter(None, [every])])
     usual = (every,) if every and set(default) == set(allowed) else tuple(map(str, default))
     spelled: dict[str, Any] = {"default": usual, "multiple": True, "type": choice}
     return option(flag, tuple(default), text, convert=convert, allowed=allowed, **(spelled | attributes))
