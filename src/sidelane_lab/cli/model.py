@@ -42,7 +42,7 @@ def machines(json: Path | None) -> None:
     cls=Command,
     heading=LABORATORY,
     examples=(
-        ("sidelane claims --no-ranges", "every published figure, in two seconds"),
+        ("sidelane claims --no-ranges", "every published figure, in seconds"),
         ("sidelane claims --machine h200x4 --no-ranges", "what was measured on four H200s, in a checkout"),
     ),
 )
@@ -59,8 +59,8 @@ def machines(json: Path | None) -> None:
     "--ranges/--no-ranges",
     default=None,
     show_default="with them, except with --json and no --report",
-    help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds, "
-    "many minutes with --machine of a measured one.",
+    help="Also predict over the plausible values of the machine's numbers: a minute on two processors instead of "
+    "seconds, some minutes with --machine of a measured one.",
 )
 @json_option
 @report_option
