@@ -226,7 +226,9 @@ def answer(
     ]
     if machine.runs is RunStatus.UNSUPPORTED:
         lines.append("Sidelane cannot run there yet: the plan says what copy engines could give.")
-    elif strategy in CODE:
+    elif strategy not in CODE:
+        lines.append("Leave the vendor's library: copy engines would not be faster.")
+    else:
         mesh = ""
         if sharding == HSDP:
             mesh = f", mesh=init_device_mesh('cuda', ({machine.nodes}, {machine.gpus}))"
@@ -295,6 +297,8 @@ def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
     console.print(nodes_table(machine, step, found).to_rich())
     for line in nodes_advice(found):
         say(console, line)
+    if recomputed := [str(count) for count, one in steps.items() if one.recomputed]:
+        say(console, f"Layers are recomputed in the backward pass on {', '.join(recomputed)} nodes.")
     rows = [
         {
             **_asked(with_nodes(machine, one.nodes), steps[one.nodes], one.sharding, one.times),
