@@ -157,20 +157,26 @@ class FlowNetwork(Generic[Tag]):
         rates: dict[Flow[Tag], float] = {}
         left: dict[int, float] = {}
         weight_on: dict[int, float] = {}
-        is_crowded, growing = self._crowded, []
+        is_crowded, capacities, growing = self._crowded, self._capacities, []
         for flow in group:
-            rates[flow] = flow.ceiling
+            is_held = False
             for resource, weight in flow.weights.items():
                 if is_crowded[resource]:
-                    left.setdefault(resource, self._capacities[resource])
-                    weight_on[resource] = weight_on.get(resource, 0.0) + weight
-                    if rates.pop(flow, None) is not None:
-                        growing.append(flow)
+                    is_held = True
+                    if resource in left:
+                        weight_on[resource] += weight
+                    else:
+                        left[resource], weight_on[resource] = capacities[resource], weight
+            if is_held:
+                growing.append(flow)
+            else:
+                rates[flow] = flow.ceiling
+        least_ceiling = min([flow.ceiling for flow in growing], default=0.0)
         while growing:
             level = min([left[r] / weight for r, weight in weight_on.items() if weight > EPSILON])
-            most = level * (1 + EPSILON)
+            most = level * FULL
             # A flow whose own ceiling is below the level stops there, and leaves the rest to the others.
-            stopped = [flow for flow in growing if flow.ceiling <= most]
+            stopped = [flow for flow in growing if flow.ceiling <= most] if least_ceiling <= most else []
             is_limited = bool(stopped)
             if not is_limited:
                 full = {r for r, weight in weight_on.items() if weight > EPSILON and left[r] / weight <= most}
@@ -179,7 +185,8 @@ class FlowNetwork(Generic[Tag]):
                 rate = rates[flow] = flow.ceiling if is_limited else level
                 for resource, weight in flow.weights.items():
                     if resource in left:
-                        left[resource] = max(0.0, left[resource] - rate * weight)
+                        rest = left[resource] - rate * weight
+                        left[resource] = rest if rest > 0.0 else 0.0
                         weight_on[resource] -= weight
             growing = [flow for flow in growing if flow not in rates]
         return rates
