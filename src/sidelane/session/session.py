@@ -350,6 +350,7 @@ class Lane:
             verify_programs=config.verify,
             profile=self.profile.profile,
             abilities=self.backend.abilities,
+            chosen_by=self.profile.where,
         )
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(
