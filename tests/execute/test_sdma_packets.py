@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sdma_emulator import Engine, Memory, MemoryFaultError, PacketError, PollTimeoutError, run_together
 
@@ -70,6 +70,7 @@ def packets(draw: st.DrawFn) -> Packet:
 
 
 @given(st.lists(packets(), max_size=6))
+@settings(deadline=None)
 def test_bytes_and_packets_are_the_same(queue: list[Packet]) -> None:
     data = b"".join(found.to_bytes() for found in queue)
     assert list(decode(data)) == queue

@@ -8,7 +8,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.harness.options import StudyOptions, count, implementations, kinds, names, size_span, study_command
 
 CALL, STREAM, HOST, KERNEL = TRIGGERS = ("call", "stream", "host", "kernel")
-"""What begins a collective: the call itself, or a write of the stream, the host or a kernel."""
+"""Beginnings of a collective: the call itself, or a write of the stream, the host or a kernel."""
 
 MOVING = ("all_gather", "all_to_all")
 

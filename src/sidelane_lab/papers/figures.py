@@ -24,6 +24,9 @@ from sidelane_lab.machines.spec import Machine
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 BANDS = "bands: plausible numbers"
 UNITS = "on compute units (number of workgroups)"
+ENGINES = "on DMA engines"
+KIND_COLOURS = {UNITS: VERMILLION, ENGINES: BLUE}
+"""Colours of timelines, alike in all of them."""
 """Kind of the intervals of kernels that hold compute units."""
 
 
@@ -221,18 +224,30 @@ def _whiskers(axes: Axes, places: Sequence[float], band: Band) -> None:
     axes.errorbar(places, band.values, [below, above], fmt="none", ecolor=BLACK, elinewidth=0.8, capsize=2)
 
 
-def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Path:
-    """Draw one lane for each queue, engine or kernel, over time."""
+def draw_timeline(
+    intervals: Sequence[Interval], title: str, folder: Path, name: str, *, end_us: float | None = None
+) -> Path:
+    """Draw one lane for each queue, engine or kernel, over time: the GEMM's first, each kind in a colour of its own.
+
+    Args:
+        intervals: what ran.
+        title: of the picture.
+        folder: for the files, made if need be.
+        name: of the files.
+        end_us: end of the axis, which pictures to be compared have in common; None ends it with the last interval.
+    """
     intervals = _joined(intervals)
     lanes = list(dict.fromkeys((interval.group, interval.lane) for interval in intervals))
+    lanes.sort(key=lambda lane: lane[1] != "gemm")
     kinds = list(dict.fromkeys(_kind_of(interval) for interval in intervals))
-    end = max((interval.end_us for interval in intervals), default=1.0)
+    others = iter([colour for colour in COLOURS if colour not in KIND_COLOURS.values()] * len(kinds))
+    colours = {kind: KIND_COLOURS.get(kind) or next(others) for kind in kinds}
+    end = end_us or max((interval.end_us for interval in intervals), default=1.0)
     scale, unit = (1e3, "ms") if end > 10_000 else (1.0, "us")
     with mpl.rc_context(RC):
         figure = Figure(figsize=(11, 1.2 + 0.24 * len(lanes)), layout="constrained")
         axes = figure.subplots()
-        for index, kind in enumerate(kinds):
-            colour = COLOURS[index % len(COLOURS)]
+        for kind, colour in colours.items():
             for place, lane in enumerate(lanes):
                 mine = [i for i in intervals if (i.group, i.lane) == lane and _kind_of(i) == kind]
                 bars = [(i.start_us / scale, (i.end_us - i.start_us) / scale) for i in mine]
@@ -247,8 +262,8 @@ def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name:
         names = [lane if group in ("links", "GPU") else f"{group} {lane}" for group, lane in lanes]
         axes.set_yticks(range(len(lanes)), names)
         axes.invert_yaxis()
+        axes.set_xlim(0, 1.02 * end / scale)
         axes.set_xlabel(f"time, {unit}")
-        axes.set_ylabel("who is at work")
         axes.set_title(title)
         axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
         return drawing.save_both(figure, name, folder)

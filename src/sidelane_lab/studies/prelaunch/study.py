@@ -55,12 +55,12 @@ class PrelaunchRow(FlatRow):
 
     Attributes:
         bytes: gathered size of an all_gather, size of the whole local buffer of an all_to_all.
-        launch: ``graph`` where a captured call was replayed.
-        trigger: ``call`` where nothing was submitted ahead; else what fired it: ``stream``, ``host``, ``kernel``.
+        launch: ``graph`` if a captured call was replayed.
+        trigger: ``call`` if nothing was submitted ahead; otherwise its source: ``stream``, ``host``, ``kernel``.
         arm_us: host time of arming, median over the rounds of the slowest rank; null for calls.
-        time_us: median over the rounds of the slowest rank; p10_us and p90_us likewise.
-        correct: outputs were compared with a reference in this run; None when it could not run.
-        note: why there is no time, or what to know about this one.
+        time_us: time from the trigger until the end, median over the rounds of the slowest rank.
+        correct: True if outputs agreed with a reference in this run; None when it could not run.
+        note: reason why there is no time, or a remark.
     """
 
     allowed = (("launch", LAUNCHES), ("trigger", TRIGGERS), ("implementation", (*IMPLEMENTATIONS, FLOOR)))
