@@ -280,7 +280,7 @@ def test_explain_says_on_what_first(monkeypatch: pytest.MonkeyPatch, arguments: 
     assert shown.exit_code == 0, shown.output
     answer, first, second, third, _ = shown.output.split("\n", 4)
     assert answer.startswith("auto takes ") and first.startswith("all_gather of 64K among")
-    assert answer.endswith("(predicted; Sidelane cannot run there yet)") == ("mi300x8" in arguments)
+    assert answer.endswith("(predicted; Sidelane has never run on AMD GPUs)") == ("mi300x8" in arguments)
     assert f"{second}\n".startswith(f"on {on}") and third.startswith(f"by {by}")
 
 
@@ -289,7 +289,7 @@ def test_the_first_line_answers_for_machines_that_nobody_has():
     amd = run("explain", "all_reduce", "256K", "--machine", "8xmi300x").output
     assert re.match(
         r"auto takes dma pcpy: [\d.]+ us expected, next dma b2b [\d.]+ us; the vendor's library [\d.]+ us "
-        r"\(predicted; Sidelane cannot run there yet\)\n",
+        r"\(predicted; Sidelane has never run on AMD GPUs\)\n",
         amd,
     )
     assert "Submitted by rank 0: 71 commands in 8 queues (--commands lists them)" in amd and "engine dma:0" not in amd
