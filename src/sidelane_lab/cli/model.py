@@ -43,6 +43,7 @@ def machines(json: Path | None) -> None:
     examples=(
         ("sidelane claims --no-ranges", "every published figure, in two seconds"),
         ("sidelane claims --machine h200x4 --no-ranges", "what was measured on four H200s, in a checkout"),
+        ("sidelane claims --measured", "what papers claim beside what was measured here, in a checkout"),
     ),
 )
 @where(
@@ -63,10 +64,21 @@ def machines(json: Path | None) -> None:
     help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds, "
     "many minutes with --machine of a measured one.",
 )
+@what(
+    "--measured",
+    is_flag=True,
+    help="Predict nothing: print what result files say of each claim, or why they say nothing.",
+)
 @json_option
 @report_option
 def claims(
-    machine: str, json: Path | None, results: Path, version: str, report: Path | None, ranges: bool | None
+    machine: str,
+    json: Path | None,
+    results: Path,
+    version: str,
+    report: Path | None,
+    ranges: bool | None,
+    measured: bool,
 ) -> None:
     """Hold predictions against every figure that papers publish, or against your measurements.
 
@@ -74,6 +86,12 @@ def claims(
     shown, not punished.
     """
     with plain_errors():
+        if measured:
+            if wrong := [name for name in ("version", "report", "ranges") if given(name)]:
+                raise ValueError(f"--{wrong[0]} does not go with --measured (allowed=--machine, --results, --json)")
+            where = results / machine if given("machine") else results
+            loaded("papers.claim_measurements").show_measured((where,), json)
+            return
         command = loaded("papers.command")
         with_ranges = (json is None or report is not None) if ranges is None else ranges
         sys.exit(command.main(command.ClaimsOptions(machine, json, results, version, report, with_ranges)))
