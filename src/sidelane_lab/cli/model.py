@@ -100,6 +100,70 @@ def claims(
 @click.command(
     cls=Command,
     heading=PREDICT,
+    examples=(
+        ("sidelane figure", "all figures and tables, and who predicts and measures each"),
+        ("sidelane figure 003/13", "the DMA collectives paper's figure 13"),
+        ("sidelane figure 000/T2 --machine h200x4", "a table, predicted for four H200s"),
+        ("sidelane figure 000/8 --results my/c3.json", "beside a file of one's own"),
+        ("sidelane figure --all --report out", "a page of all, in a minute"),
+    ),
+)
+@click.argument("numbers", nargs=-1, metavar="[PAPER/FIGURE]...")
+@what("--all", "everything", is_flag=True, help="All figures and tables.")
+@what("--version", type=click.Choice(VERSIONS), default=None, help="Version of the ConCCL paper.")
+@where(
+    "--machine",
+    metavar="NAME_OR_FILE",
+    show_default="the paper's own",
+    help="Predict for this one: of `sidelane machines`, or a TOML or JSON file.",
+)
+@where(
+    "--results",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE",
+    show_default="results",
+    help="Result file, or a folder of them; may be repeated.",
+)
+@how(
+    "--ranges/--no-ranges",
+    default=None,
+    show_default="with them for one figure",
+    help="Also predict over the plausible values of the machine's numbers: up to a minute a figure.",
+)
+@json_option
+@output(
+    "--report",
+    type=Written(is_folder=True),
+    metavar="FOLDER",
+    show_default="figures, with --json none",
+    help="Write the pictures here, and a page.",
+)
+def figure(
+    numbers: tuple[str, ...],
+    everything: bool,
+    version: str | None,
+    machine: str | None,
+    results: tuple[Path, ...],
+    ranges: bool | None,
+    json: Path | None,
+    report: Path | None,
+) -> None:
+    """Draw a figure of a paper: published, predicted and measured values in one picture, with the numbers below.
+
+    PAPER/FIGURE is 003/13 for figure 13 of the text 003 (docs/papers.md), or 000/T2 for a table. Where one of the three
+    is missing, a line says why. Without a number, all are listed.
+    """
+    with plain_errors():
+        command = loaded("comparisons.command")
+        with_ranges = (len(numbers) == 1 and json is None) if ranges is None else ranges
+        asked = (numbers, everything, machine, results, version or "", with_ranges, json, report)
+        command.main(command.FigureOptions(*asked))
+
+
+@click.command(
+    cls=Command,
+    heading=PREDICT,
     examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
 )
 @where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
@@ -262,10 +263,79 @@ def _skew_panels(machine: Machine, ranges: bool) -> list[Panel]:
     ]
 
 
+def _bar_panels(
+    words: str,
+    names: Sequence[str],
+    times_of: Callable[[FusedStudy], Sequence[FusedTimes]],
+    mean_claim: str,
+    best_claim: str,
+) -> Callable[[Machine, bool], list[Panel]]:
+    """Show fused times over unfused ones, a bar a shape; of what is published the text has the mean and the best."""
+
+    def normalised(changed: Machine) -> dict[str, list[float]]:
+        times = times_of(FusedStudy(changed))
+        return {FUSED_WORDS: [one.fused.time_us / one.unfused_us for one in times]}
+
+    def panels(machine: Machine, ranges: bool) -> list[Panel]:
+        return [
+            Panel(
+                curves=bands(machine, normalised, SECTIONS if ranges else ()),
+                x=names,
+                marks=lower_marks(mean_claim, best_claim),
+                xlabel=words,
+                **NORMALISED,
+            )
+        ]
+
+    return panels
+
+
+FUSED_WORDS = "fused over unfused"
+NORMALISED: dict[str, Any] = {"level": 1, "low": 0, "high": 1.35, "ylabel": "time over that unfused"}
+"""Axis of panels of normalised times."""
+
+
+def lower_marks(mean_claim: str, best_claim: str) -> list[PublishedValue]:
+    """Return marks of the published mean and best normalised time, from claims on percent lower."""
+    mean_time, best_time = (1 - published()[claim_id]["value"] / 100 for claim_id in (mean_claim, best_claim))
+    return [
+        PublishedValue("published: mean", (mean_time,), line="--"),
+        PublishedValue("published: best", (best_time,), line=":"),
+    ]
+
+
+BAGS = [f"{one.batch}\n{one.tables}" for one in EMBEDDINGS]
+BARS: tuple[tuple[str, str, str, list[str], Callable[[FusedStudy], Sequence[FusedTimes]], str, str], ...] = (
+    ("8", "Embedding + all-to-all", "batch, and tables a GPU", BAGS, lambda s: s.embeddings, "EMB-01", "EMB-02"),
+    (
+        *("9", "GEMV + all-reduce", "rows, and columns of all GPUs"),
+        [f"{one.rows}\n{one.columns}" for one in GEMVS],
+        *(lambda s: s.gemvs, "GEMV-01", "GEMV-02"),
+    ),
+    (
+        *("10", "GEMM + all-to-all", "rows a GPU, and columns"),
+        [f"{one.rows}\n{one.columns}" for one in GEMMS],
+        *(lambda s: s.gemms, "GEMM-01", "GEMM-02"),
+    ),
+    (
+        *("12", "Embedding + all-to-all, two nodes", "batch, and tables a GPU"),
+        *(BAGS, lambda s: s.embeddings_across, "EMB-03", "EMB-04"),
+    ),
+)
+"""Figures of normalised times: number, what runs, what names the bars, these names, times, claims on mean and best."""
+
 FIGURES = tuple(
+    PaperFigure(
+        numbers=(number,),
+        name=f"fused-published-{number}",
+        title=f"{title}: {{machine}}, predicted at shapes that stand in for the paper's",
+        panels=_bar_panels(words, names, times_of, f"FU-{mean_claim}", f"FU-{best_claim}"),
+    )
+    for number, title, words, names, times_of, mean_claim, best_claim in BARS
+) + tuple(
     PaperFigure(numbers=numbers, name=name, title=f"{words}: {{machine}}, predicted", panels=panels)
     for numbers, name, words, panels in (
-        (("8", "9", "10", "12"), "fused-published-gains", "Fused operators paper, gains", _gain_panels),
+        ((), "fused-published-gains", "Fused operators paper, gains", _gain_panels),
         (("13",), "fused-published-occupancy", "Fused operators paper, time over occupancy", _occupancy_panels),
         (("14",), "fused-published-skew", "Fused operators paper, skew", _skew_panels),
     )

@@ -55,11 +55,11 @@ def read_results(path: Path) -> ResultFile | None:
     Raises:
         ValueError: there is no such file, or it is no JSON.
     """
-    return _read(path.resolve(), path)
+    return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
 
 
 @functools.lru_cache(maxsize=128)
-def _read(_: Path, path: Path) -> ResultFile | None:
+def _read(path: Path, changed_ns: int) -> ResultFile | None:
     try:
         content = json.loads(text_of(path))
     except ValueError as problem:
@@ -107,10 +107,10 @@ class CollectiveReadings:
             if usual and row["time_us"] is not None:
                 self._us[row["collective"], row["implementation"], row["variant"], row["bytes"]] = row["time_us"]
 
-    def sizes(self, kind: Kind, low: int = 0, high: int = 1 << 62) -> list[int]:
-        """Return the bytes that the library and the variant ``pcpy`` have times of, from ``low`` to ``high``."""
+    def sizes(self, kind: Kind, low: int = 0, high: int = 1 << 62, variant: str = "pcpy") -> list[int]:
+        """Return the bytes that the library and a variant have times of, from ``low`` to ``high``."""
         library = {n for k, by, _, n in self._us if (k, by) == (kind, "nccl")}
-        engines = {n for k, by, variant, n in self._us if (k, by, variant) == (kind, "dma", "pcpy")}
+        engines = {n for k, by, name, n in self._us if (k, by, name) == (kind, "dma", variant)}
         return sorted(n for n in library & engines if low <= n <= high)
 
     def library_us(self, kind: Kind, nbytes: int) -> float:
@@ -133,7 +133,8 @@ class CollectiveReadings:
 
     def best(self, kind: Kind, variants: Iterable[str], nbytes: int) -> str:
         """Return the fastest of some variants."""
-        return min(variants, key=lambda variant: self.us(kind, (variant,), nbytes))
+        known = [variant for variant in variants if (kind, "dma", variant, nbytes) in self._us]
+        return min(known, key=lambda variant: self.us(kind, (variant,), nbytes))
 
 
 Pair = tuple[str, int, str]
