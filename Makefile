@@ -4,14 +4,14 @@
 # TORCH_INSTALL  what pip installs as torch where there is none. On Linux a plain index gives the CUDA build, some
 #                gigabytes; PyTorch's installation page lists indexes of smaller, CPU-only builds. Use one with
 #                    make demo TORCH_INSTALL="torch==2.13.0 --index-url <index of CPU builds>"
-# NEWEST_TORCH   what pip installs as torch for `make test-newest`: "torch==2.15.0 --index-url <index of CPU builds>"
+# TRY            what `make versions` tries: "3.11:2.11 3.13:newest"; "--pip '--index-url <index of CPU builds>'" is
+#                an option for it. All Pythons here with all minor versions of torch on the index if empty.
 # RESULTS        file for what `make test-device` and `make sanitize` find; folder for the files of `make results`.
 # STUDIES        what `make results` measures, such as "c3 fsdp-1"; all if empty (MEASURE=--list shows them).
 # BEFORE         folder of earlier results: `make results` says what is slower than there, and ends with an error then.
 # MEASURE        its further options: --list, --again, --dry-run (tools/measure_node.py).
 # DEMO, TESTS    further options of `sidelane demo`; what pytest runs in `make test`.
 # DEVICE_TESTS   files of tests/device for `make test-device`, where GPUs are lent for less than all takes; all if empty.
-# OLDEST_TORCH   what pip installs for `make test-oldest`: the oldest torch that is supported, with its Triton.
 # TORCH_TESTS    options of `make test-torch`: "--device=gpu --jobs 6 --page compatibility-gpus.md" asks GPUs and NCCL.
 # STEPS          how many `make test-steps` makes.
 # SECONDS        after which `make results` ends, to go on in the next call (no limit if empty), and `make attack` (600).
@@ -23,8 +23,7 @@
 
 PYTHON ?= python3
 TORCH_INSTALL ?= torch==2.13.0
-NEWEST_TORCH ?= torch
-OLDEST_TORCH ?= torch==2.11.0 triton==3.6.0
+TRY ?=
 RESULTS ?=
 STUDIES ?=
 DEMO ?=
@@ -49,7 +48,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest test-device test-torch test-newest test-oldest test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
+.PHONY: help demo test pytest test-device test-torch versions test-long test-restart test-steps test-clients attack soak sanitize results wheel docs docs-pages size lint style types format venv clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -78,17 +77,8 @@ test-torch: $(READY) ## run PyTorch's own tests on the process group, and on Glo
 	@$(BIN)/python -c "import expecttest" 2>/dev/null || $(BIN)/python -m pip install --quiet expecttest
 	@PYTHONPATH=src $(BIN)/python -W ignore tools/torch_suite.py $(or $(TORCH_TESTS),--page docs/reference/compatibility.md)
 
-test-newest: ## run the process group's tests with the newest torch of the package index, in build/newest
-	@test -x build/newest/bin/python || $(PYTHON) -m venv build/newest
-	@build/newest/bin/python -m pip install --quiet --upgrade $(NEWEST_TORCH)
-	@build/newest/bin/python -m pip install --quiet numpy rich click pytest pytest-timeout # an index of torch lacks some
-	@PYTHONPATH=src build/newest/bin/python -W ignore -m pytest -q -o addopts= tests/integrations/test_process_group*.py
-
-test-oldest: ## run collectives, the process group's tests and fused operators with the oldest torch, in build/oldest
-	@test -x build/oldest/bin/python || $(PYTHON) -m venv build/oldest
-	@build/oldest/bin/python -m pip install --quiet $(OLDEST_TORCH) numpy rich click expecttest pytest pytest-timeout
-	@PYTHONPATH=src build/oldest/bin/python -W ignore -m pytest -q -o addopts= \
-	  tests/collectives/test_collectives.py tests/integrations/test_process_group*.py tests/ops/test_fused.py
+versions: $(READY) ## try Python 3.11 to 3.14 with torch 2.11 to the newest; TRY="3.11:2.11 3.13:newest"
+	@PYTHONPATH=src $(BIN)/python tools/versions.py $(TRY)
 
 test-restart: $(READY) ## kill a rank of programs that train, and see torchrun start them again; a minute
 	@$(BIN)/python -m pytest tests/restart
@@ -120,8 +110,8 @@ results: $(READY) ## measure a machine with GPUs: all that is published, into th
 	@PYTHONPATH=src $(BIN)/python tools/measure_node.py --out "$(or $(RESULTS),$(error RESULTS=folder is needed))" \
 	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(BEFORE),--before "$(BEFORE)") $(MEASURE) $(STUDIES)
 
-wheel: $(READY) ## build dist/sidelane-*.whl
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: $(READY) ## build the wheel and the sdist into dist, and run the wheel where there is no C compiler
+	@PYTHONPATH=src $(BIN)/python tools/release.py
 
 docs: $(READY) ## build the site of docs/ into build/docs; a broken link, reference or example ends it
 	@$(BIN)/python -c "import furo, myst_parser, sphinx" 2>/dev/null || { echo "[sidelane] installing sidelane[docs]"; \

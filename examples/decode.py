@@ -20,6 +20,7 @@ if not gpu:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch.distributed as dist
+from parts.rates import INTERPRETED
 from torch.nn import functional
 
 from sidelane import Communicator, ops
@@ -227,6 +228,8 @@ def main() -> None:
     same = " and ".join(f"{share:.0%}" for share in alike)
     print(f"rank {rank} of {world_size} on {device}: {same} of the tokens are the same by group and by operators")
     if rank == 0:
+        if not gpu:
+            print(INTERPRETED)
         for name, (_, prefill_s, rate) in done.items():
             print(f"{name}: prefill {1e3 * prefill_s:.1f} ms, then {rate:.0f} tokens a second")
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ if not gpu:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch.distributed as dist
+from parts.rates import INTERPRETED
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
@@ -177,6 +178,8 @@ def main() -> None:
         torch.testing.assert_close(same, wanted, rtol=1e-3, atol=1e-4)
     print(f"rank {rank} of {ranks} on {device}: loss {wanted[0]:.3f} to {wanted[-1]:.3f}, the same in all ways")
     if rank == 0:
+        if not gpu:
+            print(INTERPRETED)
         for name, (training, inference) in rates.items():
             print(f"samples a second {name}: {training:.0f} in training, {inference:.0f} in inference")
     dist.destroy_process_group()

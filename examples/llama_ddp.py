@@ -9,6 +9,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from parts.llama import Llama, begin, options, train
+from parts.rates import ON_CPUS
 from parts.text import read
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +38,8 @@ def main() -> None:
     )
     if rank == 0:
         print(words)
+        if not gpu:
+            print(ON_CPUS)
         print(f"tokens a second: {rates[0]:.0f} without Sidelane, {rates[1]:.0f} with")
     dist.destroy_process_group()
 

@@ -19,6 +19,7 @@ if not gpu:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch.distributed as dist
+from parts.rates import INTERPRETED
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional
@@ -171,6 +172,8 @@ def main() -> None:
     first, last = (sum(some) / BATCHES for some in (same[:BATCHES], same[-BATCHES:]))
     print(f"rank {rank} of {ranks} on {device}: loss {first:.3f} to {last:.3f}, the same as on one rank")
     if rank == 0:
+        if not gpu:
+            print(INTERPRETED)
         print(f"tokens a second: {plain:.0f} by the process group, {fused:.0f} by operators")
     dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Count lines, files, complexity, names and docstrings of the house. ``make size`` writes docs/internals/size.md.
+"""Count lines, files, complexity, names and docstrings of the code. ``make size`` writes docs/internals/size.md.
 
 ``tests/test_house.py`` holds the counts that may only fall.
 """
@@ -118,12 +118,12 @@ def page() -> str:
     )
     return "\n".join(
         (
-            "# Size of the house",
+            "# Size of the code",
             "",
-            "`make size` writes this page; `tools/house.py` counts. The first column of figures is of 26 November 2026",
-            "before the laboratory moved out",
-            "([decision 118](../decisions/0118-the-laboratory-is-a-package-beside-the-library.md)), the last one is",
-            "what the house is to come to. `tests/test_house.py` lets complexity, names and docstrings not get worse.",
+            "`make size` writes the table below with `tools/house.py`. *Then* is 26 November 2026, before the",
+            "laboratory became a package of its own",
+            "([decision 30](../decisions/30-the-laboratory-is-a-package-beside-the-library.md)).",
+            "`tests/test_house.py` fails if complexity, names or docstrings get worse.",
             "",
             "| | then | now | goal |",
             "|---|---|---|---|",

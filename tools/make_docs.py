@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import versions
 from docs import interface, reference, tables
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {
-    "reference/api.md": interface.page,
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/api.md": interface.index,
+    **{f"reference/api/{name}.md": functools.partial(interface.task_page, name) for name in interface.TASKS},
     "reference/commands.md": reference.commands,
     "reference/settings.md": reference.settings,
     "reference/results.md": reference.result_files,
+    "reference/versions.md": versions.page,
     "lab/files.md": reference.files,
 }
 MARK = "<!-- table: "

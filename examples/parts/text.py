@@ -5,7 +5,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import sidelane
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SOURCE = Path(sidelane.__file__).parent  # where the examples were copied out of the repository
 BYTES = 256
 MISSING = "tokens: bytes, since the package `tokenizers` is missing (pip install tokenizers)"
 
@@ -22,7 +25,8 @@ def read(tokenizer: str, vocabulary: int) -> tuple[torch.Tensor, int, str]:
     """
     made: list[tuple[torch.Tensor, int, str] | str | None] = [None]
     if dist.get_rank() == 0:
-        pages = [page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))]
+        files = sorted(DOCS.rglob("*.md")) or sorted(SOURCE.rglob("*.py"))
+        pages = [page.read_text(encoding="utf-8") for page in files]
         try:
             made[0] = as_bytes(pages, "tokens: bytes") if tokenizer == "bytes" else as_pairs(pages, vocabulary)
         except ImportError as error:

@@ -16,10 +16,13 @@ from sidelane.errors import (
 from sidelane.version import VERSION as __version__  # noqa: F401
 
 if TYPE_CHECKING:
+    from sidelane import ops as ops
     from sidelane.c3.auto import choose_overlap
     from sidelane.c3.overlap import Overlap, overlap
     from sidelane.c3.shaped_matmul import ShapedMatmul
     from sidelane.c3.shaping import choose_shaping
+    from sidelane.integrations import ddp as ddp
+    from sidelane.integrations import fsdp as fsdp
     from sidelane.integrations.ledger import Report, report
     from sidelane.integrations.nodes.scale_out import scale_out
     from sidelane.integrations.process_group import SidelaneGroup
@@ -76,18 +79,20 @@ _ELSEWHERE = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # Importing torch takes seconds; `sidelane --help` and the program tools do without.
-    if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
-        return getattr(import_module("sidelane.session"), name)
-    if name in ("ddp", "fsdp"):
-        return import_module(f"sidelane.integrations.{name}")
-    if name == "ops":
-        return import_module("sidelane.ops")
-    if name in _ELSEWHERE:
-        return getattr(import_module(_ELSEWHERE[name]), name)
-    # Tracebacks then show the nearest of the names below.
-    raise AttributeError(f"module 'sidelane' has no attribute {name!r}", name=name, obj=import_module("sidelane"))
+if not TYPE_CHECKING:  # a type checker reads the imports above, and would take every other name for any type
+
+    def __getattr__(name: str) -> Any:
+        # Importing torch takes seconds; `sidelane --help` and the program tools do without.
+        if name in ("Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Session", "Work"):
+            return getattr(import_module("sidelane.session"), name)
+        if name in ("ddp", "fsdp"):
+            return import_module(f"sidelane.integrations.{name}")
+        if name == "ops":
+            return import_module("sidelane.ops")
+        if name in _ELSEWHERE:
+            return getattr(import_module(_ELSEWHERE[name]), name)
+        # Tracebacks then show the nearest of the names below.
+        raise AttributeError(f"module 'sidelane' has no attribute {name!r}", name=name, obj=import_module("sidelane"))
 
 
 def __dir__() -> list[str]:

@@ -157,7 +157,8 @@ class ProgramError(SidelaneError):
     page = Page.OWN
 
     def __init__(self, title: str, violations: Sequence[str]) -> None:
-        self.title, self.violations = title, tuple(violations)
+        self.title: str = title
+        self.violations: tuple[str, ...] = tuple(violations)
         shown = "\n".join(f"  - {line}" for line in self.violations[:12])
         more = len(self.violations) - 12
         super().__init__(f"{title}:\n{shown}" + (f"\n  ... and {more} more" if more > 0 else ""))
@@ -197,7 +198,7 @@ class PeerError(SidelaneError):
     """A peer failed, died or refused the call. ``ranks`` are the ranks at fault (group ranks)."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
         super().__init__(message)
 
 

@@ -23,6 +23,7 @@ from sidelane.choice.profile import parse
 from sidelane.choice.store import builtin, user_file, write
 from sidelane.cli import info
 from sidelane.cli.launch import LaunchTarget
+from sidelane.execute.sdma import disassemble
 from sidelane.program.collective import Kind
 from sidelane.program.kernel import Protocol
 from sidelane_lab.cli.tuning import ExplainOptions
@@ -125,6 +126,37 @@ def test_a_computation_of_known_time_is_weighed() -> None:
 def _halves(words: str) -> int:
     """Copies to each peer. Whole ones and halves are about as fast here: the table may say either."""
     return 2 if "auto takes dma striped" in words else 1
+
+
+@pytest.mark.parametrize("call", ["all_to_all 64K --in-place", "all_reduce 1M", "broadcast 64K --graph", "gather 4K"])
+def test_explain_shows_the_packets_of_copy_engines(call: str):
+    given = ("explain", *call.split(), "--machine", "mi300x8", "--packets")
+    shown = json.loads(run(*given, "--json", "-").stdout)
+    assert "packets of gfx942, from public headers: never run on AMD hardware" in shown["notes"]
+    listed = {
+        place["to"]: [line.strip() for line in place["what"] if line.startswith("    0x")]
+        for place in shown["submitted"]
+        if "packets," in place["to"]
+    }
+    assert len(listed) == len(shown["packets"]) > 0
+    for queue, (place, lines) in zip(shown["packets"], listed.items(), strict=True):
+        data = bytes.fromhex(queue["bytes"])
+        assert place == f"engine {queue['engine']}: {len(lines)} packets, {len(data)} bytes"
+        assert disassemble(data).splitlines() == lines
+    others = [place["to"] for place in shown["submitted"] if place["to"] not in listed]
+    assert others == (["engine compute:0, which takes no packets"] if "reduce" in call else [])
+    assert "until >= value=1" in run(*given).output or "--graph" in call
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"), [("h200x4", "needs --machine mi300x8"), ("a100x4", "MI300X or"), ("mi300x8x2", "one node of")]
+)
+def test_explain_has_packets_of_one_family_only(machine: str, text: str):
+    refused = run("explain", "all_gather", "64K", "--machine", machine, "--packets")
+    assert refused.exit_code == 2 and text in refused.output
+    assert (
+        json.loads(run("explain", "all_gather", "64K", "--machine", "mi300x8", "--json", "-").stdout)["packets"] == []
+    )
 
 
 @pytest.mark.parametrize("kind", [Kind.REDUCE_SCATTER, Kind.ALL_REDUCE])

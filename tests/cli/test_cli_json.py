@@ -20,8 +20,9 @@ ON_CPUS = "--device cpu --ranks 2"
 RESULTS = Path(__file__).resolve().parents[2] / "results/h100x2/fused.json"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
+    "info --versions": {"sidelane", "commit", "python", "torch", "driver", "gpus", "os", "compiler"},
     "machines": {"name", "sources"},
-    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal_library", "choices"},
+    f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
     "nccl-tests all_gather -b 4K -e 4K -g 2 -n 1 -w 0": STUDY,
     f"ordinary {ON_CPUS} --part alone --collective all_gather --max-bytes 64K --repeats 1 --warmup 0": STUDY,
@@ -31,6 +32,7 @@ COMMANDS: dict[str, set[str]] = {
     f"chain {ON_CPUS} --min-bytes 64K --max-bytes 64K --variants b2b --implementations dma": STUDY,
     f"phases {ON_CPUS} --operation copy --max-bytes 1K --calls 1 --warmup 1": STUDY,
     f"host {ON_CPUS} --bytes 1K --variants b2b --calls 2 --batches 2": STUDY,
+    f"prelaunch {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --repeats 1 --warmup 0": STUDY,
     f"fused {ON_CPUS} --ops gemv_all_reduce --repeats 1": STUDY,
     f"fsdp {ON_CPUS} --cases 8b:1x512 --layers 2 --implementations sidelane --repeats 1 --warmup 0": STUDY,
     f"clients {ON_CPUS} --programs ddp --rounds 1 --steps 1 --warmup 1": STUDY,
@@ -38,6 +40,7 @@ COMMANDS: dict[str, set[str]] = {
     "gemms --device cpu --models qwen-32b/4 --repeats 1 --warmup 0": STUDY,
     f"tune {ON_CPUS} --quick --seconds 1 --collective all_gather --output PROFILE": {"format", "key", "curves"},
     "explain all_gather 1.2G --machine h200x4": {"call", "takes", "candidates", "submitted", "notes"},
+    "explain all_gather 64K --machine mi300x8 --packets": {"submitted", "packets"},
     "verify --nodes 2,3 --elements 3": {"nodes", "rows"},
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
     "figure 003/6 --no-ranges": {"study", "machine", "commit", "command", "rows"},

@@ -12,6 +12,7 @@ import pytest
 import rich.console
 from matplotlib.axes import Axes
 
+from sidelane.c3.strategies import strategies
 from sidelane_lab.harness import drawing as pictures
 from sidelane_lab.harness import report
 from sidelane_lab.harness.drawing import label_ends
@@ -193,7 +194,10 @@ def test_what_auto_chose_is_one_line_for_lists_and_one_for_separate_calls(
     monkeypatch.setattr(pictures, "label_ends", noted)
     rows = (*lists().rows[:14], dataclasses.replace(lists().rows[0], bytes=4 << 20, variant="pcpy"))
     draw(dataclasses.replace(lists(), rows=rows), tmp_path)
-    assert [name for name in ends[0] if name.startswith("auto")] == ["auto", "auto separate"]
+    assert [name for name in ends[0] if "its choice" in name] == [
+        "Sidelane (its choice)",
+        "Sidelane (its choice), separate",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -283,3 +287,10 @@ def test_pictures_depend_on_the_rows_alone(tmp_path: Path):
     assert names == [picture.name for picture in draw(collectives(), tmp_path / "b")]
     for name in names:
         assert (tmp_path / "a" / f"{name}.svg").read_text() == (tmp_path / "b" / f"{name}.svg").read_text()
+
+
+def test_every_strategy_and_implementation_has_a_plain_name_in_pictures():
+    names = [*pictures.COLOURS, *(strategy.name for strategy in strategies())]
+    assert [name for name in names if pictures.plain_name(name) == name] == []
+    assert len({pictures.plain_name(strategy.name) for strategy in strategies()}) == len(strategies())
+    assert pictures.plain_name("gloo", on_cpu=True) == pictures.plain_name("nccl", on_cpu=True) == "Gloo"

@@ -90,21 +90,36 @@ def test_without_a_compiler_nobody_waits_for_one(monkeypatch: pytest.MonkeyPatch
         build.load_replays.cache_clear()
 
 
-def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        (None, "no C compiler (looked for CC, cc, gcc, clang)"),
+        ("echo no such; echo header >&2; exit 3", "RuntimeError: mycc failed: no such header"),
+    ],
+)
+def test_without_a_compiler_it_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    cache: Path,
+    tmp_path: Path,
+    compiler: str | None,
+    words: str,
+) -> None:
     monkeypatch.setenv("PATH", "")
-    assert load() == Replays(None, "no C compiler (looked for CC, cc, gcc, clang)")
+    if compiler is not None:
+        path = tmp_path / "mycc"
+        path.write_text(f"#!/bin/sh\n{compiler}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CC", f"{path} -m64")
+    build.load_replays.cache_clear()
+    try:
+        assert build.load_replays() == Replays(None, words)
+        assert build.load_replays_soon() == build.load_replays()
+    finally:
+        build.load_replays.cache_clear()
     assert list(cache.iterdir()) == []
-
-
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
-    compiler = tmp_path / "mycc"
-    compiler.write_text("#!/bin/sh\necho no such header >&2\nexit 3\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", f"{compiler} -m64")
-    found = load()
-    assert found.module is None
-    assert "mycc failed: no such header" in found.words
-    assert list(cache.iterdir()) == []
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == f"calls that come again are made in Python, which is slower: {words}"
 
 
 def test_a_file_that_was_cut_short_is_made_again(cache: Path) -> None:

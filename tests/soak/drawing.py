@@ -183,7 +183,7 @@ class Drawing:
         return [part.item_bytes * max(numel(rank, self._n) for rank in range(self._n)) for numel in numels]
 
     def _masks(self, kind: Kind, in_place: bool) -> tuple[int, int]:
-        """Draw ranks on which output and input are symmetric (docs/internals/programs.md, "One place on all ranks")."""
+        """Draw ranks on which output and input are symmetric (docs/internals/programs.md, "The same place")."""
         draw, everywhere = self._draw, self._everywhere
         anywhere = draw.choice((0, everywhere, draw.randrange(everywhere + 1)))
         agreed = draw.choice((0, everywhere)), draw.choice((0, everywhere))

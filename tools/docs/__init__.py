@@ -1,1 +1,1 @@
-"""Pages of docs/ that are made: reference pages from the code, tables from the files in results/."""
+"""Generators of docs/: reference pages from the code, tables from the files in results/, and the site."""

@@ -21,6 +21,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "index"
 html_theme = "furo"
 html_title = f"Sidelane {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static" / "scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 highlight_language = "none"
@@ -39,4 +42,6 @@ napoleon_use_rtype = False
 
 def setup(app: Any) -> None:
     app.connect("source-read", lambda _, page, source: source.__setitem__(0, site.as_shown(page, source[0])))
+    app.connect("autodoc-process-docstring", site.docstring_as_shown, priority=900)  # behind napoleon
+    app.connect("autodoc-process-signature", site.signature_as_shown)
     app.connect("missing-reference", site.found)

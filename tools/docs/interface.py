@@ -1,157 +1,305 @@
-"""The page of everything that can be imported: names with the first lines of their docstrings."""
+"""Pages of the interface, one for each task: names as users import them, with the first lines of their docstrings."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import textwrap
+from collections.abc import Iterator
 
-from docs.source import Definition, definitions, first_line, module_of, signature
+from docs.source import Definition, definition_of, definitions, first_line, module_of, signature
+
+INTERNAL = ("disown", "leave", "make_again", "profile_of", "range_name", "renew", "run", "uuid")
+"""Methods that the library calls across its own modules. They are no part of the interface."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Some names of one module, as a section of the page.
+class Section:
+    """Some names that are imported from one module.
 
     Attributes:
-        title: the module from which they are imported.
-        text: what they are for.
-        names: where each group of names is defined; without names: all that are public.
+        module: module or name from which users import them.
+        title: heading, unique on its page.
+        names: names in the order of the page; empty for all that are public.
+    """
+
+    module: str
+    title: str
+    names: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskPage:
+    """A page of the interface.
+
+    Attributes:
+        title: heading, which says what the reader wants to do.
+        text: introduction, with the page of the guide.
+        sections: names on the page.
     """
 
     title: str
     text: str
-    names: tuple[tuple[str, tuple[str, ...]], ...]
+    sections: tuple[Section, ...]
 
 
-PARTS = (
-    Part(
-        "sidelane",
-        "Collectives, sessions, what calls return, pools, overlap, and a process group ([guide](../guide/pytorch.md)). "
-        "`OwnKernel` alone is not imported from here.",
+TASKS = {
+    "calls": TaskPage(
+        "Make calls",
+        "Communicators, sessions, and the objects that calls return. The guide shows how to "
+        "[make calls](../../guide/collectives.md) and how to [order them by lanes](../../guide/lanes.md).",
         (
-            ("sidelane.session.communicator", ("Communicator",)),
-            ("sidelane.session.session", ("Session", "Lane")),
-            ("sidelane.collectives.work", ("Work",)),
-            ("sidelane.session.lists", ("Batched",)),
-            ("sidelane.session.prelaunch", ("Prelaunched",)),
-            ("sidelane.session.bound_program", ("BoundProgram",)),
-            ("sidelane.session.own_kernel", ("OwnKernel",)),
-            ("sidelane.session.pools", ("pool", "SymmetricPool")),
-            ("sidelane.c3.overlap", ("overlap", "Overlap")),
-            ("sidelane.c3.auto", ("choose_overlap",)),
-            ("sidelane.c3.shaped_matmul", ("ShapedMatmul",)),
-            ("sidelane.c3.shaping", ("choose_shaping",)),
-            ("sidelane.integrations.registration", ("register",)),
-            ("sidelane.integrations.wrap", ("wrap",)),
-            ("sidelane.integrations.ledger", ("report", "Report")),
+            Section(
+                "sidelane",
+                "Communicators and sessions",
+                ("Communicator", "Work", "Batched", "Session", "Lane", "pool", "SymmetricPool"),
+            ),
         ),
     ),
-    Part(
-        "sidelane.config",
-        "Settings. `Config` can be imported from `sidelane`, too; [settings](settings.md) lists them.",
-        (("sidelane.config", ()),),
-    ),
-    Part(
-        "sidelane.errors",
-        "Errors; all can be imported from `sidelane`, too. Wrong arguments are `ValueError` or `TypeError`.",
-        (("sidelane.errors", ()),),
-    ),
-    Part(
-        "sidelane.device.context",
-        "What a kernel of your own does with its peers ([guide](../guide/own-kernels.md)).",
-        (("sidelane.device.context", ()),),
-    ),
-    Part(
-        "sidelane.ops",
-        "Fused operators ([guide](../guide/fused.md)). They need Triton.",
+    "errors": TaskPage(
+        "Set limits and handle errors",
+        "Settings and errors. Wrong arguments are `ValueError` or `TypeError`. [Settings](../settings.md) lists the "
+        "variables of the environment, and the guide says [how to react to an error](../../guide/errors.md).",
         (
-            ("sidelane.ops.embedding", ("embedding_all_to_all", "EmbeddingAllToAll")),
-            ("sidelane.ops.embedding_backward", ("embedding_all_to_all_backward",)),
-            ("sidelane.ops.gemm", ("gemm_all_to_all", "GemmAllToAll")),
-            ("sidelane.ops.gemm_reduce", ("gemm_reduce_scatter", "gemm_all_reduce")),
-            ("sidelane.ops.gather_gemm", ("all_gather_gemm",)),
-            ("sidelane.ops.dispatch_gemm", ("all_to_all_gemm", "AllToAllGemm")),
-            ("sidelane.ops.rows", ("all_to_all_rows",)),
-            ("sidelane.ops.split_gemm", ("split_gemm_all_to_all",)),
-            ("sidelane.ops.gemm_reduce", ("split_gemm_reduce_scatter", "split_gemm_all_reduce")),
-            ("sidelane.ops.gather_gemm", ("split_all_gather_gemm",)),
-            ("sidelane.ops.split_gemm", ("split_all_to_all_gemm",)),
-            ("sidelane.ops.gemv", ("gemv_all_reduce", "GemvAllReduce")),
-            ("sidelane.ops.rms_norm", ("all_reduce_rms_norm", "AllReduceRmsNorm")),
-            ("sidelane.ops.modules", ("EmbeddingBagAllToAll", "ExpertCombine", "ExpertDispatch", "RowParallelLinear")),
+            Section("sidelane", "Settings", ("Config",)),
+            Section("sidelane.config", "Settings for a block of code", ("override", "current", "from_environment")),
+            Section(
+                "sidelane",
+                "Errors",
+                (
+                    "SidelaneError",
+                    "UnavailableError",
+                    "ProgramError",
+                    "PeerError",
+                    "PeerTimeoutError",
+                    "MismatchError",
+                    "CommunicatorClosedError",
+                ),
+            ),
         ),
     ),
-    Part(
-        "sidelane.program.ir",
-        "Programs: commands, engines, queues ([how they work](../internals/programs.md)).",
-        (("sidelane.program.ir", ()),),
-    ),
-    Part(
-        "sidelane.program.collective",
-        "What a collective is: which bytes of whose input belong where in whose output.",
-        (("sidelane.program.collective", ()),),
-    ),
-    Part(
-        "sidelane.program.contract",
-        "What a program of your own claims to do.",
-        (("sidelane.program.contract", ()),),
-    ),
-    Part(
-        "sidelane.program.builders",
-        "From a collective to a program, and [how to add an algorithm](../internals/adding-an-algorithm.md).",
+    "overlap": TaskPage(
+        "Overlap a collective with computation",
+        "Runners that execute a computation and collectives at the same time, and calls that are submitted ahead of "
+        "their data. The guide shows [how to overlap](../../guide/overlap.md).",
         (
-            ("sidelane.program.builders.registry", ("Algorithm", "register", "algorithms", "variants", "build")),
-            ("sidelane.program.builders.batch", ("build_batch",)),
-            ("sidelane.program.builders.transport", ("Transport",)),
+            Section(
+                "sidelane",
+                "Runners and calls submitted ahead",
+                ("overlap", "Overlap", "choose_overlap", "ShapedMatmul", "choose_shaping", "Prelaunched"),
+            ),
         ),
     ),
-    Part(
-        "sidelane.program.transform",
-        "From a program to another one that does the same.",
+    "training": TaskPage(
+        "Train with the process group, DDP and FSDP2",
+        "Entry points for programs that use `torch.distributed`. The guide shows "
+        "[which line to change](../../guide/one-line.md), [the process group](../../guide/pytorch.md) and "
+        "[FSDP2](../../guide/fsdp.md).",
         (
-            ("sidelane.program.transform.lower", ("lower",)),
-            ("sidelane.program.transform.freeze", ("freeze",)),
-            ("sidelane.program.transform.prelaunch", ("prelaunch",)),
-            ("sidelane.program.transform.stamp", ("stamp",)),
+            Section(
+                "sidelane",
+                "Process group",
+                ("register", "SidelaneGroup", "wrap", "report", "Report"),
+            ),
+            Section("sidelane.fsdp", "FSDP2", ("enable", "EnabledFsdp", "Elsewhere")),
+            Section("sidelane.ddp", "DistributedDataParallel", ("enable", "EnabledDdp")),
         ),
     ),
-    Part(
-        "sidelane.program.verify",
-        "Proofs.",
-        (("sidelane.program.verify.check", ("verify", "verify_sequence", "Verification")),),
+    "operators": TaskPage(
+        "Use fused operators",
+        "Operators that compute and communicate in one kernel or in a pipeline. They need Triton. The guide shows "
+        "[how to use them](../../guide/fused.md).",
+        (
+            Section(
+                "sidelane.ops",
+                "Products",
+                (
+                    "gemm_all_to_all",
+                    "GemmAllToAll",
+                    "gemm_reduce_scatter",
+                    "gemm_all_reduce",
+                    "all_gather_gemm",
+                    "all_to_all_gemm",
+                    "AllToAllGemm",
+                    "split_gemm_all_to_all",
+                    "split_gemm_reduce_scatter",
+                    "split_gemm_all_reduce",
+                    "split_all_gather_gemm",
+                    "split_all_to_all_gemm",
+                    "gemv_all_reduce",
+                    "GemvAllReduce",
+                ),
+            ),
+            Section("sidelane.ops", "Norms", ("all_reduce_rms_norm", "AllReduceRmsNorm")),
+            Section(
+                "sidelane.ops",
+                "Embeddings",
+                (
+                    "embedding_all_to_all",
+                    "EmbeddingAllToAll",
+                    "embedding_all_to_all_backward",
+                    "EmbeddingBackward",
+                ),
+            ),
+            Section("sidelane.ops", "Time stamps of a kernel", ("Timeline",)),
+            Section("sidelane.ops.fusion", "Pass of torch.compile", ("Fusion",)),
+        ),
     ),
-)
+    "models": TaskPage(
+        "Distribute experts and long sequences",
+        "Operators and modules for parts of a model. They need Triton. The guide shows "
+        "[experts and embeddings](../../guide/fused.md) and [long sequences](../../guide/sequence.md).",
+        (
+            Section(
+                "sidelane.ops",
+                "Experts",
+                ("route_experts", "ExpertRoutes", "dispatch_tokens", "combine_tokens", "all_to_all_rows"),
+            ),
+            Section(
+                "sidelane.ops",
+                "Long sequences",
+                (
+                    "reshard",
+                    "sequence_parallel_attention",
+                    "ring_attention",
+                    "sequence_positions",
+                    "attention_function",
+                    "register_attention",
+                ),
+            ),
+            Section(
+                "sidelane.ops",
+                "Modules",
+                ("EmbeddingBagAllToAll", "ExpertCombine", "ExpertDispatch", "RowParallelLinear"),
+            ),
+        ),
+    ),
+    "nodes": TaskPage(
+        "Use fused operators among several nodes",
+        "Operators whose slices leave for other nodes while the kernel computes the next ones. "
+        "[How they work](../../internals/scale-out.md).",
+        (
+            Section("sidelane", "Entry", ("scale_out",)),
+            Section(
+                "sidelane.ops.scale_out",
+                "Operators",
+                (
+                    "ScaleOut",
+                    "embedding_all_to_all",
+                    "EmbeddingAcrossNodes",
+                    "embedding_all_to_all_backward",
+                    "BackwardAcrossNodes",
+                    "gemm_all_to_all",
+                    "GemmAcrossNodes",
+                    "all_to_all_rows",
+                ),
+            ),
+            Section("sidelane.ops.scale_out", "Transports", ("SliceTransport", "GroupTransport", "SocketTransport")),
+        ),
+    ),
+    "kernels": TaskPage(
+        "Write kernels of your own",
+        "Functions for Triton kernels that write to peers, signal them and wait for them. The guide shows "
+        "[how to write such a kernel](../../guide/own-kernels.md).",
+        (
+            Section("sidelane.device.context", "Functions to call in a kernel"),
+            Section("sidelane.session.own_kernel", "Loaded kernel", ("OwnKernel",)),
+        ),
+    ),
+    "programs": TaskPage(
+        "Run programs and algorithms of your own",
+        "Programs are frozen data: which engine of which rank executes which commands in which order. The guide shows "
+        "[how to run one](../../guide/own.md), and the internals explain "
+        "[how programs work](../../internals/programs.md) and "
+        "[how to add an algorithm](../../internals/adding-an-algorithm.md).",
+        (
+            Section("sidelane", "Loaded program", ("BoundProgram",)),
+            Section("sidelane.program.ir", "Commands, engines and queues"),
+            Section("sidelane.program.collective", "Collectives"),
+            Section("sidelane.program.contract", "Contracts"),
+            Section(
+                "sidelane.program.builders",
+                "Builders",
+                ("Algorithm", "register", "algorithms", "variants", "build", "build_batch", "Transport"),
+            ),
+            Section(
+                "sidelane.program.transform",
+                "Transforms",
+                ("lower", "freeze", "prelaunch", "stamp"),
+            ),
+            Section("sidelane.program.verify", "Proofs", ("verify", "verify_sequence", "Verification")),
+        ),
+    ),
+    "choice": TaskPage(
+        "See and tune what is chosen",
+        "`Communicator.last_choice` returns a `Selection` of a `Candidate`; `Communicator.last_submitted` counts the "
+        "commands that ran. "
+        "`choose_overlap` and `choose_shaping` are with [overlap](overlap.md). The guide shows "
+        "[how to measure a machine](../../guide/tuning.md), and the internals explain "
+        "[how variants are chosen](../../internals/choice.md).",
+        (
+            Section("sidelane.choice.selection", "Result of a choice", ("Selection",)),
+            Section("sidelane.choice", "Candidates and measured times", ("Candidate", "Profile", "Curve")),
+            Section("sidelane.ops", "Choice of a fused operator", ("explain",)),
+        ),
+    ),
+    "laboratory": TaskPage(
+        "Use the laboratory",
+        "The package `sidelane_lab` simulates programs on described machines, and reads and writes result files. It is "
+        "in the same wheel. [Its structure](../../internals/laboratory.md).",
+        (
+            Section("sidelane_lab.machines.load", "Catalogue of machines", ("machine_names", "named", "find")),
+            Section("sidelane_lab.machines.spec", "Description of a machine", ("Machine",)),
+            Section("sidelane_lab.sim.simulate", "Simulator", ("simulate", "SimulatedRun", "DeadlockError")),
+            Section("sidelane_lab.harness.study", "Result files", ("Results", "collect", "read", "write")),
+        ),
+    ),
+}
+"""Pages by file name, in the order of the index."""
+
+LOCATIONS = {"sidelane.fsdp": "sidelane.integrations.fsdp", "sidelane.ddp": "sidelane.integrations.ddp"}
+"""Modules behind names of ``sidelane`` that are no modules themselves."""
 
 
-def page() -> str:
-    """The page, in Markdown. Comments tell the site where whole docstrings belong."""
+def index() -> str:
+    """Return the list of the pages, in Markdown."""
     lines = [
         "# Interface",
         "",
-        "What can be imported, with a line each. The site (`make docs`) has the whole docstrings;",
+        "This is everything that can be imported, by task. Each page here has a line for each name; the same page of",
+        "the site (`make docs`) has the whole docstrings, and so has `help(sidelane.Communicator)` in Python. A name",
+        "that is not listed may change without notice.",
     ]
-    lines += [
-        "in Python, `help(sidelane.Communicator)` has them. What is not listed here may change without notice.",
-        "",
-    ]
-    for part in PARTS:
-        lines += [f"## {part.title}", "", part.text, ""]
-        tables = [one for module, names in part.names for one in _found(module, names)]
-        lines += ["| | |", "|---|---|"]
-        lines += [f"| `{_shown(one)}` | {first_line(one)} |" for one in tables]
-        for one in tables:
-            if isinstance(one, ast.ClassDef) and (methods := list(_methods(one))):
+    for name, page in TASKS.items():
+        lines += ["", f"## [{page.title}](api/{name}.md)", ""]
+        for section in page.sections:
+            names = ", ".join(f"`{one}`" for one in section.names) or "all that the page lists"
+            lines += textwrap.wrap(f"`{section.module}`: {names}", 116, initial_indent="- ", subsequent_indent="  ")
+    return "\n".join(lines) + "\n"
+
+
+def task_page(name: str) -> str:
+    """Return one page, in Markdown. Comments tell the site where whole docstrings belong."""
+    page = TASKS[name]
+    lines = [f"# {page.title}", "", *textwrap.wrap(page.text, 116, break_on_hyphens=False), ""]
+    for section in page.sections:
+        found = [*_found(section)]
+        lines += [f"## {section.title}", "", f"Import from `{section.module}`:", ""]
+        lines += ["| | |", "|---|---|", *(f"| `{_shown(one)}` | {first_line(one)} |" for one in found)]
+        for one in found:
+            if isinstance(one, ast.ClassDef) and (methods := [*_methods(one)]):
                 lines += ["", f"### {one.name}", "", "| | |", "|---|---|"]
                 lines += [f"| `{_shown(method)}` | {first_line(method)} |" for method in methods]
-        for module, names in part.names:
-            lines += ["", f"<!-- docstrings: {' '.join((module, *names))} -->"]
-        lines.append("")
+        lines += ["", *(f"<!-- docstring: {section.module}.{one.name} -->" for one in found), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _found(module: str, names: tuple[str, ...]) -> list[Definition]:
-    known = {one.name: one for one in definitions(module_of(module))}
-    return [known[name] for name in names or known]
+def _found(section: Section) -> Iterator[Definition]:
+    module = LOCATIONS.get(section.module, section.module)
+    if section.names:
+        yield from (definition_of(module, name) for name in section.names)
+    else:
+        yield from definitions(module_of(module))
 
 
 def _shown(definition: Definition) -> str:
@@ -162,4 +310,5 @@ def _shown(definition: Definition) -> str:
 
 
 def _methods(of: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [one for one in definitions(of) if isinstance(one, ast.FunctionDef) and ast.get_docstring(one)]
+    methods = (one for one in definitions(of) if isinstance(one, ast.FunctionDef) and ast.get_docstring(one))
+    return [one for one in methods if one.name not in INTERNAL]

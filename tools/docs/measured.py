@@ -43,30 +43,30 @@ LABELS = {
 
 @functools.cache
 def load(name: str) -> dict[str, Any]:
-    """A result file, by its path in results/."""
+    """Read a result file, by its path in results/."""
     content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     return content
 
 
 def rows_of(*names: str) -> list[Row]:
-    """The rows of some files, one after another."""
+    """Return the rows of some files, one after another."""
     return [row for name in names for row in load(name)["rows"]]
 
 
 def best(rows: Iterable[Row], where: Where, column: str = "time_us") -> float | None:
-    """The least of a column among the rows that have all these values (of a tuple, one of them); None without any."""
+    """Return the least of a column among rows that have all these values (one of a tuple's); None without any."""
     allowed = [(key, value if isinstance(value, tuple) else (value,)) for key, value in where.items()]
     found = [row[column] for row in rows if all(row.get(key) in values for key, values in allowed)]
     return min((one for one in found if one is not None), default=None)
 
 
 def is_one_call(row: Row) -> bool:
-    """A call with all tensors of a list, or with its one tensor: not a call for each."""
+    """Return True for a call with all tensors of a list, or with its one tensor: not a call for each."""
     return str(row["variant"]).rpartition("+")[2] != "separate"
 
 
 def ratios(rows: Iterable[Row], others: Sequence[str] = LIBRARIES) -> dict[tuple[Any, ...], float]:
-    """How many times as fast ``auto`` is as the best of the others, for each way to call that both have."""
+    """Return how many times as fast ``auto`` is as the best of the others, for each way to call that both have."""
     ours: dict[tuple[Any, ...], float] = {}
     theirs: dict[tuple[Any, ...], float] = {}
     for row in rows:
@@ -86,7 +86,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def size(nbytes: int) -> str:
-    """In powers of two, as pages write sizes.
+    """Return a size in powers of two, as pages write it.
 
     >>> size(65536), size(1 << 30)
     ('64 KB', '1 GB')
@@ -98,7 +98,7 @@ def size(nbytes: int) -> str:
 
 
 def short(value: float | None) -> str:
-    """Three digits, or all digits of what has more in front of the point.
+    """Return three digits, or all digits of a number that has more in front of the point.
 
     >>> short(4.0), short(63.94), short(2091.4), short(None)
     ('4.00', '63.9', '2091', '')
@@ -109,21 +109,21 @@ def short(value: float | None) -> str:
 
 
 def two(value: float | None) -> str:
-    """Two digits behind the point."""
+    """Return a number with two digits behind the point."""
     return "" if value is None else f"{value:.2f}"
 
 
 def each(places: Iterable[Where], rows: Sequence[Row], write: Callable[[float | None], str] = short) -> str:
-    """The best of each place, with semicolons between them."""
+    """Return the best of each place, with semicolons between them."""
     return "; ".join(write(best(rows, place)) for place in places)
 
 
 def ratio(rows: Sequence[Row], where: Where, theirs: Where, ours: Where) -> str:
-    """How many times as fast ours is as theirs."""
+    """Return how many times as fast ours is as theirs."""
     over, under = best(rows, {**where, **theirs}), best(rows, {**where, **ours})
     return two(over / under) if over is not None and under is not None else ""
 
 
 def whole(value: float | None) -> str:
-    """No digits behind the point."""
+    """Return a number without digits behind the point."""
     return "" if value is None else f"{value:.0f}"

@@ -60,7 +60,7 @@ def geometric_means(machine: str, *, alone: bool = False) -> Cells:
 
 
 def by_implementation() -> Cells:
-    """The best of each implementation in some calls among four H200s."""
+    """Return the best of each implementation in some calls among four H200s."""
     rows = rows_of("h200x4/collectives.json", "h200x4/broadcasts.json")
     columns: dict[str, Where] = {
         "Sidelane, best on copy engines": COPY_ENGINES,
@@ -193,7 +193,7 @@ def lists_by_kernels(machine: str) -> Cells:
 
 
 def kernel_times() -> Cells:
-    """The best of the others, and ours by kernels, in graphs."""
+    """Return the best of the others, and Sidelane's kernels, in graphs."""
     rows = [row for row in rows_of("h200x4/collectives.json", "h200x4/broadcasts.json") if row["tensors"] == 1]
     calls = [(GATHER, OUT), (EXCHANGE, OUT), (SCATTERED, OUT), (REDUCED, IN), (BROADCAST, IN)]
     cells = [["bytes", *(f"{LABELS[kind]}: {who}" for kind, _ in calls for who in ("others", "kernel"))]]
@@ -207,7 +207,7 @@ def kernel_times() -> Cells:
 
 
 def two_shots() -> Cells:
-    """All-reduces in place of two H200s, in graphs."""
+    """Return all-reduces in place of two H200s, in graphs."""
     rows = rows_of("h200x2/collectives.json")
     sizes = [MIB, 4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 256 * MIB, GIB, 4 * GIB]
     lines: dict[str, Where] = {

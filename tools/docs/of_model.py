@@ -1,4 +1,4 @@
-"""Tables of what the model predicts, next to what was measured."""
+"""Tables of predictions next to measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of what programs of PyTorch see: steps of FSDP2, collectives on ordinary memory, fused operators."""
+"""Tables of PyTorch programs: steps of FSDP2, collectives on ordinary memory, fused operators."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ TRAINED_BY = {
 REACHED: dict[str, dict[str, object]] = {
     "symmetric": {"implementation": "auto", "reach": "symmetric"},
     "learned": {"implementation": "auto", "reach": "learned"},
-    "mapped": {"implementation": "auto", "reach": "mapped"},
     "staged": {"implementation": "auto", "reach": "staged"},
     "NCCL": {"implementation": "nccl"},
 }
 
 
 def steps(machine: str) -> Cells:
-    """Milliseconds of a training step, and how much of what NCCL exposes comes back."""
+    """Return milliseconds of a training step, and how much of what NCCL exposes comes back."""
     rows = rows_of(f"{machine}/fsdp.json")
     cells = [["layers, tokens a GPU", *TRAINED_BY.values(), "recovered"]]
     for case in dict.fromkeys((row["model"], row["layers"], row["batch"], row["seq"]) for row in rows):
@@ -40,13 +39,13 @@ def steps(machine: str) -> Cells:
 
 
 def recovered(machine: str) -> float:
-    """Mean share of the exposed time that comes back, in percent."""
+    """Return the mean share of the exposed time that comes back, in percent."""
     rows = rows_of(f"{machine}/fsdp.json")
     return float(statistics.mean(row["recovered_percent"] for row in rows if row["implementation"] == "sidelane"))
 
 
 def alone(machine: str, kinds: Sequence[str]) -> Cells:
-    """Microseconds of a collective out of place, by how peers reach its tensors."""
+    """Return microseconds of a collective out of place, by how peers reach its tensors."""
     rows = [row for row in rows_of(f"{machine}/ordinary.json") if not row["gemm"] and row["host_us"] is None]
     cells = [["", *REACHED]]
     for kind in kinds:
@@ -58,7 +57,7 @@ def alone(machine: str, kinds: Sequence[str]) -> Cells:
 
 
 def beside(machine: str) -> Cells:
-    """Percent of the strict ideal next to a GEMM, by how peers reach the tensors."""
+    """Return percents of ideal next to a GEMM, by how peers reach the tensors."""
     rows = [row for row in rows_of(f"{machine}/ordinary.json") if row["gemm"]]
     cells = [["", *REACHED]]
     for gemm, kind, nbytes in dict.fromkeys((row["gemm"], row["collective"], row["bytes"]) for row in rows):
@@ -69,7 +68,7 @@ def beside(machine: str) -> Cells:
 
 
 def changing(machine: str) -> Cells:
-    """Microseconds of the host for a call, by what its tensors were before."""
+    """Return microseconds of the host for a call, by what its tensors were before."""
     rows = [row for row in rows_of(f"{machine}/ordinary.json") if row["host_us"] is not None]
     cells = [["", *REACHED]]
     for variant, nbytes in dict.fromkeys((row["variant"], row["bytes"]) for row in rows):
@@ -80,7 +79,7 @@ def changing(machine: str) -> Cells:
 
 
 def fused(machine: str) -> Cells:
-    """Microseconds of fused operators in graphs, and of the same unfused."""
+    """Return microseconds of fused operators in graphs, and of the same unfused."""
     rows = [row for row in rows_of(f"{machine}/fused.json") if row["launch"] == "graph"]
     cells = [["operator, shape", "NCCL", "best unfused", "fused", "times over the best"]]
     for op, shape in dict.fromkeys((row["op"], row["shape"]) for row in rows):

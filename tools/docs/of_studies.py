@@ -49,7 +49,7 @@ def one_handshake() -> Cells:
 
 
 def chains(machine: str) -> Cells:
-    """A GEMM, an all-gather, a GEMM: NCCL's best over ours."""
+    """Return NCCL's best over Sidelane's, for a GEMM, an all-gather and a GEMM."""
     rows = rows_of(f"{machine}/chain.json")
     sizes = [MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
     engines: Where = {"implementation": "dma"}
@@ -67,7 +67,7 @@ def chains(machine: str) -> Cells:
 
 
 def host(machine: str) -> Cells:
-    """What a call of 1 KB on symmetric tensors takes the host, microseconds."""
+    """Return the host's microseconds for a call of 1 KB on symmetric tensors."""
     rows = [row for row in rows_of(f"{machine}/host.json") if row["bytes"] == KIB]
     calls: dict[str, Where] = {
         "`auto` (`one_shot`)": {**AUTO, "symmetric": True},
@@ -117,7 +117,7 @@ def energies(kinds: Sequence[str]) -> Cells:
 
 
 def c3(machine: str, strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce", "conccl", "auto")) -> Cells:
-    """Percent of the strict ideal next to a GEMM, by pair and strategy."""
+    """Return percents of ideal next to a GEMM, by pair and strategy."""
     rows = rows_of(f"{machine}/c3.json")
     cells = [["GEMM next to a collective", "class", *(f"`{name}`" for name in strategies)]]
     for pair in dict.fromkeys((row["gemm"], row["collective"], row["bytes"], row["class"]) for row in rows):
@@ -132,7 +132,7 @@ def c3(machine: str, strategies: Sequence[str] = ("c3_base", "c3_sp", "nccl_ce",
 
 
 def simulator() -> Cells:
-    """How long the simulator takes."""
+    """Return the simulator's own times."""
     cells = [["ranks", "commands", "seconds", "us a command", "peak MB"]]
     for row in rows_of("simulator/scale.json"):
         per_command = row["seconds"] / row["commands"] * 1e6

@@ -27,7 +27,7 @@ def _by_way(rows: Sequence[Row], size: str, launch: str) -> dict[str, Row]:
 
 
 def _best(ways: dict[str, Row]) -> Row:
-    """The fastest of the ways that fuse nothing."""
+    """Return the fastest of the ways that fuse nothing."""
     return min((row for way, row in ways.items() if way not in FUSED), key=lambda row: row["step_ms"])
 
 

@@ -22,13 +22,13 @@ from sidelane_lab.harness.study import Results, studies, study_of
 
 WIDTH = 116
 
-OF_COMMANDS = "`sidelane COMMAND --help` shows the same on the terminal. [Where to begin](../guide/commands.md)."
+OF_COMMANDS = "`sidelane COMMAND --help` prints the same on the terminal. [Where to begin](../guide/commands.md)."
 OF_VARIABLES = """
-A switch is `0` or `1`. A variable that begins with `SIDELANE_` and is none of these is told in a warning.
-`sidelane tune` writes the profile of a machine ([tuning](../guide/tuning.md))."""
+A switch is `0` or `1`. An unknown variable whose name begins with `SIDELANE_` causes a warning. `sidelane tune` writes
+the profile of a machine ([tuning](../guide/tuning.md))."""
 OF_SETTINGS = """
-A communicator reads its settings from the environment, once, when the first one is made, or from a `Config`.
-`with sidelane.config.override(Config(...)):` sets them for those that are made inside of the block."""
+A communicator reads its settings from a `Config`, or from the environment when the first communicator is made.
+`with sidelane.config.override(Config(...)):` sets them for communicators that are made inside the block."""
 EXAMPLE = """
 ```python
 from sidelane import Communicator, Config
@@ -37,16 +37,30 @@ comm = Communicator(config=Config(timeout_s=60, memory_bytes=1 << 30))
 ```
 """
 OF_ROWS = """
-A study writes one JSON object with `--json FILE`. Rows are flat, and their keys are fixed, since other tools read them.
-A row that could not run or was wrong has no time, and a `note` that says why. Who compares rows of `collectives` must
-compare `tensors`, too. [Which files there are](../lab/files.md)."""
+`--json FILE` makes a study write one JSON object. Its rows are flat, and their keys are fixed, since other tools read
+them. A row that could not run, or whose result was wrong, has no time and a `note` with the reason. When you compare
+rows of `collectives`, compare `tensors` as well. [List of the files](../lab/files.md)."""
+COMMON = {
+    "collective": "name of the collective, as `torch.distributed` has it.",
+    "dtype": "dtype of the elements.",
+    "implementation": "library or part of Sidelane that ran: `auto` (its choice), `dma` (its copy engines), `sm` "
+    "(its kernels), `nccl`, `nccl_ce` (NCCL on copy engines), `symm_mem` (PyTorch's symmetric memory), `gloo`.",
+    "variant": "algorithm within the implementation.",
+    "in_place": "True if input and output share memory.",
+    "launch": "`eager`, or `graph` for a CUDA graph.",
+    "prelaunch": "True if the call was submitted ahead of its data.",
+    "m, n, k": "rows and columns of a GEMM's result, and its depth.",
+    "p10_us, p90_us": "10th and 90th percentile of `time_us` over the rounds; p10_ms and p90_ms likewise of `step_ms`.",
+}
+"""Keys that have one meaning in all studies."""
 OF_FILES = """
-One folder a machine, one file a study ([their keys](../reference/results.md)). `make results RESULTS=folder` measures
-most of them on a node of yours."""
+There is one folder for each machine, and one file for each study ([their keys](../reference/results.md)). `make results
+RESULTS=folder` measures most of them on a node of yours. Text files have several tables; the date and the commit are
+those of the first one."""
 
 
 def commands() -> str:
-    """Every command with every option."""
+    """Return the page of every command with every option."""
     main = cli.main
     assert isinstance(main, Commands)
     lines = ["# Commands", "", *_filled(OF_COMMANDS)]
@@ -90,7 +104,8 @@ def settings() -> str:
         note = notes.get(default.strip("()"), default) if default.startswith("(") else default
         field = name.removeprefix("SIDELANE_").lower()
         cells = [f"`{name}`", f"`{field}`" if field in fields else "", to_markdown(meaning)]
-        lines.append("| " + " | ".join([*cells, _linked(to_markdown(note)).rstrip(".")]) + " |")
+        default_text = _linked(to_markdown(note)).replace(" ([settings](../reference/settings.md))", "")
+        lines.append("| " + " | ".join([*cells, default_text.rstrip(".")]) + " |")
     kept = re.search(r"^What is compiled .*", text, re.MULTILINE)
     lines += ["", *_filled(OF_VARIABLES), "", *_filled(to_markdown(kept[0]) if kept else "")]
     lines += ["", "## Config", "", *_filled("Fields of `sidelane.Config`:"), ""]
@@ -99,7 +114,7 @@ def settings() -> str:
 
 
 def result_files() -> str:
-    """The keys of result files, study by study."""
+    """Return the page of the keys of result files, study by study."""
     lines = [
         "# Result files",
         "",
@@ -108,6 +123,12 @@ def result_files() -> str:
         "## The file",
         "",
         *_described(Results),
+        "",
+        "## Keys of all studies",
+        "",
+        *_filled("A study lists such a key without a text where it has this meaning:"),
+        "",
+        *(line for keys, text in COMMON.items() for line in _filled(f"`{keys.replace(', ', '`, `')}`: {text}", "- ")),
         "",
     ]
     for study in studies():
@@ -118,7 +139,7 @@ def result_files() -> str:
 
 
 def files() -> str:
-    """What lies in results/."""
+    """Return the page of the files in results/."""
     lines = [
         "# Files in results/",
         "",
@@ -130,7 +151,8 @@ def files() -> str:
     made: list[str] = []
     for path in sorted(RESULTS.glob("*/*")):
         name = path.relative_to(RESULTS).as_posix()
-        content: Any = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if path.suffix == ".json" else _first_lines(text)
         content = content if isinstance(content, dict) else {"rows": content or ()}
         line = [f"[{name}](../../results/{name})", content.get("study", path.stem), content.get("device", "")]
         if content.get("gpus"):
@@ -144,8 +166,19 @@ def files() -> str:
         if "command" in content:
             made += ["", f"{name}:", ""]
             made += [line for command in content["command"].split("; ") for line in _typed(command)]
-    lines += ["", "## Commands", "", *_filled("What to type to make each file again, at its commit."), *made]
+    lines += ["", "## Commands", "", *_filled("These commands make each file again, at its commit."), *made]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _first_lines(text: str) -> dict[str, str]:
+    """Return the machine, the date and the commit that the head of a text file names."""
+    patterns = {
+        "device": r"^machine:.*?(\d x [^);,\n]*)",
+        "date": r"^date: +([\d-]+)",
+        "commit": r"^commit: +([0-9a-f]{7})",
+    }
+    found = {key: re.search(pattern, text, re.MULTILINE) for key, pattern in patterns.items()}
+    return {key: match[1] for key, match in found.items() if match}
 
 
 def _described(of: type) -> list[str]:
@@ -182,7 +215,7 @@ def _option(option: click.Option, always: bool) -> str:
 
 
 def _default(option: click.Option, always: bool) -> str:
-    """What an option is if it is left out, where its help says so."""
+    """Return the default of an option, if its help shows one."""
     shown = always if option.show_default is None else option.show_default
     if isinstance(shown, str):
         return shown
@@ -205,7 +238,7 @@ def _value(option: click.Option) -> str:
 
 
 def _filled(text: str, first: str = "") -> list[str]:
-    """Lines of at most ``WIDTH`` characters; code stays in one piece."""
+    """Break text into lines of at most ``WIDTH`` characters; code stays in one piece."""
     text = _linked(text.strip())
     whole = re.sub(r"`[^`]*`|\[[^\]]*\]\([^)]*\)", lambda match: match[0].replace(" ", "\0"), text)
     lines = textwrap.wrap(
@@ -220,12 +253,12 @@ def _filled(text: str, first: str = "") -> list[str]:
 
 
 def _typed(command: str) -> list[str]:
-    """A block of code, whose lines go on behind a backslash."""
+    """Return a block of code, whose lines continue behind a backslash."""
     options = re.sub(r" (--[\w-]+) (?=[^-])", " \\1\0", command)
     lines = textwrap.wrap(options, WIDTH - 6, break_long_words=False, break_on_hyphens=False)
     return ["    " + " \\\n        ".join(lines).replace("\0", " ")]
 
 
 def _linked(text: str) -> str:
-    """Pages of docs/ as links, seen from one of its folders."""
+    """Make links of pages of docs/, seen from one of its folders."""
     return re.sub(r"\bdocs/([\w/-]*?)([\w-]+)\.md", r"[\2](../\1\2.md)", text)

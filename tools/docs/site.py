@@ -1,7 +1,8 @@
-"""What a page of docs/ is on the site, where it differs from what the repository shows of it."""
+"""Changes to pages of docs/ and to docstrings for the site."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from pathlib import Path
@@ -9,22 +10,27 @@ from typing import Any
 
 from docutils import nodes
 
+from docs.interface import INTERNAL, TASKS
+from docs.source import definition_of
+from docs.source import signature as written_signature
+from sidelane import errors
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = {ROOT / "README.md": ROOT / "docs" / "index.md", ROOT / "CHANGELOG.md": ROOT / "docs" / "changes.md"}
 LINK = re.compile(r"(\]\()([^)\s#:]+)(#[\w-]+)?\)")
 
-DECISIONS = """
-```{toctree}
-:hidden:
-:glob:
+SUBPAGES = {"decisions/README": ("[0-9]*",), "reference/api": tuple(f"api/{name}" for name in TASKS)}
+"""Pages with a menu of their own, and the pages in it."""
 
-0*
-```
-"""
+RAISED = re.compile(r"^:raises ([^:]*(?::\w+:`[^`]*`[^:]*)*):")
+METHODS = re.compile(r"^### \w+\n\n\| \| \|\n(?:\|.*\n)+\n", re.MULTILINE)
+ATTRIBUTE = re.compile(r"^:ivar ([\w, *]+):")
+TYPE = re.compile(r"^:vartype (\w+): (.*)$")
+MENTIONED = re.compile(r"\bdocs/([\w/-]+)\.md\b")
 
 
 def as_shown(page: str, text: str) -> str:
-    """The source of a page, by its name without ``.md``.
+    """Return the source of a page, by its name without ``.md``.
 
     The front page is the README. Folders, which a site has no page of, become the list of result files, and comments
     for docstrings the docstrings.
@@ -33,15 +39,17 @@ def as_shown(page: str, text: str) -> str:
         text = _from_the_root("README.md") + "\n" + text[text.index("```{toctree}") :]
     if page == "changes":
         text = _from_the_root("CHANGELOG.md")
-    if page == "decisions/README":
-        text += DECISIONS
-    if page == "reference/api":
-        text = re.sub(r"<!-- docstrings: (\S+)((?: \w+)*) -->", _docstrings, text)
+    if page in SUBPAGES:
+        text += "\n```{toctree}\n:hidden:\n:glob:\n\n" + "\n".join(SUBPAGES[page]) + "\n```\n"
+    if page.startswith("reference/api/"):
+        text = METHODS.sub("", text)  # their docstrings follow
+        text = re.sub(r"Import from `(\S+)`:\n\n\| \| \|\n(?:\|.*\n)+", _linked_names, text)
+    text = re.sub(r"<!-- docstring: (\S+) -->", _docstring, text)
     return LINK.sub(lambda match: _link(page, match), text)
 
 
 def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
-    """What a reference of a docstring leads to that names less than the whole path of its target.
+    """Resolve a reference of a docstring that names less than the whole path of its target.
 
     Types in signatures are plain text where they have no page. What a role names must have one: None is a warning.
     """
@@ -59,6 +67,58 @@ def found(app: Any, env: Any, reference: Any, shown: Any) -> Any:
     return None
 
 
+def docstring_as_shown(app: Any, what: str, name: str, it: Any, options: Any, lines: list[str]) -> None:
+    """Rewrite the lines of a docstring, behind napoleon: errors and attributes become lists, and documents links.
+
+    Napoleon takes each entry of ``Raises:`` for one type, and types of a field for one name. Sidelane's docstrings name
+    several (``MismatchError, PeerError: ...``), or refer to another method (``As :meth:`all_gather`.``). Attributes
+    would be called variables.
+    """
+    shown: list[str] = []
+    heading = ""
+    for line in lines:
+        line = MENTIONED.sub(r":doc:`/\1`", line)
+        entry = RAISED.match(line) or ATTRIBUTE.match(line)
+        if typed := TYPE.match(line):
+            at = max(index for index, one in enumerate(shown) if one.startswith(f"    * **{typed[1]}**"))
+            shown[at] = shown[at].replace("**:", f"** (``{typed[2]}``):", 1)
+            continue
+        if entry:
+            first, begin = (
+                (":Raises:", _raised(entry[1])) if entry.re is RAISED else (":Attributes:", f"**{entry[1]}**:")
+            )
+            shown += [] if heading == first else [first]
+            heading = first
+            line = f"    * {begin}{line[entry.end() :]}"
+        elif heading and line.startswith(" "):
+            line = f"      {line.strip()}"
+        elif line:
+            heading = ""
+        shown.append(line)
+    lines[:] = shown
+
+
+def signature_as_shown(
+    app: Any, what: str, name: str, it: Any, options: Any, signature: str | None, returned: str | None
+) -> tuple[str, str] | None:
+    """Return the signature of a Triton function as it is written, which its decorator hides."""
+    module, _, function = name.rpartition(".")
+    if what != "function" or signature is None or "*arguments" not in signature:
+        return None
+    definition = definition_of(module, function)
+    assert isinstance(definition, ast.FunctionDef)
+    return f"({written_signature(definition)})", ""
+
+
+def _raised(names: str) -> str:
+    """Return what stands before the explanation of an error: linked names, or a sentence of its own."""
+    names = names.removeprefix("Exception: as").strip()
+    if not re.fullmatch(r"[\w.]+(, [\w.]+)*", names):
+        return names
+    each = names.split(", ")
+    return ", ".join(f":exc:`{one}`" if hasattr(errors, one) else f"``{one}``" for one in each) + ":"
+
+
 def _from_the_root(name: str) -> str:
     """Return a page of the root, with its links as pages of docs/ have them."""
     text = LINK.sub(lambda match: f"](../{match[2]}{match[3] or ''})", (ROOT / name).read_text("utf-8"))
@@ -74,11 +134,15 @@ def _link(page: str, match: re.Match[str]) -> str:
     return f"]({os.path.relpath(target, place)}{match[3] or ''})"
 
 
-def _docstrings(match: re.Match[str]) -> str:
-    module, names = match[1], match[2].split()
-    kinds = {name: "class" if name[0].isupper() else "function" for name in names}
-    directives = [f".. auto{kind}:: {module}.{name}" for name, kind in kinds.items()] or [f".. automodule:: {module}"]
-    body = "\n\n".join(
-        directive + ("" if "autofunction" in directive else "\n   :members:") for directive in directives
-    )
-    return f"```{{eval-rst}}\n{body}\n```"
+def _linked_names(match: re.Match[str]) -> str:
+    """Return a table of the interface whose names lead to their docstrings."""
+    return re.sub(r"^\| `(\w+)(?:\(.*?\))?` \|", rf"| {{py:obj}}`\1 <{match[1]}.\1>` |", match[0], flags=re.MULTILINE)
+
+
+def _docstring(match: re.Match[str]) -> str:
+    """Return the directive for a name as users import it."""
+    name = match[1]
+    members = f"\n   :members:\n   :exclude-members: {', '.join(INTERNAL)}"
+    is_class = name.rpartition(".")[2][0].isupper()
+    directive = f".. autoclass:: {name}{members}" if is_class else f".. autofunction:: {name}"
+    return f"\n```{{eval-rst}}\n{directive}\n```\n"

@@ -1,4 +1,4 @@
-"""What the code says of itself, read without running it: public names of a module, and sections of docstrings."""
+"""Public names of a module and sections of docstrings, read without running the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Definition = ast.ClassDef | ast.FunctionDef
 
 
 def module_of(name: str) -> ast.Module:
-    """The syntax tree of a module of Sidelane."""
+    """Return the syntax tree of a module of Sidelane."""
     path = SOURCE / Path(*name.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_text(encoding="utf-8"))
@@ -27,8 +27,24 @@ def definitions(node: ast.Module | ast.ClassDef) -> Iterator[Definition]:
             yield one
 
 
+def definition_of(module: str, name: str) -> Definition:
+    """Return the definition of a name that a module defines or imports from another one.
+
+    Raises:
+        ValueError: the module does neither.
+    """
+    tree = module_of(module)
+    for one in definitions(tree):
+        if one.name == name:
+            return one
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
+            return definition_of(node.module, name)
+    raise ValueError(f"definition_of: name (value={name!r}, allowed=a public name of {module})")
+
+
 def signature(function: ast.FunctionDef) -> str:
-    """Names of the arguments, with defaults, without types."""
+    """Return the names of the arguments, with defaults, without types."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
@@ -46,12 +62,12 @@ def signature(function: ast.FunctionDef) -> str:
 
 
 def first_line(definition: ast.Module | Definition) -> str:
-    """The first sentence of a docstring, in Markdown."""
+    """Return the first paragraph of a docstring, in Markdown."""
     return to_markdown(" ".join((ast.get_docstring(definition) or "").split("\n\n")[0].split()))
 
 
 def attributes(docstring: str) -> dict[str, str]:
-    """The section ``Attributes`` of a docstring: what is said of each name.
+    """Return the texts of the section ``Attributes`` of a docstring, by name.
 
     >>> attributes("A row.\\n\\nAttributes:\\n    a: this,\\n        and that.\\n    d, e: those.\\n")
     {'a': 'this, and that.', 'd': 'those.', 'e': 'those.'}
@@ -70,7 +86,7 @@ def attributes(docstring: str) -> dict[str, str]:
 
 
 def to_markdown(text: str) -> str:
-    r"""Literals and roles of reStructuredText as Markdown has them.
+    r"""Rewrite literals and roles of reStructuredText in Markdown.
 
     >>> print(to_markdown("``a<b>`` as in :class:`Row`, see :func:`sidelane.config.override`, or <c>"))
     `a<b>` as in `Row`, see `override`, or \<c>

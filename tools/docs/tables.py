@@ -14,35 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs import of_collectives, of_model, of_pytorch, of_studies, of_workloads
-from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells, rows_of
-
-
-def readme() -> Cells:
-    """The table of the README."""
-    four = of_collectives.geometric_means("h200x4")
-    rows = rows_of("h200x4/c3.json")
-    ours = [row["percent_of_ideal"] for row in rows if row["strategy"] == "conccl"]
-    nccl = [row["percent_of_ideal"] for row in rows if row["strategy"] in ("c3_base", "c3_sp")]
-    single, rooted, many, pairs = (
-        f"[{name}](results/h200x4/{name})" for name in ("collectives.json", "broadcasts.json", "lists.json", "c3.json")
-    )
-    return [
-        ["", "four H200s", ""],
-        ["eager calls", four[1][1], single],
-        ["in CUDA graphs", four[1][2], single],
-        ["broadcasts", four[2][3].strip("*"), rooted],
-        ["eight tensors in one call", four[3][3].strip("*"), many],
-        [
-            f"next to a GEMM: percent of ideal (NCCL's kernels: {min(nccl):.0f} to {max(nccl):.0f})",
-            f"{min(ours):.0f} to {max(ours):.0f}",
-            pairs,
-        ],
-    ]
-
+from docs import headline, of_collectives, of_model, of_pytorch, of_studies, of_workloads
+from docs.measured import EXCHANGE, GATHER, REDUCED, SCATTERED, Cells
 
 TABLES: dict[str, Callable[[], Cells]] = {
-    "readme": readme,
+    "headline": headline.headline,
+    "readme": headline.over_all_sizes,
     "geometric-means-h200x4": lambda: of_collectives.geometric_means("h200x4"),
     "geometric-means-h200x2": lambda: of_collectives.geometric_means("h200x2"),
     "geometric-means-h100x2": lambda: of_collectives.geometric_means("h100x2", alone=True),

@@ -260,6 +260,14 @@ def studies() -> Iterator[Part]:
         timeout_s=120,
         small=on_cpus("host --bytes 1K --variants b2b --calls 2 --batches 2"),
     )
+    yield Part(
+        name="prelaunch",
+        file="prelaunch.json",
+        command=sidelane("prelaunch --factor 4 --max-bytes 1G --repeats 9"),
+        seconds=60,
+        timeout_s=200,
+        small=on_cpus(f"prelaunch --collective all_gather --variants b2b --max-bytes 1K {TINY_RUN}"),
+    )
     tiny_phases = "--operation copy --max-bytes 1K --calls 1 --warmup 1"
     yield Part(
         name="phases",

@@ -14,6 +14,7 @@ import torch
 from sidelane.c3.shaping import ShapingChoice
 from sidelane.errors import UnavailableError
 from sidelane.kernels.gemm_shape import SHAPES, GemmShape
+from sidelane.modes import keep_compilers_out
 
 if TYPE_CHECKING:
     from sidelane.execute.cuda.driver import Driver
@@ -57,7 +58,7 @@ class ShapedMatmul:
         blocks_per_unit: int | None = None,
         shaping: ShapingChoice | None = None,
     ) -> None:
-        self.ran = ""
+        self.ran: str = ""
         self._unshaped = ""
         if shaping is not None:
             chosen = shaping.shaping
@@ -76,7 +77,7 @@ class ShapedMatmul:
         self._shape = shape if blocks_per_unit is None else dataclasses.replace(shape, resident=blocks_per_unit)
         self._blocks = blocks
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @keep_compilers_out
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Compute the product on the current stream.
 

@@ -37,7 +37,7 @@ class Curve:
         in_place: input and output shared memory (both symmetric).
         captured: measured as part of a graph; otherwise eager, the host's time included.
         candidate: candidate that ran.
-        times: (bytes, microseconds), by growing bytes; bytes as in :class:`sidelane.program.shape.CallShape`.
+        times: (bytes, microseconds), by growing bytes; bytes as in ``sidelane.program.shape.CallShape``.
     """
 
     kind: Kind

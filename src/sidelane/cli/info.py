@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from sidelane.choice.key import key_here
 from sidelane.choice.store import in_force
 from sidelane.cli.launch import LaunchTarget, Rank, choose_target, run_ranks
 from sidelane.cli.output import write_json
-from sidelane.cli.provenance import software_versions
+from sidelane.cli.provenance import commit, installed_version, processor_name, software_versions
 from sidelane.cli.terminal import tables_console
 from sidelane.errors import SidelaneError, last_line
 from sidelane.machine import local
 from sidelane.machine.inventory import Accelerators, Inventory
 from sidelane.native import load_replays
+from sidelane.native.build import compiler_version
+from sidelane.version import VERSION
 
 GIB = 1 << 30
 PROBE_TIMEOUT_S = 120.0
@@ -59,6 +63,45 @@ def main(json: Path | None = None, *, probe: bool = True) -> None:
     if json is not None:
         write_json(json, findings.to_dict())
     show(findings, tables_console(json))
+
+
+def show_versions(json: Path | None = None) -> None:
+    """Print the versions that a bug report needs.
+
+    Args:
+        json: file for one JSON object, or ``output.STDOUT``; None writes none.
+    """
+    found = versions()
+    if json is not None:
+        write_json(json, found)
+    console = tables_console(json)
+    for name, version in found.items():
+        console.print(f"{name + ':':<15}{version or 'none'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of all that Sidelane stands on, by name; None for what is missing."""
+    counted = Counter(local.device_names())
+    return {
+        "sidelane": VERSION,
+        "commit": commit(),
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        **{name: installed_version(name) for name in ("torch", "triton", "cuda-bindings", "nvidia-ml-py", "numpy")},
+        **local.reported_versions(),
+        "gpus": ", ".join(f"{count} x {name}" for name, count in counted.items()) or None,
+        "processor": processor_name(),
+        "os": _system(),
+        "compiler": compiler_version(),
+    }
+
+
+def _system() -> str:
+    """Return the names of the distribution and of the kernel."""
+    try:
+        name = platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        name = ""
+    return ", ".join(filter(None, (name, platform.platform())))
 
 
 def look(*, probe: bool) -> Findings:

@@ -54,11 +54,17 @@ def software_versions() -> dict[str, str]:
         "os": f"{platform.system()} {platform.machine()}",
     }
     for name in ("torch", "triton", "numpy", "cuda-bindings"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := installed_version(name)) is not None:
+            versions[name] = version
     return versions | local.software_versions()
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def accelerator_name() -> tuple[str, int]:

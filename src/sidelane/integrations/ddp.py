@@ -86,7 +86,7 @@ class EnabledDdp:
         self._buckets: dict[int, Bucket] = {}  # by their numbers
         self._ledger = Ledger(dist.get_process_group_ranks(self._group))
         self._ledger.group = self._group.group_name
-        self.calls = 0
+        self.calls: int = 0
 
     def memory(self) -> MemoryUse:
         """Return the symmetric memory of the calls: staging for buckets that peers do not reach where they lie."""

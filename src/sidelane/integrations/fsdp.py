@@ -42,7 +42,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
     Loss and gradients are those of the group's own backend, but for the order in which a sum of more than two ranks is
     rounded. Calls that Sidelane does not make go to the group's own backend: those of a group other than the one that
     shards the parameters, as with a number for ``reshard_after_forward``, and float64 gradients.
-    :attr:`EnabledFsdp.elsewhere` and ``sidelane.report()`` list them. A divide factor of the program's own is
+    ``EnabledFsdp.elsewhere`` and ``sidelane.report()`` list them. A divide factor of the program's own is
     multiplied behind the sum. If shards are on several machines, Sidelane works within each, and the group's own
     backend between them.
 
@@ -101,7 +101,7 @@ class EnabledFsdp:
         self._links: dict[dist.ProcessGroup, Link] = {}
         self._undo = contextlib.ExitStack()
         self.elsewhere: dict[str, Elsewhere] = {}
-        self.calls = 0
+        self.calls: int = 0
 
     def memory(self) -> MemoryUse:
         """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""

@@ -63,6 +63,11 @@ def software_versions() -> dict[str, str]:
     return {name: version for vendor in VENDORS for name, version in vendor.software_versions().items()}
 
 
+def reported_versions() -> dict[str, str | None]:
+    """Return the same for a bug report: also where no device can be used, and None for what is missing."""
+    return {name: version for vendor in VENDORS for name, version in vendor.reported_versions().items()}
+
+
 def power_problem() -> str | None:
     """Return the reason why this machine's GPUs report no power, as far as is visible without using one; else None."""
     vendor = _vendor()

@@ -161,6 +161,14 @@ def software_versions() -> dict[str, str]:
     return {"driver": driver, "cuda": str(torch.version.cuda), "nccl": _nccl_version_text()}
 
 
+def reported_versions() -> dict[str, str | None]:
+    """Return the driver's version and what torch was built with, also where no GPU can be used; None if missing."""
+    with _nvml([]) as nvml:
+        driver = _driver_version(nvml) if nvml else None
+    nccl = _nccl_version_text() if dist.is_nccl_available() else None
+    return {"driver": driver, "cuda": torch.version.cuda, "nccl": nccl}
+
+
 @contextlib.contextmanager
 def _nvml(notes: list[str]) -> Iterator[Any]:
     """Yield NVML, or None with a note about the reason."""

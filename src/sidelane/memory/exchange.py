@@ -8,7 +8,7 @@ exchange meets those of the same communicator with the same number, and their su
 The outcome of an exchange is decided in the store, once, by the first rank that knows it: all ranks have met, or one
 has given up. So ranks never disagree about it, however late they come. If the first exchange at a place was decided
 without some rank, this rank goes on to the next place, where the others come again, whatever this process has made
-before (docs/decisions/0117). A later exchange that one rank gave up has failed for all of them.
+before (decision 10). A later exchange that one rank gave up has failed for all of them.
 
 A rank that cannot take part posts its reason under its key, and the others raise it at once. A rank that does not come
 is named within the time-out of the communicator; a rank that dies, or gives up elsewhere, as soon as that is noticed.

@@ -59,7 +59,8 @@ def load_replays() -> Replays:
     try:
         found = _load_or_compile()
     except Exception as problem:  # Sidelane runs without the module, whatever is wrong with the machine
-        found = Replays(None, f"{type(problem).__name__}: {problem}"[:_MOST_LETTERS])
+        one_line = " ".join(str(problem).split())  # compilers explain themselves in several
+        found = Replays(None, f"{type(problem).__name__}: {one_line}"[:_MOST_LETTERS])
     if found.module is None:
         log.calls.warning("calls that come again are made in Python, which is slower: %s", found.words)
     return found
@@ -126,6 +127,18 @@ def find_compiler() -> tuple[str, ...]:
         if words and (path := shutil.which(words[0])):
             return (path, *words[1:])
     return ()
+
+
+def compiler_version() -> str | None:
+    """Return the first line that the C compiler prints of itself; None if there is none, or it prints nothing."""
+    command = find_compiler()
+    if not command:
+        return None
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as problem:
+        return f"{Path(command[0]).name} fails: {type(problem).__name__}"
+    return next(iter(said.stdout.splitlines()), None)
 
 
 def compile_to(path: Path, source: bytes, compiler: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ says that the last launch has ended, which read the buffer that is now written. 
 waits for every row that arrives.
 
 Rows are sent by as many blocks as they have tiles, each for about as long as a tile takes to compute. So blocks take
-tiles of the product from a counter, too: with equal shares, senders were last by their time of sending (decision 113).
+tiles of the product from a counter, too: with equal shares, senders were last by their time of sending (decision 25).
 
 Sent tiles are cut from a sender's rows for a rank, whatever their experts. Computed tiles are cut by expert, so that
 each waits for one sent tile, or for two.

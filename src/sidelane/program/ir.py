@@ -251,8 +251,7 @@ class Program:
         flag_count: flags in the memory of each rank.
         prelaunched: queues start before the collective is called; triggers fired by the ``caller`` queue hold them.
         alone: the caller has named no computation that runs next to it. Copies that stay on a rank may then take as
-            long
-        as the links do, if that keeps the links at their speed.
+            long as the links do, if that keeps the links at their speed.
     """
 
     collective: Definition

@@ -17,7 +17,9 @@ __all__ = ["Batched", "BoundProgram", "Communicator", "Lane", "Prelaunched", "Se
 _ELSEWHERE = {"BoundProgram": "sidelane.session.bound_program", "Prelaunched": "sidelane.session.prelaunch"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        return getattr(import_module(_ELSEWHERE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers read the imports above
+
+    def __getattr__(name: str) -> Any:
+        if name in _ELSEWHERE:
+            return getattr(import_module(_ELSEWHERE[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -134,7 +134,8 @@ class BoundProgram:
     """
 
     def __init__(self, calls: Calls, preparer: Preparer, forms: Forms, buffers: NamedBuffers) -> None:
-        self.program = program = buffers.program
+        self.program: Program = buffers.program
+        program = self.program
         self._calls, self._preparer, self._forms, self._buffers = calls, preparer, forms, buffers
         flag_bytes = -(-program.flag_count * WORD_BYTES // _ALIGNMENT) * _ALIGNMENT
         staging_bytes = max(forms.eager.staging_bytes)
@@ -160,7 +161,8 @@ class BoundProgram:
             calls.backend.bind_arrival([(flag(wait.flag), wait.value) for wait in waits], eager.loaded)
             for waits in forms.arrivals
         ]
-        self.triggers, self.arrivals = len(self._triggers), len(self._arrivals)
+        self.triggers: int = len(self._triggers)
+        self.arrivals: int = len(self._arrivals)
         self._has_callers = bool(self.triggers or self.arrivals)
         self._epoch = 0
         self._unfired: set[int] = set()

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane.choice import Choice
-from sidelane.choice.candidate import FIRST
+from sidelane.choice.candidate import FIRST, Abilities
+from sidelane.choice.store import InForce
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.collectives.call_forms import CallForm, CallRequest, SingleCall, own_part
 from sidelane.collectives.calls import compare
@@ -98,9 +99,13 @@ class Communicator:
             self._session = Session(group, device=device, config=config)
             lane = self._session.lane()
         session = lane.session
-        self.rank, self.world_size = session.rank, session.world_size
-        self.device, self.config = session.device, session.config
-        self.lane, self.profile, self.abilities = lane, lane.profile, lane.backend.abilities
+        self.rank: int = session.rank
+        self.world_size: int = session.world_size
+        self.device: torch.device = session.device
+        self.config: Config = session.config
+        self.lane: Lane = lane
+        self.profile: InForce = lane.profile
+        self.abilities: Abilities = lane.backend.abilities
         # As attributes of its own, for speed: every call reads them.
         self._path, self._calls, self._repeats = lane.path, lane.calls, lane.path.repeats
         self._control, self._backend = lane.control, lane.backend

@@ -53,7 +53,9 @@ class OwnKernel:
     """
 
     def __init__(self, calls: Calls, preparer: Preparer, device: torch.device, kernel: Any, flags: int) -> None:
-        self.kernel, self.name, self.flags = kernel, name_of(kernel), flags
+        self.kernel: Any = kernel
+        self.name: str = name_of(kernel)
+        self.flags: int = flags
         self._calls, self._preparer = calls, preparer
         rank, backend = calls.control.rank, calls.backend
         block = backend.memory.allocate(region_bytes(flags))
@@ -62,7 +64,7 @@ class OwnKernel:
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
         words[BOARD], words[FLAG_COUNT] = backend.board, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
-        self.context = lasting(device, lambda: words.to(device))
+        self.context: torch.Tensor = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
         self._has_launched = self._has_ended = False

@@ -46,7 +46,8 @@ class SymmetricPool:
     """
 
     def __init__(self, communicator: Communicator, name: str, region: torch.Tensor) -> None:
-        self.name, self.nbytes = name, region.nbytes
+        self.name: str = name
+        self.nbytes: int = region.nbytes
         heap = communicator.lane.session.heap
         heap.add_pool(name, region)
         gone = functools.partial(heap.drop_pool, name)

@@ -158,10 +158,10 @@ class Session:
         if self.world_size > MAX_NODE_RANKS:
             raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
         try:
-            self.device = choose_device(device)
+            self.device: torch.device = choose_device(device)
             settings.show_log()
             settings.mark_ranges()
-            self.config = settings.current() if config is None else config
+            self.config: Config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
         except Exception as error:
@@ -173,7 +173,7 @@ class Session:
         self._lanes: list[Lane] = []
         self._closed = False
         self._profile: InForce | None = None
-        self.heap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
+        self.heap: SymmetricHeap = SymmetricHeap(owner=f"ranks {list(self.ranks)}")
 
     @leaving_modes
     def lane(self, name: str | None = None) -> Lane:
@@ -305,7 +305,9 @@ class Lane:
     """
 
     def __init__(self, session: Session, name: str, number: int, exchange: Exchange) -> None:
-        self.session, self.name, self.pools = session, name, 0
+        self.session: Session = session
+        self.name: str = name
+        self.pools: int = 0
         config = session.config
         self.control = ControlBlock(exchange)
         self.backend = make_backend(exchange, session.device, self.control, config.timeout_s, like=session.backend)

@@ -65,8 +65,8 @@ class CollectiveOptions(StudyOptions):
     variants: tuple[str, ...] = names(
         "--variants",
         (),
-        "Of Sidelane's: pcpy, bcst, swap, b2b, b2b+prelaunch, ...",
-        shown="all; prelaunched only b2b up to 1M",
+        "Of Sidelane's: pcpy, bcst, swap, b2b, ... (with +prelaunch: armed and fired in the time).",
+        shown="all",
     )
     launches: tuple[str, ...] = launches()
     places: tuple[str, ...] = places()

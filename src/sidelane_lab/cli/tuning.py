@@ -186,6 +186,7 @@ class ExplainOptions(CommandOptions):
             "sidelane explain all_gather 64M --machine h200x2 --ordinary",
             "how peers would reach ordinary tensors, and why",
         ),
+        ("sidelane explain all_gather 64K --machine mi300x8 --packets", "as packets of AMD's copy engines"),
         ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
         ("sidelane explain all_reduce 64M --machine h100x8x2", "on two machines, with the predicted time of each step"),
     )
@@ -212,6 +213,10 @@ class ExplainOptions(CommandOptions):
         type=click.FloatRange(min=0, min_open=True),
     )
     dtype: str = word("--dtype", tuple(ELEMENT_BYTES), "bfloat16", "Of the elements.")
+    packets: bool = option(
+        *("--packets", False, "With --machine mi300x8: the packets of its copy engines. Never run on AMD hardware."),
+        is_flag=True,
+    )
     tensors: int | None = option(
         "--tensors", None, "A list of this many in one call, each of SIZE.", type=click.IntRange(min=1)
     )

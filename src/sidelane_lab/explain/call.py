@@ -25,6 +25,7 @@ from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
 from sidelane.collectives.reach_rules import as_mapped
 from sidelane.config import LEARN, NOTHING
+from sidelane.execute.sdma import PacketQueue, fit
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
 from sidelane.program.builders.confirmed import confirmed
@@ -37,7 +38,16 @@ from sidelane.sizes import format_bytes
 from sidelane_lab.cli.tuning import ExplainOptions
 from sidelane_lab.explain.nodes import explain_on
 from sidelane_lab.explain.reach import MAPPED, SAID, ReachMode, mappable, ways_of
-from sidelane_lab.explain.submitted import CALLERS, call_lines, launch_lines
+from sidelane_lab.explain.submitted import (
+    CALLERS,
+    GFX942,
+    MADE_UP,
+    call_lines,
+    launch_lines,
+    packet_lines,
+    packet_queues,
+    takes_packets,
+)
 from sidelane_lab.machines.load import find, machine_names
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.sim import simulate
@@ -64,6 +74,7 @@ class Explanation:
         notes: what is not as it was asked.
         ways: how peers would reach ordinary tensors, for each value of ``Config.map_memory``, and what would run.
         way: which of these this is; None for tensors that are symmetric.
+        packets: packets of rank 0, if they were asked for.
     """
 
     agreement: AnyAgreement
@@ -76,6 +87,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
     ways: tuple[tuple[ReachMode, Choice], ...] = ()
     way: ReachMode | None = None
+    packets: tuple[PacketQueue, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON object."""
@@ -101,13 +113,18 @@ class Explanation:
                 }
                 for way, choice in self.ways
             ],
+            "packets": [{"engine": str(queue.engine), "bytes": queue.to_bytes().hex()} for queue in self.packets],
         }
 
 
 def main(options: ExplainOptions) -> None:
     """Explain, print, and write what the options ask for."""
+    if options.packets and (options.machine is None or options.machine in builtin_names()):
+        raise ValueError("explain: --packets needs --machine mi300x8, or a file that describes such GPUs")
     if options.machine is not None and options.machine not in builtin_names():
         machine = _described(options.machine)
+        if options.packets and (machine.nodes > 1 or not takes_packets(machine)):
+            raise ValueError(f"explain: --packets of {machine.name} (allowed=one node of {' or '.join(GFX942)})")
         if machine.nodes > 1:
             explain_on(machine, options.kind, options.nbytes, options.dtype, options.json)
             return
@@ -149,15 +166,23 @@ def explain(options: ExplainOptions) -> Explanation:
     else:
         program = _one_of(make_program(agreement, choice.candidate, moves))
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
+    packets: tuple[PacketQueue, ...] = ()
     if isinstance(program, KernelProgram | KernelListProgram):
         submitted, summary = ((CALLERS, launch_lines(program)),), "1 kernel, 1 call"
     elif has_driver:
         submitted, summary = call_lines(program, RANK, agreement.frozen)
+    elif options.packets:
+        program, packets = packet_queues(program, RANK)
+        submitted, summary = packet_lines(program, RANK, packets), ""
     else:
         queues = program.queues_of(RANK)
         submitted, summary = tuple((f"engine {q.engine}", tuple(map(describe, q.commands))) for q in queues), ""
-    notes = (*_rounding(options, agreement), *(mappable(device_type) if options.ordinary else ()))
-    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, ways, way)
+    notes = (
+        *_rounding(options, agreement),
+        *(mappable(device_type) if options.ordinary else ()),
+        *(MADE_UP if packets else ()),
+    )
+    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, ways, way, packets)
 
 
 def show(found: Explanation, console: rich.console.Console) -> None:
@@ -334,6 +359,7 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
     for candidate in candidates(call, Abilities()):
         program = _one_of(make_program(agreement, candidate, frozenset[type[Move]](MOVES)))
         assert isinstance(program, Program)
+        program = fit(program) if takes_packets(machine) else program
         times = ((call.nbytes, simulate(program, machine).time_us),)
         curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
     profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))

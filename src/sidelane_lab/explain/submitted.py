@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sidelane.program.ir import Program
+from sidelane.execute.base import Addresses
+from sidelane.execute.sdma import PacketQueue, QueueWords, encode, fit
+from sidelane.program.collective import Buffer
+from sidelane.program.ir import Program, Queue, describe
 from sidelane.program.kernel import Protocol
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.sizes import format_bytes
+from sidelane_lab.machines.spec import Machine
 
 CALLERS = "stream 0 (of the caller)"
 
@@ -68,3 +72,58 @@ def call_lines(program: Program, rank: int, captured: bool) -> tuple[tuple[tuple
         for number in range(plan.streams)
     )
     return streams, str(counts_of(plan, Route.CAPTURE if captured else Route.DIRECT))
+
+
+GFX942 = ("MI300X", "MI325X")
+"""Names of GPUs whose copy engines take the packets of ``execute/sdma``."""
+
+MADE_UP = (
+    "packets of gfx942, from public headers: never run on AMD hardware",
+    "addresses are made up: those of rank r begin with r + 1; behind it 00 is the input, 01 the output, 02 staging, 03 "
+    "the flags, 04 the rank's own words",
+)
+"""Notes on packets."""
+
+
+def takes_packets(machine: Machine) -> bool:
+    """Return True if the machine's copy engines take the packets of ``execute/sdma``."""
+    return any(name in machine.title for name in GFX942)
+
+
+def packet_queues(program: Program, rank: int) -> tuple[Program, tuple[PacketQueue, ...]]:
+    """Encode a rank's queues of a program for made-up addresses; return the program that fits packets, too."""
+    fitted = fit(program)
+    ranks = range(program.world_size)
+    buffers = {(peer, str(buffer)): _made_up(peer, place) for peer in ranks for place, buffer in enumerate(Buffer)}
+    addresses = Addresses(buffers, tuple(_made_up(peer, 3) for peer in ranks))
+    words = _made_up(rank, 4)
+    return fitted, encode(fitted, rank, addresses, QueueWords(words, ended=words + 0x1000, stamps=words + 0x2000), 1)
+
+
+def packet_lines(
+    program: Program, rank: int, queues: tuple[PacketQueue, ...]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """List the packets of each engine behind the commands that they serve; other queues have commands only."""
+    encoded = {queue.engine: queue for queue in queues}
+    return tuple(
+        _packets_of(encoded[queue.engine], queue)
+        if queue.engine in encoded
+        else (f"engine {queue.engine}, which takes no packets", tuple(map(describe, queue.commands)))
+        for queue in program.queues_of(rank)
+    )
+
+
+def _packets_of(encoded: PacketQueue, queue: Queue) -> tuple[str, tuple[str, ...]]:
+    lines: list[str] = []
+    offset, last = 0, -1
+    for packet, index in zip(encoded.packets, encoded.commands, strict=True):
+        number = len(queue.commands) if index is None else index
+        if number != last:
+            lines.append("end" if index is None else describe(queue.commands[index]))
+        lines.append(f"    {offset:#06x}  {packet}")
+        offset, last = offset + len(packet.to_bytes()), number
+    return f"engine {queue.engine}: {len(encoded.packets)} packets, {offset} bytes", tuple(lines)
+
+
+def _made_up(rank: int, place: int) -> int:
+    return (rank + 1 << 40) + (place << 32)

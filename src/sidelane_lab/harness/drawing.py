@@ -38,6 +38,54 @@ COLOURS = {
 }
 # A strategy has the colour of whoever moves its bytes.
 COLOURS |= {strategy.name: COLOURS[strategy.mover] if strategy.concurrent else GREY for strategy in strategies()}
+NAMES = {
+    "nccl": "{library} kernels",
+    "gloo": "Gloo",
+    "library": "{library} kernels",
+    "nccl_ctas": "{library} kernels, few thread blocks",
+    "nccl_ce": "{library} on copy engines",
+    "symm_mem": "PyTorch symmetric memory",
+    "dma": "Sidelane (copy engines)",
+    "dma_left": "Sidelane (copy engines), own part left",
+    "dma_in_place": "Sidelane (copy engines), in place",
+    "sm": "Sidelane (kernels)",
+    "auto": "Sidelane (its choice)",
+    # Strategies of a GEMM and a collective.
+    "serial": "one after the other",
+    "c3_base": "{library} kernels, launched second",
+    "c3_sp": "{library} kernels, launched first",
+    "priority": "{library} kernels, high priority",
+    "c3_rp": "{library} kernels on SMs of their own",
+    "c3_sp_rp": "{library} kernels first, on SMs of their own",
+    "c3_target": "{library} kernels, a GEMM on fewer SMs",
+    "cta_base": "{library}, few blocks, launched second",
+    "cta_sp": "{library}, few blocks, launched first",
+    "cta_priority": "{library}, few blocks, high priority",
+    "cta_target": "{library}, few blocks, a GEMM on fewer SMs",
+    "sm_base": "Sidelane (kernels), launched second",
+    "sm_sp": "Sidelane (kernels), launched first",
+    "sm_priority": "Sidelane (kernels), high priority",
+    "sm_rp": "Sidelane (kernels) on SMs of their own",
+    "sm_sp_rp": "Sidelane (kernels) first, on SMs of their own",
+    "sm_target": "Sidelane (kernels), a GEMM on fewer SMs",
+    "conccl": "Sidelane (copy engines)",
+    "conccl_rp": "Sidelane (copy engines), a GEMM on fewer SMs",
+    "conccl_left": "Sidelane (copy engines), own part left",
+    "conccl_rp_left": "Sidelane (copy engines), own part left, fewer SMs",
+    "conccl_in_place": "Sidelane (copy engines), in place",
+    # Ways of the steps that `sidelane plan` predicts.
+    "dma all-gather": "all-gathers on copy engines",
+    "dma both": "both collectives on copy engines",
+    "straight all-gather": "all-gathers straight into the parameters",
+    "straight both": "both, straight into the parameters",
+    # Ways to train a step with FSDP2, and to run a workload.
+    "sidelane": "Sidelane",
+    "sidelane_ag": "Sidelane, gathers only",
+    "sidelane_copies": "Sidelane, parameters copied out",
+    "group": "Sidelane (group)",
+    "operators": "Sidelane (fused)",
+}
+"""Plain names, for pictures, of the implementations, strategies and ways that result files name; see ``plain_name``."""
 # Lines of one implementation differ in dash and mark.
 STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ((0, (5, 1, 1, 1, 1, 1)), "v"), ((0, (1, 3)), "P"))
 RC: Any = {
@@ -49,6 +97,21 @@ RC: Any = {
     "svg.fonttype": "path",
     "svg.hashsalt": "sidelane",  # the same rows give the same file
 }
+
+
+def plain_name(name: str, *, on_cpu: bool = False) -> str:
+    """Return what a picture calls an implementation, a strategy or a way; the name itself where it has no other.
+
+    Args:
+        name: of a result file.
+        on_cpu: the vendor's library is Gloo, not NCCL.
+
+    >>> plain_name("nccl_ce"), plain_name("c3_sp", on_cpu=True), plain_name("ring")
+    ('NCCL on copy engines', 'Gloo, launched first', 'ring')
+    """
+    first, *rest = name.split(", ")
+    plain = NAMES.get(first, first).format(library="Gloo" if on_cpu else "NCCL").replace("Gloo kernels", "Gloo")
+    return ", ".join([plain, *rest])
 
 
 def size_axis(axes: Axes, sizes: Sequence[int]) -> None:
@@ -143,20 +206,22 @@ def save_both(figure: Figure, name: str, folder: Path, dpi: int = 150) -> Path:
 def draw_sizes(
     way: str, rows: Sequence[Any], results: Results, directory: Path, line_of: Callable[[Any], str]
 ) -> Picture:
-    """Bus bandwidth over size and time over size, one line an implementation and what ``line_of`` says of a row."""
-    lines = grouped(rows, lambda row: (row.implementation, line_of(row), row.prelaunch))
+    """Draw bus bandwidth and time over size: a line for each implementation, and for what ``line_of`` says of a row.
+
+    Of the variants that share a line, the fastest of each size is drawn; tables have all of them.
+    """
+    lines = grouped(rows, lambda row: (row.implementation, line_of(row)))
     lines.sort(key=lambda line: list(COLOURS).index(line[0][0]))
     styles = {name: cycle(STYLES) for name in COLOURS}
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     bandwidth, time = figure.subplots(1, 2)
     ends: list[tuple[float, float, str, str]] = []
     starts: list[tuple[float, float, str, str]] = []
-    for (implementation, variant, prelaunch), points in lines:
-        points = sorted(points, key=lambda row: row.bytes)
+    for (implementation, variant), every in lines:
+        points = [min(alike, key=lambda row: row.time_us) for _, alike in grouped(every, lambda row: row.bytes)]
         style, marker = next(styles[implementation])
         colour = COLOURS[implementation]
-        name = " ".join(filter(None, [implementation, variant]))
-        name += "+prelaunch" if prelaunch and "prelaunch" not in name else ""
+        name = ", ".join(filter(None, [plain_name(implementation, on_cpu=results.on_cpu), variant]))
         sizes = [row.bytes for row in points]
         rates, times = [row.bus_gbps or 0.0 for row in points], [row.time_us or 0.0 for row in points]
         looks = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4, "linewidth": 1.4}
@@ -173,5 +238,5 @@ def draw_sizes(
     label_ends(bandwidth, ends, side="right")
     label_ends(time, starts, side="left")
     title = f"{way}: {results.where}"
-    text = f"Bus bandwidth and time over size for {way}, one line an implementation and variant."
+    text = f"Bus bandwidth and time over size for {way}, a line for each implementation with its fastest variant."
     return save_titled(figure, file_name(way), title, text, directory)

@@ -291,6 +291,19 @@ class Meter:
                 time.sleep(pause)
                 pause = min(pause + 2e-5, 1e-3)
 
+    def line_up(self, what: str) -> None:
+        """Return on all ranks at about the same time, once their devices have passed a barrier. Collective."""
+        if self._device_barrier is None:
+            dist.barrier(group=self._group)
+            return
+        self._device_barrier()
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + self._timeout_s
+        while not done.query():  # without a pause, which would come between the barrier and what follows
+            if time.monotonic() > deadline:
+                self.finish(what)
+
     def rounds(
         self, jobs: Mapping[K, Job], *, warmup: int, repeats: int, on_round: Callable[[int], None] | None = None
     ) -> dict[K, Rounds]:

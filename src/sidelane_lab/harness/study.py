@@ -171,16 +171,16 @@ class Results:
     """A study's file. Make it with :func:`collect`, which looks up what the machine is.
 
     Attributes:
-        study: one of ``STUDIES``.
+        study: name of the study, one of ``STUDIES``.
         machine: short name, as the folders under ``results/`` have it (``h200x4``, ``cpu``).
         gpus: number of GPUs that took part; 0 when ranks were CPU processes.
         device: full name of the GPU or processor.
         ranks: processes that took part.
-        date: UTC, ISO 8601.
-        commit: of the code that ran, with ``-dirty`` when files differed from it; ``unknown`` outside a checkout.
-        command: what to type to run it again.
-        software: versions, by name.
-        rows: the study's rows, of one type.
+        date: time at which the study ended, in UTC, ISO 8601.
+        commit: commit of the code that ran, with ``-dirty`` if files differed; ``unknown`` outside a checkout.
+        command: command that runs it again.
+        software: versions of packages, by name.
+        rows: rows of the study, all of one type.
     """
 
     study: str
@@ -219,7 +219,7 @@ def collect(study: str, rows: Sequence[FlatRow], *, device_type: str, ranks: int
     """Put rows together with what this machine and this installation are. Call it in the parent or on one rank.
 
     Args:
-        study: one of ``STUDIES``.
+        study: name of the study, one of ``STUDIES``.
         rows: what was measured.
         device_type: of the ranks' tensors: ``cpu`` or the accelerator's name in torch.
         ranks: processes that took part.

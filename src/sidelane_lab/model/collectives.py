@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Iterable
 
+from sidelane.execute.sdma import fit
 from sidelane.program.builders import Transport, build
 from sidelane.program.collective import (
     REDUCING,
@@ -69,7 +70,7 @@ def collective_of(kind: Kind, nbytes: int, ranks: int) -> Collective:
 
 @functools.lru_cache(maxsize=1024)
 def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaunched: bool = False) -> Program:
-    """Return a variant of the DMA collectives paper, section 4.2, as that paper ran it.
+    """Return a variant of the DMA collectives paper, section 4.2, as that paper ran it: each move is one packet.
 
     Raises:
         ValueError: a collective that reduces. The DMA collectives paper has none, and its moves alone would not be one.
@@ -80,7 +81,7 @@ def published_program(kind: Kind, nbytes: int, ranks: int, variant: str, prelaun
     collective = collective_of(kind, nbytes, ranks)
     if variant == "swap":
         collective = dataclasses.replace(collective, in_place=True)
-    program = bare(build(collective, variant))
+    program = fit(bare(build(collective, variant)))
     return prelaunch(program) if prelaunched else program
 
 

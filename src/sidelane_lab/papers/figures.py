@@ -26,6 +26,9 @@ from sidelane_lab.machines.spec import Machine
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, GREY, BLACK)
 BANDS = "bands: plausible numbers"
 UNITS = "on compute units (number of workgroups)"
+ENGINES = "on DMA engines"
+KIND_COLOURS = {UNITS: VERMILLION, ENGINES: BLUE}
+"""Colours of timelines, alike in all of them."""
 """Kind of the intervals of kernels that hold compute units."""
 
 
@@ -231,10 +234,17 @@ def _whiskers(axes: Axes, places: Sequence[float], band: Band) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimelinePanel:
-    """One lane for each queue, engine or kernel, over time."""
+    """One lane for each queue, engine or kernel, over time: the GEMM's first, each kind in a colour of its own.
+
+    Attributes:
+        intervals: what ran.
+        title: of the panel.
+        end_us: end of the axis, which pictures to be compared have in common; None ends it with the last interval.
+    """
 
     intervals: Sequence[Interval]
     title: str = ""
+    end_us: float | None = None
 
     @functools.cached_property
     def joined(self) -> list[Interval]:
@@ -244,7 +254,8 @@ class TimelinePanel:
     @property
     def lanes(self) -> list[tuple[str, str]]:
         """Groups and lanes, from the top."""
-        return list(dict.fromkeys((interval.group, interval.lane) for interval in self.joined))
+        lanes = dict.fromkeys((interval.group, interval.lane) for interval in self.joined)
+        return sorted(lanes, key=lambda lane: lane[1] != "gemm")
 
     @property
     def height(self) -> float:
@@ -255,10 +266,11 @@ class TimelinePanel:
         """Draw into axes."""
         intervals, lanes = self.joined, self.lanes
         kinds = list(dict.fromkeys(_kind_of(interval) for interval in intervals))
-        end = max((interval.end_us for interval in intervals), default=1.0)
+        others = iter([colour for colour in COLOURS if colour not in KIND_COLOURS.values()] * len(kinds))
+        colours = {kind: KIND_COLOURS.get(kind) or next(others) for kind in kinds}
+        end = self.end_us or max((interval.end_us for interval in intervals), default=1.0)
         scale, unit = (1e3, "ms") if end > 10_000 else (1.0, "us")
-        for index, kind in enumerate(kinds):
-            colour = COLOURS[index % len(COLOURS)]
+        for kind, colour in colours.items():
             for place, lane in enumerate(lanes):
                 mine = [i for i in intervals if (i.group, i.lane) == lane and _kind_of(i) == kind]
                 bars = [(i.start_us / scale, (i.end_us - i.start_us) / scale) for i in mine]
@@ -273,8 +285,8 @@ class TimelinePanel:
         names = [lane if group in ("links", "GPU") else f"{group} {lane}" for group, lane in lanes]
         axes.set_yticks(range(len(lanes)), names)
         axes.invert_yaxis()
+        axes.set_xlim(0, 1.02 * end / scale)
         axes.set_xlabel(f"time, {unit}")
-        axes.set_ylabel("who is at work")
         axes.set_title(self.title)
         axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
 
@@ -282,9 +294,11 @@ class TimelinePanel:
         """Change nothing: the axes end where the intervals do."""
 
 
-def draw_timeline(intervals: Sequence[Interval], title: str, folder: Path, name: str) -> Path:
-    """Write a picture of a timeline, and return the PNG."""
-    panel = TimelinePanel(intervals=intervals, title=title)
+def draw_timeline(
+    intervals: Sequence[Interval], title: str, folder: Path, name: str, *, end_us: float | None = None
+) -> Path:
+    """Write a picture of a timeline, and return the PNG; the arguments are those of :class:`TimelinePanel`."""
+    panel = TimelinePanel(intervals=intervals, title=title, end_us=end_us)
     with mpl.rc_context(RC):
         figure = Figure(figsize=(11, panel.height), layout="constrained")
         panel.draw(figure.subplots())

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress_console, say, say_written, tables_console
-from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, save_both
+from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, plain_name, save_both
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import ends, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
@@ -246,6 +246,7 @@ def nodes_advice(found: Sequence[NodesStep]) -> list[str]:
 def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder: Path) -> Path:
     """Draw the exposed share of a step over the number of nodes, a panel for each way to shard it."""
     shardings = list(dict.fromkeys(one.sharding for one in found))
+    counts = sorted({one.nodes for one in found})
     with mpl.rc_context(RC):
         figure = Figure(figsize=(5.5 * len(shardings), 3.8), layout="constrained")
         panels = figure.subplots(1, len(shardings), sharey=True, squeeze=False)[0]
@@ -256,13 +257,15 @@ def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder:
                 mine = [one for one in found if (one.sharding, one.strategy) == (sharding, strategy)]
                 shares = [100 * one.times.exposed_us / one.times.time_us for one in mine]
                 looks: Any = {"color": colour, "linestyle": dash, "marker": mark, "markersize": 4}
-                axes.plot([one.nodes for one in mine], shares, label=strategy, **looks)
+                axes.plot([one.nodes for one in mine], shares, label=plain_name(strategy), **looks)
             axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, list(map(str, counts)))
             axes.set_xlabel(f"nodes of {machine.gpus} GPUs")
             axes.set_title(sharding)
-            axes.legend(fontsize=7)
         panels[0].set_ylabel("exposed communication, % of the step")
         panels[0].set_ylim(bottom=0)
+        labels = panels[0].get_legend_handles_labels()
+        figure.legend(*labels, fontsize=8, frameon=False, ncols=3, loc="outside lower center")
         title = f"{step.model.name}, {step.tokens} tokens a rank: predicted"
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         return save_both(figure, f"plan-{step.model.name}-nodes", folder)

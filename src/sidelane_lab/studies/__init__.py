@@ -10,6 +10,7 @@ STUDIES = {
     "power": "sidelane_lab.studies.power.study",
     "chain": "sidelane_lab.studies.chain.study",
     "host": "sidelane_lab.studies.host",
+    "prelaunch": "sidelane_lab.studies.prelaunch.study",
     "fused": "sidelane_lab.studies.fused.study",
     "gemms": "sidelane_lab.studies.gemms",
     "fsdp": "sidelane_lab.studies.fsdp.study",

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 
-from sidelane.choice.candidate import DMA
 from sidelane.cli.launch import LaunchTarget, Rank
 from sidelane.cli.table import (
     MISSING,
@@ -22,7 +21,7 @@ from sidelane.cli.table import (
     place_of,
 )
 from sidelane.program.builders.alternating import ALTERNATING, SLOT_BYTES
-from sidelane.program.collective import REDUCING, Kind
+from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.baselines.candidate import (
     HIDDEN_LAUNCH_US,
@@ -59,14 +58,13 @@ class CollectiveRow(FlatRow):
         variant: algorithm within the implementation (``pcpy``, ``b2b``, ...; empty where there is one only). With
             ``separate`` or ``+separate``: a call for each tensor of the list, one behind the other, instead of one call
             (NCCL: one group of calls) with all of them.
-        time_us: of all calls for the bytes, median over the rounds of the slowest rank's time; p10_us and p90_us
-            likewise.
-        bus_gbps: see :func:`bus_gbps`.
-        energy_mj: of all GPUs for one call; None when it was not measured.
-        correct: outputs were compared with a reference in this run; None when it could not run.
-        note: why there is no time, or what to know about this one.
-        tensors: that share the bytes: 1 where a call takes one tensor, as in files without this key; otherwise the
-            length of a list.
+        time_us: time of all calls for the bytes, median over the rounds of the slowest rank.
+        bus_gbps: bus bandwidth as nccl-tests defines it (:func:`bus_gbps`).
+        energy_mj: energy of all GPUs for one call; None when it was not measured.
+        correct: True if outputs agreed with a reference in this run; None when it could not run.
+        note: reason why there is no time, or a remark.
+        tensors: number of tensors that share the bytes: 1 where a call takes one tensor, as in files without this key;
+            otherwise the tensors of a list.
     """
 
     allowed: ClassVar[Allowed] = (("launch", LAUNCHES), ("implementation", IMPLEMENTATIONS))
@@ -170,9 +168,9 @@ def way_to_call(row: CollectiveRow) -> str:
     return f"{row.collective}, {row.dtype}, {place_of(row.in_place)}, {row.launch}{listed}"
 
 
-def _variant(row: CollectiveRow) -> str:
-    """The variant; one line for what auto chose, whatever that was at each size."""
-    return row.variant if row.implementation != "auto" else SEPARATE if row.separate else ""
+def _line(row: CollectiveRow) -> str:
+    """Return what separates the lines of one implementation: lists in a call, and in a call for each tensor."""
+    return SEPARATE if row.separate else ""
 
 
 def draw_ways(rows: Sequence[CollectiveRow], results: Results, folder: Path) -> list[Picture]:
@@ -180,7 +178,7 @@ def draw_ways(rows: Sequence[CollectiveRow], results: Results, folder: Path) -> 
     from sidelane_lab.harness.drawing import draw_sizes  # ranks do without what draws
 
     ways = grouped([row for row in rows if row.time_us], way_to_call)
-    return [draw_sizes(way, alike, results, folder, _variant) for way, alike in ways]
+    return [draw_sizes(way, alike, results, folder, _line) for way, alike in ways]
 
 
 MOST_CALLS = 20
@@ -195,9 +193,6 @@ milliseconds it may be half as fast. With nine rounds the same kernel took 12.8 
 ``auto`` (``results/h200x4/collectives.json``, 7876871: 8 KB)."""
 
 PROFILED_BYTES = 16 << 20
-PRELAUNCHED = ("b2b+prelaunch",)
-PRELAUNCHED_BYTES = 1 << 20
-"""Up to here, where launching is what takes the time, this prelaunched variant is measured without being asked for."""
 
 
 def _check(options: CollectiveOptions, place: LaunchTarget) -> None:
@@ -311,11 +306,8 @@ def wanted_candidates(implementation: Implementation, case: Case, options: Colle
     listed = bool(case.sizes)
     find = functools.partial(candidates_of, implementation, case.kind, launches=options.launches, listed=listed)
     found = find(only=options.variants)
-    small = case.nbytes <= PRELAUNCHED_BYTES and case.kind not in REDUCING
     if case.input_bytes > SLOT_BYTES:
         found = [c for c in found if not c.variant.startswith(ALTERNATING)]
-    if implementation.name == DMA and small and not options.variants:
-        found += find(only=PRELAUNCHED)
     return [c for c in found if not options.places or ("in" if c.in_place else "out") in options.places]
 
 

@@ -127,14 +127,16 @@ class GemmRow(FlatRow):
     """A linear layer of a model, alone: ``result[m, n] = input[m, k] @ weight[n, k].T``.
 
     Attributes:
-        model: name, behind a slash the GPUs that share a layer.
-        layer: which one.
-        m: tokens; n: outputs; k: inputs.
-        time_us: of one call, median over the samples; p10_us and p90_us likewise.
+        model: name, followed by a slash and the number of GPUs that share a layer.
+        layer: name of the layer.
+        m: number of tokens.
+        n: number of outputs.
+        k: number of inputs.
+        time_us: time of one call, median over the samples.
         tflops: operations over the time.
         gbps: fewest bytes that can move (each input read once, the result written once) over the time.
-        correct: rows of the result were compared with float64, before and after; None when it could not run.
-        note: why there is no time.
+        correct: True if rows of the result agreed with float64, before and after; None when it could not run.
+        note: reason why there is no time.
     """
 
     figures = ("time_us",)

@@ -63,11 +63,11 @@ class HostRow(FlatRow):
         operation: ``all_gather``, or what fires a prelaunched one: ``trigger``, ``trigger_from_host``.
         bytes: gathered size.
         symmetric: the tensors lie in symmetric memory (of NCCL: in its symmetric windows).
-        driver_calls: to the driver in one call, of Sidelane's own; null for others.
-        host_us: median over the batches of the slowest rank; p10_us and p90_us likewise.
-        best_us: fastest batch of any rank.
-        correct: outputs were compared with a reference in this run; None when it could not run.
-        note: why there is no time, or what to know about this one.
+        driver_calls: number of calls to the driver in one call of Sidelane; null for others.
+        host_us: median over the batches of the slowest rank.
+        best_us: time of the fastest batch of any rank.
+        correct: True if outputs agreed with a reference in this run; None when it could not run.
+        note: reason why there is no time, or a remark.
     """
 
     allowed = (("operation", HOST_OPERATIONS), ("implementation", IMPLEMENTATIONS))

@@ -2,7 +2,7 @@
 
 A mask has a bit for each CU. Linux gives consecutive bits to the dies in turn, and on a die to its shader engines in
 turn (``mqd_symmetrically_map_cu_mask`` of the kernel's amdkfd). So the first ``n`` bits are ``n`` CUs that are spread
-over all shader engines, as papers 000 and 002 want a partition to be, and so are the bits that are left.
+over all shader engines, and so are the bits that are left.
 """
 
 from __future__ import annotations

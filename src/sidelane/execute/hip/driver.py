@@ -196,7 +196,7 @@ class HipDriver(Driver):
         return self._bind("hipMemcpy2DAsync", *places, nbytes, rows, hip.COPY_BY_ENGINES, stream)
 
     def bind_planes(self, box: Box, stream: int) -> Bound:
-        copy = hip.Copy3D(extent=(box.width, box.rows, box.planes), kind=hip.COPY_BY_ENGINES)
+        copy = hip.PlaneCopy(extent=(box.width, box.rows, box.planes), kind=hip.COPY_BY_ENGINES)
         copy.dst, copy.src = (
             hip.PitchedPointer(address, pitch, box.width, distance // pitch)
             for address, pitch, distance in zip((box.dst, box.src), box.pitches, box.distances, strict=True)

@@ -48,7 +48,7 @@ class PitchedPointer(ctypes.Structure):
     _fields_ = (("pointer", _POINTER), ("pitch", _SIZE), ("width", _SIZE), ("height", _SIZE))
 
 
-class Copy3D(ctypes.Structure):
+class PlaneCopy(ctypes.Structure):
     """``hipMemcpy3DParms``."""
 
     _fields_ = (

@@ -46,7 +46,7 @@ class SliceTransport(Protocol):
     Attributes:
         uses_compute_units: it runs kernels on the GPU. Then no program of an operator may wait for it while others
             occupy the GPU: a ring must have room for all slices of a call.
-        gives_up: function that returns True once it should wait no longer, and raise :class:`Gone`.
+        gives_up: function that returns True once it should wait no longer, and raise ``Gone``.
     """
 
     uses_compute_units: bool

@@ -64,6 +64,12 @@ class Verification:
     pairs: int
     seconds: float
 
+    def __str__(self) -> str:
+        return (
+            f"proved: {self.commands} commands, {self.invocations} invocations back to back, "
+            f"{self.pairs} pairs of accesses compared, {self.seconds * 1e3:.1f} ms"
+        )
+
 
 def verify(program: Program, *, invocations: int = INVOCATIONS) -> Verification:
     """Prove that ``program`` does what its collective defines, alone and invoked again and again back to back.

@@ -43,17 +43,18 @@ class HeuristicRow(FlatRow):
     """The choice of a heuristic for a pair, against the best of a sweep.
 
     Attributes:
-        heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
-            units for the collective, by look-up tables; ``spared``: units that a GEMM beside copy engines does
-            without; ``auto``: the strategy.
-        gemm, bytes: as in :class:`C3Row`.
-        seen: the GEMM is one that was profiled.
-        chosen: by the heuristic, in words.
-        best: of the sweep.
-        time_us: under what was chosen.
-        best_us: under what was best.
-        lost_percent: by the choice.
-        right: nothing is lost, but for half a percent.
+        heuristic: name of the heuristic. ``launch_order``: order of two kernels by workgroups; ``launch_order_3``: of
+            three kernels; ``partition``: units for the collective, by look-up tables; ``spared``: units that a GEMM
+            beside copy engines does without; ``auto``: the strategy.
+        gemm: GEMM as in :class:`C3Row`.
+        bytes: bytes of the collective as in :class:`C3Row`.
+        seen: True if the GEMM was profiled.
+        chosen: choice of the heuristic, in words.
+        best: best choice of the sweep.
+        time_us: time under the heuristic's choice.
+        best_us: time under the best choice.
+        lost_percent: share of time that the choice loses.
+        right: True if the choice loses half a percent at most.
         note: the reason that the heuristic gave, or why nothing could be judged.
     """
 

@@ -37,8 +37,8 @@ class OccupancyRow(PairRow):
         time_us: of the iterations, overlapped.
         normalised: time over sequential, median over rounds.
         overlap_rate: percent of the collectives' time during which a GEMM ran.
-        correct: the results of both were compared with a reference in this run.
-        note: why there is no time.
+        correct: True if the results of both agreed with a reference in this run.
+        note: reason why there is no time.
     """
 
     allowed = (("implementation", IMPLEMENTATIONS),)

@@ -20,6 +20,7 @@ from sidelane_lab.harness.drawing import (
     GREY,
     VERMILLION,
     file_name,
+    plain_name,
     save_titled,
 )
 from sidelane_lab.harness.study import Picture, Results
@@ -54,14 +55,15 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
         # What could not run has no bar; the table has its reason.
         ran = [[row for row in alike if row.time_us is not None] for alike in shown]
         names = list(dict.fromkeys(row.strategy for alike in ran for row in alike if not row.chosen))
-        size = (2.2 + 2.9 * len(shown), 1.9 + 2 * (0.5 + 0.3 * len(names)))
+        size = (3.4 + 2.9 * len(shown), 1.9 + 2 * (0.5 + 0.3 * len(names)))
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(2, len(shown), squeeze=False, sharex="row", sharey=True)
         limits: list[list[tuple[float, float]]] = [[], []]
         for column, alike in enumerate(shown):
             pair = alike[0]
-            times = f"alone: GEMM {_time(pair.gemm_us)}, collective {_time(pair.best_comm_us)}"
-            panels[0][column].set_title(f"{pair.gemm} with {format_bytes(pair.bytes)} ({pair.c3_class})", pad=26)
+            times = f"alone: GEMM {_time(pair.gemm_us)}, fastest collective {_time(pair.best_comm_us)}"
+            shape = f"{pair.m}x{pair.n}x{pair.k}"
+            panels[0][column].set_title(f"GEMM {shape} with {format_bytes(pair.bytes)}", pad=26)
             panels[0][column].annotate(
                 times, (0, 1), (0, 17), "axes fraction", "offset points", fontsize=8, color=GREY, annotation_clip=False
             )
@@ -69,14 +71,15 @@ def draw_strategies(collective: str, rows: Sequence[C3Row], results: Results, di
             upper, lower, bars = panels[0][column], panels[1][column], ran[column]
             limits[0].append(_bars(upper, names, bars, "speedup", "{:.2f}", pair.ideal, ideal, nothing=1.0))
             limits[1].append(_bars(lower, names, bars, "percent_of_ideal", "{:.0f}%", 100.0, "100%", nothing=0.0))
-        for row, unit in enumerate(("speedup", "percent of ideal")):
+        for row, unit in enumerate(("speedup over one after the other", "percent of ideal")):
             low, high = zip(*limits[row], strict=True)
             panels[row][0].set_xlim(min(low), max(high))
             for axes in panels[row]:
                 axes.set_xlabel(unit)
         panels[0][0].set_ylim(len(names) - 0.4, -0.6)
-        panels[0][0].set_yticks(range(len(names)), names)
-        title = f"GEMM with {collective}: {results.where}"
+        labels = [plain_name(name, on_cpu=results.on_cpu) for name in names]
+        panels[0][0].set_yticks(range(len(names)), labels)
+        title = f"A GEMM and a collective ({collective.replace('_', '-')}) at once: {results.where}"
         note = too_few_cores(results)
         if note:
             figure.supxlabel(textwrap.fill(note, round(14 * size[0])), x=0.01, ha="left", fontsize=8, color=VERMILLION)

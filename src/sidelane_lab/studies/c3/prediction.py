@@ -18,7 +18,7 @@ from sidelane.cli.table import Line, Table, grouped, notes_of
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
-from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, save_titled
+from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, GREY, RC, plain_name, save_titled
 from sidelane_lab.harness.study import Picture, Results, read
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
@@ -240,8 +240,8 @@ def _mean_speedups(
                 continue
             mean = statistics.fmean(row.speedup or 1.0 for row in ran)
             colour = COLOURS.get(strategy, GREY)
-            axes.bar(place + shift, mean - 1, width, bottom=1.0, color=colour, alpha=shade,
-                     label=strategy if place == len(groups) - 1 else None)  # fmt: skip
+            label = plain_name(strategy, on_cpu=results.on_cpu) if place == len(groups) - 1 else None
+            axes.bar(place + shift, mean - 1, width, bottom=1.0, color=colour, alpha=shade, label=label)
             told = [predicted.get((row.gemm, row.collective, row.bytes, row.strategy)) for row in ran]
             known = [value for value in told if value is not None]
             if len(known) == len(ran):

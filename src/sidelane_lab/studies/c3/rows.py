@@ -40,20 +40,21 @@ class C3Row(PairRow):
 
     Attributes:
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``.
-        bytes: as in :class:`CollectiveRow`.
+        bytes: bytes of the collective as in :class:`CollectiveRow`.
         c3_class: ``class`` in the file: G-long, C-long or GC-equal; empty when no collective could run.
-        strategy: what was run; ``chosen`` is what the strategy ``auto`` picked, else empty.
+        strategy: strategy that ran.
+        chosen: strategy that ``auto`` chose; empty for others.
         gemm_us: isolated time of the GEMM.
         comm_us: isolated time of this strategy's own collective.
         best_comm_us: fastest isolated time of this collective over every implementation measured.
-        time_us: both, side by side.
+        time_us: time of both, side by side.
         speedup: (gemm + best_comm) / time.
         ideal: (gemm + best_comm) / max(gemm, best_comm).
         percent_of_ideal: 100 (speedup - 1) / (ideal - 1).
-        percent_of_ideal_nccl: the same with the library's isolated time (NCCL's, Gloo's on CPUs) as best_comm: "% of
-            ideal (library)" of tables and of ``sidelane demo``, as papers have it.
-        correct: outputs of both were compared with a reference in this run.
-        note: why there is no time, or what to know about this one.
+        percent_of_ideal_nccl: percent of the papers' ideal: the same with the library's isolated time (NCCL's, Gloo's
+            on CPUs) as best_comm, so that a faster collective can pass 100.
+        correct: True if outputs of both agreed with a reference in this run.
+        note: reason why there is no time, or a remark.
         units: compute units that the GEMM did without; 0 also in files without this key.
         sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
@@ -91,7 +92,7 @@ C3_COLUMNS: Mapping[str, Cell] = {
     "units\ntaken": "units",
     "collective\nalone us": "comm_us",
     **TOGETHER_COLUMNS,
-    "% of ideal\n(library)": "percent_of_ideal_nccl:.0f",
+    "% of papers'\nideal": "percent_of_ideal_nccl:.0f",
     "<correct": "correct",
 }
 

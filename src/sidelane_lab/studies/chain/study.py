@@ -56,10 +56,10 @@ class ChainRow(FlatRow):
         bytes: gathered size.
         launch: eager or graph; ``prelaunched`` where the all-gather was submitted ahead of the producer, and fired
             behind it by one write (docs/internals/prelaunch.md).
-        gemms_us: both GEMMs with nothing between them, launched as the chain is (``prelaunched``: eager).
-        time_us: of the chain, median over the rounds of the slowest rank's time; p10_us and p90_us likewise.
-        correct: the consumer's output was compared with a reference in this run; None when it could not run.
-        note: why there is no time, or what to know about this one.
+        gemms_us: time of both GEMMs with nothing between them, launched as the chain is (``prelaunched``: eager).
+        time_us: time of the chain, median over the rounds of the slowest rank.
+        correct: True if the consumer's output agreed with a reference in this run; None when it could not run.
+        note: reason why there is no time, or a remark.
     """
 
     allowed = (("launch", (*LAUNCHES, PRELAUNCHED)), ("implementation", IMPLEMENTATIONS))

@@ -74,9 +74,10 @@ class ClientRow(FlatRow):
     Attributes:
         program: ``ddp``: DistributedDataParallel in bfloat16; ``fsdp``: FSDP2 in mixed precision with bfloat16;
             ``tensor``: decoding, tensor parallel by DTensor.
-        model: the public configuration; behind it how many of its layers, where not all fit.
+        model: public configuration, followed by the number of its layers where not all fit.
         parameters: number of parameters.
-        batch, length: sequences of a rank, and tokens of each.
+        batch: sequences of a rank.
+        length: tokens of a sequence.
         optimizer: ``AdamW``, ``SGD``, or empty where nothing is trained.
         launch: ``eager``; ``graph``: in a CUDA graph; ``compiled``: by torch.compile, in a CUDA graph.
         way: ``nccl``, on CPUs ``gloo``; ``group``: on ``dist.new_group(backend="sidelane")``; ``enable``:
@@ -85,17 +86,20 @@ class ClientRow(FlatRow):
             move nothing).
         nccl: version that is loaded, which may be another than torch's own (``software``); empty on CPUs.
         transformers: version of that package.
-        step_ms: of a step, median over rounds of the slowest rank; fastest_ms, slowest_ms: of these rounds.
+        step_ms: time of a step, median over the rounds of the slowest rank.
+        fastest_ms: time of the fastest of these rounds.
+        slowest_ms: time of the slowest of these rounds.
         rounds: number of rounds.
-        over_percent: by how much a step takes longer than the library's in the same round, median.
-        host_ms: until the host has queued a backward (decoding: a step), median of the slowest rank; null on CPUs.
+        over_percent: percent by which a step takes longer than the library's in the same round, median.
+        host_ms: time until the host has queued a backward (decoding: a step), median of the slowest rank; null on CPUs.
             Where it is nearly the step, the host is the limit.
-        exposed_ms: more than ``none`` in the same round, median; recovered_percent: of the library's exposed time.
+        exposed_ms: time by which a step takes longer than ``none`` in the same round, median.
+        recovered_percent: share of the library's exposed time that comes back.
         loss: mean over ranks after the last step; null where nothing is trained, or nothing communicated.
-        made_by: who made which calls, with Sidelane's variant or the reason against it, as ``sidelane.report()`` says
-            on the first rank.
-        correct: loss (decoding: logits) is the library's but for rounding; null where nothing is communicated.
-        note: why there is no time, or what to know about this one.
+        made_by: makers of the calls, with Sidelane's variant or the reason against it, as ``sidelane.report()`` says on
+            the first rank.
+        correct: True if loss (decoding: logits) is the library's but for rounding; null where nothing is communicated.
+        note: reason why there is no time, or a remark.
     """
 
     allowed = (("program", PROGRAMS), ("launch", (EAGER, GRAPH, COMPILED)))

@@ -43,10 +43,10 @@ NEXT = (
     ("torchrun --nproc-per-node 2 examples/own_program.py", "a program of your own, proved and run (in a checkout)"),
 )
 OVERLAP_NOTE = (
-    "100: both at once take as long as the longer of them, with the library's collective, as papers count (a faster "
-    "one can pass 100). README and guide count by the fastest collective (docs/guide/overlap.md, How much is hidden?). "
-    "0: one after the other. Below 0: slower together than that. On H200 the tensors are in symmetric memory. "
-    "Eight pairs of a GEMM and a collective of 512 and 896 MiB on H200, thirty on MI300X."
+    "100: both at once take as long as the longer of the two alone, by the fastest collective that was measured. 0: as "
+    "long as one after the other. Below 0: longer than that. The paper's own column counts by RCCL's collective. On "
+    "H200 the tensors are in symmetric memory. Eight pairs of a GEMM and a collective of 512 and 896 MiB on H200, "
+    "thirty on MI300X."
 )
 
 
@@ -208,7 +208,7 @@ def figures_of(
         "study": "demo",
         "proof": {"commands": proof.verification.commands, "seconds": proof.seconds, "refused": proof.refusal},
         "checked": [dataclasses.asdict(row) for row in checked],
-        "percent_of_ideal_library": {"mi300x8_paper": figures.PAPER, **dict(zip(names, percents, strict=True))},
+        "percent_of_ideal": {"mi300x8_paper": figures.PAPER, **dict(zip(names, percents, strict=True))},
         "choices": list(choices),
     }
 
@@ -241,7 +241,7 @@ def checked_table(rows: Sequence[CollectiveCheck], ranks: int) -> Table:
 def overlap_table(
     data: dict[str, Any], predicted: dict[str, float], found: dict[str, float], again: dict[str, float]
 ) -> Table:
-    """Make a table of percents of ideal by the library's collective, predicted and measured."""
+    """Make a table of percents of ideal, predicted and measured."""
     lines = []
     for strategy, name in figures.NAMES.items():
         cells = [predicted.get(strategy), figures.PAPER.get(strategy), again.get(strategy), found.get(strategy)]
@@ -251,7 +251,7 @@ def overlap_table(
     columns = ("<how the bytes travel", *machines)
     source = data["overlap_source"]
     notes = (OVERLAP_NOTE, f"Measured: {source['file']}, {source['date']}, commit {source['commit']}.")
-    return Table("Percent of ideal (library)", columns, tuple(lines), notes)
+    return Table("Percent of ideal", columns, tuple(lines), notes)
 
 
 def choices_of() -> list[dict[str, Any]]:

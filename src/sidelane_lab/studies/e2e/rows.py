@@ -33,23 +33,26 @@ class WorkloadRow(FlatRow):
             communication.
         launch: ``eager``, or ``graph``: in a CUDA graph.
         nccl: version that is loaded; empty on CPUs.
-        step_ms: of a step, median over rounds of the slowest rank; fastest_ms, slowest_ms: of these rounds.
+        step_ms: time of a step, median over the rounds of the slowest rank.
+        fastest_ms: time of the fastest of these rounds.
+        slowest_ms: time of the slowest of these rounds.
         rounds: number of rounds.
-        unit: of what is counted: ``tokens`` or ``samples``.
+        unit: unit of ``per_second``: ``tokens`` or ``samples``.
         per_second: units that all ranks finish in a second.
-        over_percent: by how much a step takes longer than the library's in the same round, median.
-        exposed_ms: more than ``none`` in the same round, median; exposed_percent: its share of the step.
-        recovered_percent: of the library's exposed time, how much this way hides or saves.
-        predicted_ms: by how much the model of the described machine expects a step to be longer than ``none``, or of
-            sizes without ``none`` its time. The model adds up transfers and the kernels that a way has for them,
-            without the host, and was not fitted to these rows. Null for ways that are not modelled, and where the
-            machine is not described.
-        made_by: who made which calls of a process group of Sidelane's in a step, with the variant or the reason
-            against it, as ``sidelane.report()`` says on the first rank.
+        over_percent: percent by which a step takes longer than the library's in the same round, median.
+        exposed_ms: time by which a step takes longer than ``none`` in the same round, median.
+        exposed_percent: share of the step that is exposed.
+        recovered_percent: share of the library's exposed time that this way hides or saves.
+        predicted_ms: time by which the model of the described machine expects a step to be longer than ``none``, or the
+            time of sizes without ``none``. The model adds up transfers and the kernels that a way has for them, without
+            the host, and was not fitted to these rows. Null for ways that are not modelled, and where the machine is
+            not described.
+        made_by: makers of the calls of a Sidelane process group in a step, with the variant or the reason against it,
+            as ``sidelane.report()`` says on the first rank.
         difference: norm of the difference from the library's result over the norm of that, the largest of all ranks.
-        correct: it is within the tolerance of the workload; null where nothing is communicated.
+        correct: True if the difference is within the tolerance of the workload; null where nothing is communicated.
         facts: figures of the workload at this size, by name with the unit in it.
-        note: why there is no time, or what to know about this one.
+        note: reason why there is no time, or a remark.
     """
 
     allowed = (("workload", WORKLOADS), ("launch", (EAGER, GRAPH)))
@@ -131,7 +134,7 @@ def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> l
     """Draw a picture for each workload and launch: the step of every size by every way, next to the library's."""
     from matplotlib.figure import Figure
 
-    from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, save_titled
+    from sidelane_lab.harness.drawing import BLUE, COLOURS, GREEN, GREY, PURPLE, plain_name, save_titled
 
     colours = {**COLOURS, "group": BLUE, "operators": GREEN, NONE: GREY}
     pictures = []
@@ -148,7 +151,9 @@ def draw_steps(rows: Sequence[WorkloadRow], results: Results, folder: Path) -> l
                 for place, row in enumerate(same):
                     x, share = at + (place - (len(same) - 1) / 2) * 0.84 / most, 100 + (row.over_percent or 0.0)
                     axes.bar(x, min(share, HIGHEST), 0.77 / most, color=colours.get(row.way, PURPLE))
-                    axes.text(x, 2, f"{row.way} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7)
+                    axes.text(
+                        x, 2, f"{plain_name(row.way)} {share:.0f}", rotation=90, ha="center", va="bottom", fontsize=7
+                    )
             axes.axhline(100, color="black", linewidth=0.6)
             names = [textwrap.fill(size, max(9, 2 * most)) for (_, size, _), _ in some]
             axes.set_xticks(range(len(some)), names, fontsize=7)

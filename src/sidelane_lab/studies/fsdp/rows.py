@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import MISSING, Table, grouped, verdict
-from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, save
+from sidelane_lab.harness.drawing import BLUE, GREEN, GREY, ORANGE, SKY, VERMILLION, plain_name, save
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Picture
 
@@ -25,31 +25,40 @@ class FsdpRow(FlatRow):
     """A training step of layers that FSDP2 shards, by who communicates.
 
     Attributes:
-        model: whose layers they are like; on CPU ranks of smaller sizes.
-        seq, batch: tokens of a sequence, and sequences of a rank.
-        reduce_dtype: in which gradients are added; parameters are gathered in bfloat16.
-        optimizer: the step has one (AdamW).
+        model: model whose layers these are like; CPU ranks have smaller sizes.
+        seq: tokens of a sequence.
+        batch: sequences of a rank.
+        reduce_dtype: dtype in which gradients are added; parameters are gathered in bfloat16.
+        optimizer: True if the step has an optimizer (AdamW).
         implementation: ``nccl``, on CPUs ``gloo``; ``nccl_ce``: gathers by NCCL on copy engines; ``sidelane_ag``:
             gathers by Sidelane; ``sidelane``: gathers and scatters; ``sidelane_copies``: the same with parameters that
             are copied out of a buffer; ``compute_only``: collectives that move nothing; ``compute_only_straight``: and
             no copy-out.
-        step_ms: median over rounds of the slowest rank; p10_ms and p90_ms likewise.
-        exposed_ms: more than ``compute_only`` in the same round, median.
-        recovered_percent: of the library's exposed time, in the same round, median.
-        loss: mean over ranks; grad_norm: of the whole gradient. Of the step that was compared.
+        step_ms: time of a step, median over the rounds of the slowest rank.
+        exposed_ms: time by which a step takes longer than ``compute_only`` in the same round, median.
+        recovered_percent: share of the library's exposed time that comes back in the same round, median.
+        loss: loss of the step that was compared, mean over ranks.
+        grad_norm: norm of the whole gradient of that step.
         peak_mb: most memory of a rank in a step: parameters, what the step allocates, and what this implementation
             keeps; null on CPUs, and where nothing is moved.
-        correct: loss, gradient norm and gradients are the library's but for rounding; null where nothing is moved.
-        note: why there is no time, or what to know about this one.
-        gemm_ms, attention_ms, collective_ms, copy_in_ms, copy_out_ms, peer_copy_ms, other_ms: kernels of one step on
-            all streams of the first rank, under a profiler; null without. Copies in are casts of shards and gradients
-            that are packed; peer copies those of copy engines.
-        first_gather_ms: of that step, until its first GEMM begins; last_scatter_ms: after its last one has ended.
-        profiled_ms: all of that step. On the stream of the computation it is first_gather_ms, gemm_ms, attention_ms,
-            stream_copy_in_ms, stream_copy_out_ms, stream_other_ms, waits_ms (for whatever comes from elsewhere) and
-            last_scatter_ms.
-        gemm_beside_ms: by how much GEMMs that run next to transfers take longer than the same ones of
-            ``compute_only_straight``; gemm_apart_ms: the other GEMMs.
+        correct: True if loss, gradient norm and gradients are the library's but for rounding; null if nothing is moved.
+        note: reason why there is no time, or a remark.
+        gemm_ms: GEMMs of one step on all streams of the first rank, under a profiler, as all of the next six; null
+            without.
+        attention_ms: attention kernels.
+        collective_ms: kernels of collectives.
+        copy_in_ms: casts of shards and gradients that are packed.
+        copy_out_ms: copies out of FSDP2's buffers.
+        peer_copy_ms: copies to peers by copy engines.
+        other_ms: all other kernels.
+        first_gather_ms: time of that step until its first GEMM begins.
+        last_scatter_ms: time of that step after its last GEMM has ended.
+        profiled_ms: time of all of that step. On the stream of the computation it is first_gather_ms, gemm_ms,
+            attention_ms, stream_copy_in_ms, stream_copy_out_ms, stream_other_ms, waits_ms (for work of other streams)
+            and last_scatter_ms.
+        gemm_beside_ms: time by which GEMMs that run next to transfers take longer than the same ones of
+            ``compute_only_straight``.
+        gemm_apart_ms: time by which the other GEMMs take longer.
     """
 
     allowed = (("implementation", TRAINED_BY),)
@@ -231,7 +240,7 @@ def draw_steps(rows: Sequence[FsdpRow], where: str, directory: Path) -> list[Pic
                         va="bottom" if above else "top",
                         fontsize=6,
                     )
-        axes.bar(0, 0, color=COLOURS[name], label=name)
+        axes.bar(0, 0, color=COLOURS[name], label=plain_name(name))
     labels = [title_of(alike[0]).replace(", ", "\n") for _, alike in cases]
     axes.set_xticks(range(len(cases)), labels, fontsize=7)
     axes.axhline(0, color=GREY, linewidth=0.5)

@@ -33,22 +33,23 @@ class FusedRow(FlatRow):
 
     Attributes:
         op: the operator.
-        shape: in words.
+        shape: shape in words.
         implementation: ``fused``; ``unfused_nccl`` with the process group's collective (on CPUs Gloo's),
             ``unfused_sidelane`` with ours, ``symm_mem`` with that of PyTorch's symmetric memory; ``unfused_best``
             repeats the fastest of these; ``auto`` is a call with ``method="auto"``; ``compute`` and ``collective`` are
             the parts alone.
-        schedule: of a fused one; what an unfused one is made of; how a part is done.
+        schedule: schedule of a fused operator, parts of an unfused one, or the way in which a part is done.
         launch: ``eager`` or ``graph``.
-        time_us: median over the rounds of the slowest rank; p10_us and p90_us likewise.
-        compute_us: the computation alone, the fastest there is.
-        comm_us: the collective alone, likewise.
-        bound_us: the larger of the two.
-        max_rel_err: the largest difference from the result in float64, next to the largest element.
-        correct: None when it could not run, or is a part.
-        note: why there is no time; what ``auto`` has chosen, and why.
+        time_us: time of a call, median over the rounds of the slowest rank.
+        compute_us: time of the computation alone, by the fastest way.
+        comm_us: time of the collective alone, by the fastest way.
+        bound_us: larger one of ``compute_us`` and ``comm_us``.
+        max_rel_err: largest difference from the result in float64, over the largest element.
+        correct: True if the result agreed with a reference; None when it could not run, or is a part.
+        note: reason why there is no time, or the choice of ``auto`` with its reason.
         gbps: bytes of the rows of tables, or of the weight of a GEMV, that a call reads, over the time.
-        skew_us: by how much the ends of the ranks lie apart behind the last call of a sample, median over the rounds.
+        skew_us: time between the first and the last end of the ranks behind the last call of a sample, median over the
+            rounds.
     """
 
     allowed = (("op", FUSED_OPS), ("implementation", FUSED_IMPLEMENTATIONS), ("launch", LAUNCHES))

@@ -24,22 +24,22 @@ class LayoutRow(FlatRow):
         tensors: number of tensors of that shape in an exchange.
         layout: ``there``: from positions to heads; ``back``: the other way; ``contiguous``: as many bytes in parts that
             lie side by side.
-        row_bytes: heads of one position for one rank.
+        row_bytes: bytes of one position for one rank.
         bytes: bytes that leave a GPU in an exchange.
         launch: ``eager`` or ``graph``.
         implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` permute before and behind their exchange.
         memory: ``symmetric``, or ``ordinary``.
         variant: Sidelane's, or how the library is called: ``each`` tensor, ``grouped`` calls, or all ``together`` in
             one buffer.
-        time_us: of an exchange with its permutes, median over the rounds of the slowest rank; p10_us and p90_us
-            likewise. Next to a GEMM: of both together.
+        time_us: time of an exchange with its permutes, or of both together next to a GEMM, median over the rounds of
+            the slowest rank.
         gbps: ``bytes`` over the time; null next to a GEMM.
-        correct: outputs were compared in this run; None when it could not run.
-        note: why there is no time.
-        gemm: next to which it ran; empty if it ran alone.
+        correct: True if outputs agreed in this run; None when it could not run.
+        note: reason why there is no time.
+        gemm: GEMM that ran beside it; empty if it ran alone.
         gemm_us: isolated time of the GEMM, in the same rounds.
         comm_us: isolated time of the same exchange, in the same rounds.
-        best_comm_us: the fastest of these, of all ways.
+        best_comm_us: fastest isolated time of the exchange, of all ways.
         speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
     """
 

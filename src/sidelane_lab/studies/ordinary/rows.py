@@ -32,21 +32,24 @@ class OrdinaryRow(CollectiveRow):
 
     Attributes:
         implementation: ``auto`` is Sidelane's; ``nccl`` and ``gloo`` have ordinary tensors.
-        variant: what ``auto`` chose. Of tensors that change, how: ``repeated``: not at all; ``rotating``: eight pairs
-            of tensors in turn; ``missed``: in one call, behind such that went ahead with others; ``new_address``: at an
-            address that is new in every call, in one segment; ``new_segment``: in a segment that is new in every call.
-        time_us: next to a GEMM: of both together. Median over the rounds of the slowest rank; p10_us and p90_us
-            likewise.
-        bus_gbps: null next to a GEMM.
-        note: why Sidelane ran its last call as it did (``Communicator.last_choice``), or why there is no time.
-        reach: how peers get at the tensors: ``symmetric``, ``mapped`` or ``staged``; empty for a library.
-        gemm, m, n, k: next to which it ran; empty and null if it ran alone.
+        variant: variant that ``auto`` chose. For tensors that change it says how they do: ``repeated``: not at all;
+            ``rotating``: eight pairs of tensors in turn; ``missed``: in one call, behind calls that went ahead with
+            others; ``new_address``: at an address that is new in every call, in one segment; ``new_segment``: in a
+            segment that is new in every call.
+        time_us: time of a call, or of both together next to a GEMM, median over the rounds of the slowest rank.
+        bus_gbps: bus bandwidth; null next to a GEMM.
+        note: reason of the last choice (``Communicator.last_choice``), or why there is no time.
+        reach: way in which peers reach the tensors: ``symmetric``, ``mapped`` or ``staged``; empty for a library.
+        gemm: GEMM that ran beside it; empty if it ran alone.
+        m: rows of that GEMM; null if there is none.
+        n: columns of that GEMM; null if there is none.
+        k: depth of that GEMM; null if there is none.
         gemm_us: isolated time of the GEMM, in the same rounds.
         comm_us: isolated time of the same call, which says that a computation runs next to it, in the same rounds.
-        best_comm_us: the fastest of these, of all implementations and kinds of memory.
+        best_comm_us: fastest isolated time of the call, of all implementations and kinds of memory.
         speedup, ideal, percent_of_ideal: as in :class:`C3Row`.
-        host_us: of tensors that change: from the begin of a call until it returns, with an idle device and all hosts at
-            once; the median over the calls of the slowest rank.
+        host_us: host time of a call on tensors that change, from its begin until it returns, with an idle device and
+            all hosts at once; the median over the calls of the slowest rank.
     """
 
     allowed = (*CollectiveRow.allowed, ("reach", REACHES))

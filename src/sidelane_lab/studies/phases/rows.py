@@ -26,17 +26,22 @@ class PhaseRow(FlatRow):
 
     Attributes:
         operation: ``copy``, ``copies``, ``all_gather``, ``all_gather_in_place`` or ``all_to_all``.
-        bytes: of each copy of a transfer; of a collective as in :class:`CollectiveRow`.
+        bytes: bytes of each copy of a transfer, or of a collective as in :class:`CollectiveRow`.
         launch: eager or graph; ``model`` where a description of a machine does not tell them apart.
         source: ``measured`` or ``predicted``.
-        control_us, schedule_us, copy_us, sync_us: the phases; they add up to ``total_us``.
-        total_us: from the call until the host knows, with the stamps that the phases need.
-        total_unstamped_us: the same without any stamp.
-        host_us: of the call without stamps: until it returns.
-        entry_us, exit_us: the handshakes, parts of ``schedule_us`` and ``sync_us``.
-        correct: outputs were compared with a reference in this run; None when nothing ran.
-        note: why there is no time, or what to know about this one.
-        stage_us: of ``copy_us``: the copy into the rank's own slot, in files that have ``alternating``; else null.
+        control_us: time in which the host submits, before the first byte.
+        schedule_us: rest of the time before the first byte.
+        copy_us: time of all copies of a rank.
+        sync_us: time from the last copy until the host knows. The four phases add up to ``total_us``.
+        total_us: time from the call until the host knows, with the stamps that the phases need.
+        total_unstamped_us: time from the call until the host knows, without any stamp.
+        host_us: time until a call without stamps returns.
+        entry_us: time of the entry handshake, a part of ``schedule_us``.
+        exit_us: time of the exit handshake, a part of ``sync_us``.
+        correct: True if outputs agreed with a reference in this run; None when nothing ran.
+        note: reason why there is no time, or a remark.
+        stage_us: part of ``copy_us`` for the copy into the rank's own slot, in files that have ``alternating``; else
+            null.
     """
 
     allowed = (("launch", (*LAUNCHES, MODEL)), ("source", SOURCES))

@@ -18,6 +18,7 @@ from sidelane_lab.harness.drawing import (
     STYLES,
     file_name,
     label_ends,
+    plain_name,
     save,
     size_axis,
 )
@@ -33,18 +34,18 @@ class PowerRow(FlatRow):
     """Power and energy of a collective that runs back to back (method: docs/lab/power.md).
 
     Attributes:
-        bytes: as in :class:`CollectiveRow`.
-        implementation: as there; ``library`` in predictions.
+        bytes: bytes as in :class:`CollectiveRow`.
+        implementation: implementation as in :class:`CollectiveRow`; ``library`` in predictions.
         launch: eager or graph; ``model`` in predictions.
-        time_us: of one call, the slowest rank's.
-        watts: mean over the GPUs, by their energy counters.
-        watts_sampled: the same by their power readings.
-        idle_watts: before the study, with everything set up and nothing running.
-        energy_mj: of all GPUs for one call: watts x GPUs x time.
-        energy_above_idle_mj: what is left of it above ``idle_watts``.
+        time_us: time of one call of the slowest rank.
+        watts: mean power of a GPU by the energy counters.
+        watts_sampled: mean power of a GPU by the power readings.
+        idle_watts: mean power before the study, with everything set up and nothing running.
+        energy_mj: energy of all GPUs for one call: watts x GPUs x time.
+        energy_above_idle_mj: energy of one call above ``idle_watts``.
         counters_agree_percent: 100 x watts_sampled / watts.
-        correct: outputs were compared with a reference in this run; None when nothing ran.
-        note: why there are no figures, or what to know about these.
+        correct: True if outputs agreed with a reference in this run; None when nothing ran.
+        note: reason why there are no figures, or a remark.
     """
 
     allowed = (("launch", (*LAUNCHES, MODEL)), ("implementation", (*IMPLEMENTATIONS, LIBRARY)))
@@ -141,7 +142,9 @@ def draw_power(
                     low, high = ([scale * end[k] for scale, end in zip(scales, ends_of, strict=True)] for k in (0, 1))
                     axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
                 axes.plot(sizes, values, **looks)
-                ends[axes].append((sizes[-1], values[-1], f"{implementation} {variant}".rstrip(), colour))
+                ends[axes].append(
+                    (sizes[-1], values[-1], ", ".join(filter(None, [plain_name(implementation), variant])), colour)
+                )
         idle = next((row.idle_watts for row in alike if row.idle_watts is not None), None)
         if idle is not None:
             watts.axhline(idle, color=GREY, linewidth=0.9, linestyle="--")

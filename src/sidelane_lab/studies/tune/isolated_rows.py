@@ -22,6 +22,7 @@ from sidelane_lab.harness.drawing import (
     ORANGE,
     PURPLE,
     VERMILLION,
+    plain_name,
     plot_line,
     save_titled,
     size_axis,
@@ -42,18 +43,19 @@ class IsolatedRow(FlatRow):
         what: ``gemm``; ``collective``; ``memory``; ``beside``: a GEMM and traffic at once; ``pair``: a GEMM and a
             collective under a strategy.
         gemm: tag of the ConCCL paper's Table I, or ``m,n,k``; empty without a GEMM, as m, n and k are 0 then.
-        collective: which, or empty.
-        bytes: of the collective as in :class:`CollectiveRow`; of the traffic; of the memory that is read.
-        implementation: who runs the collective or the traffic; ``host``: copies between device and host.
-        variant: of it.
-        means: how units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``, ``grid``,
-            ``threads``. Beside: whose time it is, ``gemm`` or ``traffic``. Pair: the strategy.
-        units: taken from the GEMM, or given to the collective; 0: it has all.
-        device_units: that there are.
+        collective: name of the collective; empty without one.
+        bytes: bytes of the collective as in :class:`CollectiveRow`, of the traffic, or of the memory that is read.
+        implementation: implementation of the collective or of the traffic; ``host``: copies between device and host.
+        variant: variant of the implementation.
+        means: way in which units are taken from a GEMM or given to a collective: ``split``, ``target``, ``carve_out``,
+            ``grid``, ``threads``. For ``beside`` it says whose time it is, ``gemm`` or ``traffic``, and for ``pair``
+            the strategy.
+        units: compute units taken from the GEMM, or given to the collective; 0: it has all.
+        device_units: compute units of the device.
         time_us: median over rounds of the slowest rank.
-        alone_us: beside: the same without the other. Pair: the collective.
-        gbps: of memory, read and written; of a collective, sent by each rank.
-        note: why there is no time.
+        alone_us: for ``beside`` the same time without the other one, for ``pair`` the time of the collective.
+        gbps: bytes of memory read and written, or bytes that each rank of a collective sends, over the time.
+        note: reason why there is no time.
     """
 
     allowed = (("what", ISOLATED),)
@@ -266,9 +268,8 @@ def _panels(grid: Grid, name: str, title: str, axis: str, text: str, directory: 
         for label, points in lines:
             number = labels.index(label)
             colour = COLOURS.get(label, LINES[number % len(LINES)])
-            plot_line(axes, points, label, colour, number)
-        axes.set_title(f"{row} {column}".strip())
-        axes.legend(fontsize=7, frameon=False)
+            plot_line(axes, points, plain_name(label), colour, number)
+        axes.set_title(" ".join(filter(None, [plain_name(row), column])))
         if axis:
             axes.axhline(1.0, color=BLACK, linewidth=0.7)
             axes.set_xlabel(axis)
@@ -279,4 +280,14 @@ def _panels(grid: Grid, name: str, title: str, axis: str, text: str, directory: 
         first[0].set_ylabel("time / time with all units" if axis else "time, us")
         if axis:
             first[0].set_ylim(bottom=0)  # of all in the row, behind all lines
+    lines_by_name = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    shown = [plain_name(label) for label in labels]
+    figure.legend(
+        [lines_by_name[one] for one in shown],
+        shown,
+        ncols=min(6, len(shown)),
+        fontsize=8,
+        frameon=False,
+        loc="outside lower center",
+    )
     yield save_titled(figure, name, title, text, directory)

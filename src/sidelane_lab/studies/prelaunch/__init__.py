@@ -1,0 +1,1 @@
+"""Prelaunched collectives from their trigger to their end."""

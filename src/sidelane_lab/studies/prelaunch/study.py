@@ -1,0 +1,408 @@
+"""Prelaunched collectives, from their trigger to their end (DMA collectives paper, section 4.2.5, Figures 13 and 14).
+
+    stream   spin | barrier of all ranks | event | trigger | event
+    engines  wait .................................. copies |
+                                           |<---- time ---->|
+
+Every call is armed outside of the time. A trigger of the stream or of a kernel is timed by events on the device, as the
+calls are that are not prelaunched: all of them behind a spin, so that no host is on the path. A kernel's time has that
+of the same kernel without its trigger taken off. A trigger of the host is timed by the host's clock: from its store,
+after the barrier has ended, until it sees the end of the collective.
+
+On CPUs a trigger blocks until the end, and the host's clock times everything; kernels do not take part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from sidelane.choice.candidate import DMA
+from sidelane.cli.launch import Rank
+from sidelane.cli.table import Table, grouped, place_of
+from sidelane.program.collective import Kind
+from sidelane.program.wraparound import as_int32
+from sidelane.session.prelaunch import Prelaunched
+from sidelane.sizes import format_bytes
+from sidelane_lab.baselines.candidate import HIDDEN_LAUNCH_US, Entrant, ReadyCall, Tensors, check_call
+from sidelane_lab.baselines.reference import Case, rounded_bytes
+from sidelane_lab.baselines.roster import OwnDma, Roster, make_roster
+from sidelane_lab.cli.prelaunch import CALL, HOST, KERNEL, STREAM, TRIGGERS, PrelaunchOptions
+from sidelane_lab.harness.measure import Job, Meter, Problem, Rounds, WayComparison, outcome
+from sidelane_lab.harness.options import LAUNCHES
+from sidelane_lab.harness.report import Cell, spread, tables_by
+from sidelane_lab.harness.running import Sender
+from sidelane_lab.harness.study import IMPLEMENTATIONS, OF_LIBRARY, FlatRow, Picture, Results, Study
+from sidelane_lab.studies.collectives import ready
+
+HIDDEN_US = 2 * HIDDEN_LAUNCH_US
+"""Microseconds of the spin in front of a sample: arming has ended by then, and all is queued."""
+
+SWAP = "swap"
+FLOOR = "kernel alone"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrelaunchRow(FlatRow):
+    """The time of a collective from what begins it until its end.
+
+    Attributes:
+        bytes: gathered size of an all_gather, size of the whole local buffer of an all_to_all.
+        launch: ``graph`` if a captured call was replayed.
+        trigger: ``call`` if nothing was submitted ahead; otherwise its source: ``stream``, ``host``, ``kernel``.
+        arm_us: host time of arming, median over the rounds of the slowest rank; null for calls.
+        time_us: time from the trigger until the end, median over the rounds of the slowest rank.
+        correct: True if outputs agreed with a reference in this run; None when it could not run.
+        note: reason why there is no time, or a remark.
+    """
+
+    allowed = (("launch", LAUNCHES), ("trigger", TRIGGERS), ("implementation", (*IMPLEMENTATIONS, FLOOR)))
+    figures = ("time_us",)
+
+    collective: str
+    bytes: int
+    in_place: bool
+    implementation: str
+    variant: str
+    launch: str
+    trigger: str
+    arm_us: float | None
+    time_us: float | None
+    p10_us: float | None
+    p90_us: float | None
+    correct: bool | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WayKey:
+    """One way to have a collective done, by the names of the result file."""
+
+    implementation: str
+    variant: str
+    in_place: bool
+    launch: str
+    trigger: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation} {self.variant} {self.launch} by {self.trigger}"
+
+
+class FiredCall:
+    """A prelaunched collective with the trigger that begins it.
+
+    Args:
+        own: Sidelane's copy engines.
+        case: the collective.
+        entrant: variant and place.
+        trigger: ``stream``, ``host`` or ``kernel``.
+
+    Attributes:
+        tensors: its output and input.
+        arm_us: host time of each arming.
+    """
+
+    def __init__(self, own: OwnDma, case: Case, entrant: Entrant, trigger: str) -> None:
+        self.tensors: Tensors = own.tensors(case, entrant)
+        assert self.tensors.output is not None
+        comm = own.communicator
+        prepare = comm.prepare_all_gather if case.kind is Kind.ALL_GATHER else comm.prepare_all_to_all
+        self._handle: Prelaunched = prepare(
+            self.tensors.output, self.tensors.input, variant=entrant.variant, host_trigger=trigger == HOST
+        )
+        self._trigger = trigger
+        self._on_cpu = case.device.type == "cpu"
+        if trigger == KERNEL:
+            self.run_kernel_alone = functools.partial(_launch, _scratch(case.device), 0)
+            self.run_kernel_alone()  # CUDA loads a kernel at its first launch, which would wait for what is armed
+        self.arm_us: list[float] = []
+
+    def arm(self) -> None:
+        began = time.perf_counter_ns()
+        self._handle.arm()
+        self.arm_us.append((time.perf_counter_ns() - began) / 1e3)
+
+    def fire(self) -> None:
+        """Fire it, and order the current stream behind its end; on CPUs wait for that."""
+        handle = self._handle
+        if self._trigger == STREAM:
+            handle.trigger()
+            return
+        if self._trigger == HOST:
+            handle.trigger_from_host()
+        else:
+            _launch(handle.trigger_address, as_int32(handle.trigger_value))
+        handle.wait()
+
+    def run(self) -> None:
+        """Arm it and fire it."""
+        self.arm()
+        self.fire()
+
+    def job(self) -> Job:
+        """Return the job that times a trigger of the stream or of a kernel by the device."""
+        return Job(self.fire, before=self.arm, hide_launch_us=HIDDEN_US)
+
+    def host_time_us(self, line_up: Callable[[], None]) -> float:
+        """Arm it, line up with the peers, and return the microseconds from the host's store until it sees the end."""
+        self.arm()
+        line_up()
+        began = time.perf_counter_ns()
+        self.fire()
+        if not self._on_cpu:
+            end = torch.cuda.Event()
+            end.record()
+            while not end.query():
+                pass
+        return (time.perf_counter_ns() - began) / 1e3
+
+    def close(self) -> None:
+        self._handle.close()
+
+
+def _launch(address: int, value: int) -> None:
+    from sidelane_lab.studies.prelaunch.firing import fire
+
+    fire[(1,)](address, value)
+
+
+@functools.cache
+def _scratch(device: torch.device) -> int:
+    """Return the address of a word that nobody waits for."""
+    words = torch.zeros(4, dtype=torch.int32, device=device)
+    _kept.append(words)
+    return words.data_ptr()
+
+
+_kept: list[torch.Tensor] = []
+
+
+def _measure(rank: Rank, options: PrelaunchOptions, sender: Sender) -> Iterator[PrelaunchRow]:
+    """Make the rows. Collective."""
+    on_cpu = rank.device.type == "cpu"
+    wanted = options.implementations or (("dma",) if on_cpu else ("nccl", "nccl_ce", "symm_mem", "dma"))
+    roster = make_roster(rank, wanted=wanted, timeout_s=options.step_s)
+    rounded = functools.partial(rounded_bytes, world_size=rank.world_size)
+    sizes = sender.rounded(options.sizes_on(rank.device.type), rounded)
+    sender.steps = len(sizes) * len(options.collectives)
+    cases = [Case.on(rank, kind, size) for kind in options.collectives for size in sizes]
+    roster.reserve_for(cases, sender.note)
+    triggers = [one for one in options.triggers if not (on_cpu and one == KERNEL)]
+    if on_cpu and KERNEL in options.triggers:
+        sender.note("kernels do not fire here: on CPUs Triton's interpreter would run them, which is not timed")
+    seeds = itertools.count(options.seed + 1)
+    for case in cases:
+        sender.step(f"{case.kind} {format_bytes(case.nbytes)} from trigger to end")
+        with roster.meter.on_stream():
+            yield from _rows(roster, case, options, triggers, seeds)
+    roster.close()
+
+
+def _rows(
+    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str], seeds: Iterator[int]
+) -> Iterator[PrelaunchRow]:
+    meter = roster.meter
+    calls, fired = _calls(roster, case, options, triggers, seeds), _fired(roster, case, options, triggers, seeds)
+    jobs: dict[WayKey | str, Job] = {key: call.job(HIDDEN_US) for key, call in calls.ready.items()}
+    jobs |= {key: one.job() for key, one in fired.ready.items() if key.trigger != HOST}
+    by_kernel = [one for key, one in fired.ready.items() if key.trigger == KERNEL]
+    if by_kernel:
+        jobs[FLOOR] = Job(by_kernel[0].run_kernel_alone, hide_launch_us=HIDDEN_US)
+    for one in fired.ready.values():
+        one.arm_us.clear()
+    timed = meter.rounds(jobs, warmup=options.warmup, repeats=options.repeats) if jobs else {}
+    floor = timed.pop(FLOOR, None)
+    rounds: dict[WayKey, Rounds] = {key: found for key, found in timed.items() if isinstance(key, WayKey)}
+    for key, one in fired.ready.items():
+        if key.trigger == HOST:
+            rounds[key] = _host_rounds(meter, one, options)
+        elif key.trigger == KERNEL and floor is not None:
+            rounds[key] = _less(rounds[key], floor.median_us)
+    calls.rounds = fired.rounds = rounds
+    arming = {key: _slowest_median(meter, one.arm_us[-options.repeats :]) for key, one in fired.ready.items()}
+    fired.check_again(lambda key, one: _check(meter, case, key, one, next(seeds)))
+    for key, _, found, problem in itertools.chain(calls, fired):
+        taken_off = f"{floor.median_us:.1f} us of the same kernel without a trigger are taken off" if floor else ""
+        note = taken_off if key.trigger == KERNEL else ""
+        yield PrelaunchRow(
+            collective=case.kind,
+            bytes=case.nbytes,
+            **dataclasses.asdict(key),
+            arm_us=arming.get(key),
+            **outcome(found, problem, note),
+        )
+    for one in fired.ready.values():
+        one.close()
+    for call in calls.ready.values():
+        call.release()
+
+
+def _calls(
+    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str], seeds: Iterator[int]
+) -> WayComparison[WayKey, ReadyCall]:
+    """Prepare what is not submitted ahead: Sidelane's variants, eager and in a graph, and the library's in a graph."""
+    found = WayComparison[WayKey, ReadyCall]()
+    if CALL not in triggers:
+        return found
+    for implementation in roster.implementations.values():
+        own = implementation.name == DMA
+        launches = [one for one in implementation.launches if own or one == "graph" or case.device.type == "cpu"]
+        for in_place in (False, True):
+            names = implementation.variants(case.kind, in_place)
+            variants = [one for one in options.variants if one in names and in_place == (one == SWAP)] if own else names
+            for variant, launch in itertools.product(variants, launches):
+                entrant = Entrant(implementation.name, variant, in_place, launch)
+                make = functools.partial(ReadyCall, entrant, case, implementation, 1)
+                key = WayKey(implementation.name, variant, in_place, launch, CALL)
+                found.add(key, ready(roster.meter, make, next(seeds)))
+    return found
+
+
+def _fired(
+    roster: Roster, case: Case, options: PrelaunchOptions, triggers: Sequence[str], seeds: Iterator[int]
+) -> WayComparison[WayKey, FiredCall]:
+    found = WayComparison[WayKey, FiredCall]()
+    own = roster.implementations.get(DMA)
+    if not isinstance(own, OwnDma):
+        return found
+    for variant, trigger in itertools.product(options.variants, triggers):
+        in_place = variant == SWAP
+        if trigger == CALL or variant not in own.variants(case.kind, in_place):
+            continue
+        key = WayKey(DMA, variant, in_place, "eager", trigger)
+        made: list[FiredCall] = []
+        entrant = Entrant(DMA, variant, in_place)
+
+        def make(made: list[FiredCall] = made, entrant: Entrant = entrant, trigger: str = trigger) -> None:
+            made.append(FiredCall(own, case, entrant, trigger))
+
+        refused = roster.meter.attempt(make)
+        problem = Problem(refused) if refused is not None else _check(roster.meter, case, key, made[0], next(seeds))
+        if problem is not None:
+            for one in made:
+                one.close()
+        found.add(key, problem or made[0])
+    return found
+
+
+def _check(meter: Meter, case: Case, key: WayKey, one: FiredCall, seed: int) -> Problem | None:
+    return check_call(meter, str(key), case, lambda: one.tensors, one.run, seed)
+
+
+def _host_rounds(meter: Meter, one: FiredCall, options: PrelaunchOptions) -> Rounds:
+    """Time triggers of the host. Collective."""
+
+    def line_up() -> None:
+        meter.line_up("a trigger of the host")
+
+    times = []
+    for number in range(options.warmup + options.repeats):
+        meter.finish("what came before a trigger of the host")
+        meter.agree(None)
+        taken = one.host_time_us(line_up)
+        if number >= options.warmup:
+            times.append(taken)
+    return Rounds(tuple(max(each) for each in zip(*meter.of_all_ranks(times), strict=True)))
+
+
+def _less(rounds: Rounds, us: float) -> Rounds:
+    return dataclasses.replace(rounds, times_us=tuple(max(0.0, one - us) for one in rounds.times_us))
+
+
+def _slowest_median(meter: Meter, values: Sequence[float]) -> float:
+    return max(statistics.median(each) for each in meter.of_all_ranks(values))
+
+
+COLUMNS: Mapping[str, Cell] = {
+    "bytes": "bytes",
+    "<implementation": "implementation",
+    "<variant": "variant",
+    "<launch": "launch",
+    "<place": lambda row, _: place_of(row.in_place),
+    "<begun by": "trigger",
+    "time\nus": "time_us",
+    "p10-p90\nus": spread,
+    "arming\nus": "arm_us",
+    "<correct": "correct",
+}
+
+
+def prelaunch_tables(rows: Sequence[PrelaunchRow]) -> list[Table]:
+    """Make one table a collective; the fastest of each size is set off."""
+    return tables_by(
+        rows,
+        lambda row: row.collective,
+        lambda row: f"{row.collective}: from what begins it to its end",
+        COLUMNS,
+        keys=6,
+        groups=lambda row: row.bytes,
+        least=lambda row: row.time_us,
+    )
+
+
+def draw_variants(rows: Sequence[PrelaunchRow], results: Results, folder: Path) -> list[Picture]:
+    """Draw a picture a collective, with a panel for each variant: time over size, by what begins the collective."""
+    from matplotlib.figure import Figure
+
+    from sidelane_lab.harness import drawing
+    from sidelane_lab.harness.drawing import plot_line, save_titled, size_axis
+
+    lines = {
+        (CALL, "eager"): ("called", drawing.GREY, 0),
+        (CALL, "graph"): ("in a graph", drawing.BLACK, 1),
+        (STREAM, "eager"): ("fired by the stream", drawing.BLUE, 2),
+        (KERNEL, "eager"): ("fired by a kernel", drawing.GREEN, 3),
+        (HOST, "eager"): ("fired by the host", drawing.ORANGE, 4),
+    }
+    pictures = []
+    for kind, alike in grouped([row for row in rows if row.time_us], lambda row: row.collective):
+        variants = grouped([row for row in alike if row.implementation == DMA], lambda row: row.variant)
+        best: dict[int, float] = {}
+        for row in alike:
+            if row.implementation in OF_LIBRARY and row.time_us is not None:
+                best[row.bytes] = min(row.time_us, best.get(row.bytes, row.time_us))
+        if not variants:
+            continue
+        figure = Figure(figsize=(3.4 * len(variants), 3.8), layout="constrained")
+        panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+        for axes, (variant, of_variant) in zip(panels, variants, strict=True):
+            for how, (label, colour, style) in lines.items():
+                alike_us = {row.bytes: row.time_us or 0.0 for row in of_variant if (row.trigger, row.launch) == how}
+                if alike_us:
+                    plot_line(axes, dict(sorted(alike_us.items())), label, colour, style)
+            if best:
+                plot_line(axes, dict(sorted(best.items())), "the library's best", drawing.VERMILLION, 5)
+            size_axis(axes, sorted({row.bytes for row in of_variant}))
+            axes.set_yscale("log")
+            axes.set_title(variant)
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        panels[0].set_ylabel("from what begins it to its end, us")
+        panels[-1].legend(fontsize=8)
+        text = f"Time of {kind} from what begins it to its end over size, a panel for each variant of the copy engines."
+        title = f"Prelaunched {kind}: {results.where}"
+        pictures.append(save_titled(figure, f"prelaunch-{kind}", title, text, folder))
+    return pictures
+
+
+STUDY = Study(
+    name="prelaunch",
+    title="Prelaunched collectives, from trigger to end",
+    legend=(
+        "Microseconds from what begins a collective to its end; medians over rounds of the slowest rank. 'call': not "
+        "submitted ahead, behind a spin that hides the host, or replayed from a graph. 'stream', 'host' and 'kernel': "
+        "armed outside of the time, and fired by a write of the stream, the host or a running kernel. A host's time is "
+        "that of its own clock, until it sees the end. The fastest of each size is bold; every output was compared."
+    ),
+    row=PrelaunchRow,
+    tables=prelaunch_tables,
+    plots=draw_variants,
+    measure=_measure,
+    progress="prelaunched collectives",
+)

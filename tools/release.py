@@ -1,0 +1,164 @@
+"""Build the sdist and, from it, the wheel; check their contents, and run the wheel where there is no C compiler.
+
+Both are built from the files that git knows, in a folder of their own, so that nothing left behind by an earlier build
+can get into them. The wheel is installed into a new environment that sees the other packages of this Python, such as
+torch, but neither this checkout nor any program of the machine: ``PATH`` holds the environment's programs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+from outputs import folder_to_write
+
+ROOT = Path(__file__).resolve().parent.parent
+ENVIRONMENT = ROOT / "build" / "release"
+NOT_IN_THE_SDIST = (".ci", ".gitignore")
+WRITTEN_BY_SETUPTOOLS = ("PKG-INFO", "setup.cfg", "src/sidelane.egg-info")
+RANKS = 2
+NATIVE = """
+from sidelane import config, native
+
+config.show_log()
+native.load_replays(), native.load_replays_soon()
+"""
+PROGRAM = """
+import torch, torch.distributed as dist
+from sidelane import Communicator
+
+dist.init_process_group("gloo")
+with Communicator() as comm:
+    shards, expected = comm.empty(comm.world_size, 1000), torch.arange(comm.world_size, dtype=torch.float32)
+    for _ in range(20):
+        comm.all_gather(shards, torch.full((1000,), float(comm.rank)))
+        assert torch.equal(shards, expected[:, None].expand(-1, 1000))
+dist.destroy_process_group()
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=folder_to_write, default=ROOT / "dist", help="folder for both (default: dist)")
+    out = parser.parse_args().out.resolve()
+    files = tracked_files()
+    sdist, wheel = build(files, out)
+    check_sdist(sdist, files)
+    check_wheel(wheel, files)
+    try_wheel(wheel)
+    print(f"[sidelane] {sdist.name} and {wheel.name} are in {out}")
+
+
+def tracked_files() -> set[str]:
+    """Paths of the files that git knows, without those that were deleted."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    return {path for path in listed if (ROOT / path).is_file()}
+
+
+def build(files: set[str], out: Path) -> tuple[Path, Path]:
+    """Build both from a copy of the files, with the build system that pyproject.toml asks for."""
+    print("[sidelane] building")
+    venv.create(ENVIRONMENT, with_pip=True, clear=True)
+    python, source = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "source"
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requires)
+    for path in sorted(files):
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    out.mkdir(parents=True, exist_ok=True)
+    code = f"from setuptools.build_meta import build_sdist; print(build_sdist({str(out)!r}))"
+    sdist = out / run(python, "-c", code, folder=source).split()[-1]
+    shutil.rmtree(source)
+    run(python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
+    return sdist, out / f"{sdist.name.removesuffix('.tar.gz')}-py3-none-any.whl"
+
+
+def check_sdist(sdist: Path, files: set[str]) -> None:
+    with tarfile.open(sdist) as archive:
+        found = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    compare(
+        sdist,
+        {path for path in found if not path.startswith(WRITTEN_BY_SETUPTOOLS)},
+        {path for path in files if not path.startswith(NOT_IN_THE_SDIST)},
+    )
+
+
+def check_wheel(wheel: Path, files: set[str]) -> None:
+    """The packages of src and their data, and nothing that a user does not need."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = {path for path in archive.namelist() if ".dist-info/" not in path}
+    compare(wheel, found, {path.removeprefix("src/") for path in files if path.startswith("src/")})
+
+
+def compare(archive: Path, found: set[str], expected: set[str]) -> None:
+    if wrong := sorted(found ^ expected):
+        lines = [f"  {'missing' if path in expected else 'not wanted'}: {path}" for path in wrong]
+        sys.exit("\n".join([f"[sidelane] {archive.name} does not hold what it should:", *lines]))
+
+
+def try_wheel(wheel: Path) -> None:
+    """Install the wheel without a compiler in reach, and run the tool and two ranks."""
+    print("[sidelane] trying the wheel")
+    venv.create(ENVIRONMENT, with_pip=False, clear=True)
+    bin_, python = ENVIRONMENT / "bin", ENVIRONMENT / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel)
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    # Plain paths: the path files in there, such as the one of an editable installation, do not count.
+    borrowed = [path for path in sys.path if path.endswith("-packages")]
+    Path(site, "borrowed.pth").write_text("\n".join(borrowed), encoding="utf-8")
+    variables = {"PATH": str(bin_), "HOME": str(ENVIRONMENT), "SIDELANE_LOG": "WARN", "CUDA_VISIBLE_DEVICES": ""}
+
+    said = run(python, "-c", "import sidelane; print(sidelane.__file__)", variables=variables).strip()
+    expect(said.startswith(site), "the wheel is imported", said)
+    version = wheel.name.split("-")[1]
+    run(bin_ / "sidelane", "info", "--versions", "--json", "versions.json", variables=variables)
+    found = json.loads((ENVIRONMENT / "versions.json").read_text(encoding="utf-8"))
+    expect(found["sidelane"] == version and found["compiler"] is None, "versions are reported", str(found))
+    program = ENVIRONMENT / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(RANKS))
+    said = run(python, *torchrun, program, variables={**variables, "OMP_NUM_THREADS": "1"})
+    expect("[sidelane]" not in said, "ranks on CPUs warn of nothing", said)
+    said = run(python, "-c", NATIVE, variables=variables)
+    expect(said.count("\n") == 1 and "WARN" in said and "no C compiler" in said, "one warning of the C helper", said)
+    said = run(bin_ / "sidelane", "demo", "--report", ENVIRONMENT / "report", variables=variables)
+    expect((ENVIRONMENT / "report" / "index.html").exists(), "the demo writes its report", said)
+
+
+def run(
+    program: str | Path, *arguments: str | Path, folder: Path = ENVIRONMENT, variables: dict[str, str] | None = None
+) -> str:
+    """Run a program, which must not fail; returns what it wrote."""
+    command = [str(program), *map(str, arguments)]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "SIDELANE"))}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=variables if variables is not None else environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n[sidelane] this failed with exit code {done.returncode}: {' '.join(command)}")
+    return done.stdout
+
+
+def expect(condition: bool, what: str, found: str) -> None:
+    if not condition:
+        sys.exit(f"{found}\n[sidelane] not so: {what}")
+
+
+if __name__ == "__main__":
+    main()
