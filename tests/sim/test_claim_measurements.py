@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from sidelane.program.collective import Kind
 from sidelane_lab.cli.model import claims
-from sidelane_lab.papers.claim_measurements import READINGS, REASONS, measure_claim, ratio_of, reason
+from sidelane_lab.papers.claim_measurements import FILES, READINGS, REASONS, measure_claim, ratio_of, reason
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.measurements import find_results
+from sidelane_lab.papers.measurements import CollectiveReadings, find_results
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 C3 = {"gemm": "cb1", "bytes": 1 << 20, "class": "C-long", "gemm_us": 100.0, "comm_us": 300.0, "correct": True}
@@ -30,12 +31,28 @@ def test_every_claim_has_a_reading_or_a_reason() -> None:
     for claim_id in published():
         patterns = [pattern for pattern in REASONS if re.fullmatch(pattern, claim_id)]
         assert len(patterns) + (claim_id in READINGS) == 1, claim_id
-    assert reason("DM-PL-02").startswith("no study measures")
+    assert reason("DM-PW-04").startswith("watts of prelaunched")
+
+
+def test_prelaunched_calls_are_read_from_their_trigger_on(tmp_path: Path) -> None:
+    usual = {"collective": "all_gather", "in_place": False, "correct": True, "launch": "eager", "bytes": 2 << 20}
+    rows = [
+        {**usual, "implementation": "nccl", "variant": "", "trigger": "call", "launch": "graph", "time_us": 20.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "call", "launch": "graph", "time_us": 30.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "stream", "time_us": 15.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "kernel", "time_us": 10.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "host", "time_us": 1.0},
+    ]
+    file = find_results([write(tmp_path / "prelaunch.json", "prelaunch", rows)], "prelaunch", "prelaunch.json")[0]
+    readings = CollectiveReadings(file)
+    assert readings.gain(Kind.ALL_GATHER, "pcpy", "pcpy+prelaunch", [2 << 20]) == pytest.approx(3)
+    assert readings.behind(Kind.ALL_GATHER, ("pcpy+prelaunch",), [2 << 20]) == pytest.approx(0.5)
 
 
 def test_no_reading_lacks_its_rows_in_our_files() -> None:
     measured = {claim_id for claim_id in READINGS if measure_claim(claim_id, [RESULTS])}
-    assert measured == set(READINGS)
+    there = {path.name for path in RESULTS.glob("*/*.json")}
+    assert measured == {claim_id for claim_id, reading in READINGS.items() if FILES[reading.study] in there}
 
 
 def test_a_pair_is_read_as_papers_define_it(tmp_path: Path) -> None:

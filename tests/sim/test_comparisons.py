@@ -176,6 +176,12 @@ def test_measured_values_are_those_of_the_file(tmp_path: Path) -> None:
     assert panel.curves["bcst"].values == (0.5, 0.5)
     assert "b2b" not in panel.curves
     assert "measured: nothing prelaunched" in "\n".join(values.missing_lines())
+    fired = {**usual, **rows[4], "launch": "eager", "trigger": "stream", "time_us": 512}
+    fuller = {**content, "study": "prelaunch", "rows": [{**usual, **row, "trigger": "call"} for row in rows] + [fired]}
+    (tmp_path / "fired.json").write_text(json.dumps(fuller))
+    values = comparison_of("3/13").evaluate([file, tmp_path / "fired.json"])
+    assert MEASURED not in values.missing
+    assert values.measured[0][1][0].curves["pcpy+prelaunch"].values[0] == 2
     assert "no c3.json that has it" in comparison_of("000/8").evaluate([file]).missing[MEASURED]
     file.write_text(json.dumps({**content, "rows": [{"bytes": 1}]}))
     with pytest.raises(ValueError, match=r"mine\.json is no file of collectives"):

@@ -50,6 +50,8 @@ class FigureComparison:
         predict: makes panels of a machine, with plausible ranges or without, for a version of the ConCCL paper; of a
             table, the words of each line. None: ``missing`` has the reason.
         study: that measures it; "" none.
+        fuller: study whose file has more of it, and is taken where there is one; "" none.
+        lacking: what the other study lacks, in a line.
         measure: makes panels of a result file, or the words of each line. None: ``missing`` has the reason.
         lines: of a table, the published words of each; None: it is a figure.
         heading: of a table's first column.
@@ -62,6 +64,8 @@ class FigureComparison:
     claims: tuple[str, ...] = ()
     predict: Callable[[Machine | None, bool, str], Any] | None = None
     study: str = ""
+    fuller: str = ""
+    lacking: str = ""
     measure: Callable[[ResultFile], Any] | None = None
     lines: Callable[[], Mapping[str, str]] | None = None
     heading: str = ""
@@ -110,16 +114,20 @@ class FigureComparison:
 
     def _read(self, sources: Sequence[Path], missing: dict[str, str]) -> list[tuple[ResultFile, Any]]:
         assert self.measure is not None
-        found, name = [], FILES[self.study]
-        for file in find_results(sources, self.study, name):
-            try:
-                if values := self.measure(file):
-                    found.append((file, values))
-            except KeyError as problem:
-                raise ValueError(f"figure: {file.path} is no file of {self.study} (missing={problem})") from problem
-        if not found:
-            missing[MEASURED] = f"no {name} that has it is in {', '.join(map(str, sources)) or 'any folder'}"
-        return found
+        for study in filter(None, (self.fuller, self.study)):
+            found = []
+            for file in find_results(sources, study, FILES[study]):
+                try:
+                    if values := self.measure(file):
+                        found.append((file, values))
+                except KeyError as problem:
+                    raise ValueError(f"figure: {file.path} is no file of {study} (missing={problem})") from problem
+            if found:
+                if self.lacking and study == self.study:
+                    missing[MEASURED] = self.lacking
+                return found
+        missing[MEASURED] = f"no {FILES[self.study]} that has it is in {', '.join(map(str, sources)) or 'any folder'}"
+        return []
 
 
 @dataclasses.dataclass(frozen=True)

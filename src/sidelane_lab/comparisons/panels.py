@@ -11,15 +11,23 @@ from sidelane.c3.workload import TABLE_I, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.machines.ranges import Band
-from sidelane_lab.model.collectives import PUBLISHED_VARIANTS
 from sidelane_lab.model.operators import ORDERS
 from sidelane_lab.model.study import COLLECTIVES, TABLE_II
 from sidelane_lab.papers.conccl import BOUNDS, MB, SHADES, slowdown_mark, units_axes
-from sidelane_lab.papers.dma import POWER_STYLES, SPEEDUP, gap_marks, producer_mark, speedup_marks, variant_styles
+from sidelane_lab.papers.dma import (
+    POWER_STYLES,
+    SPEEDUP,
+    gap_marks,
+    producer_mark,
+    speedup_marks,
+    variant_styles,
+    variant_words,
+)
 from sidelane_lab.papers.figures import Panel, PublishedValue
 from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
 from sidelane_lab.papers.measurements import (
     FIFTH,
+    PRELAUNCHED,
     ChainReadings,
     CollectiveReadings,
     FusedReadings,
@@ -148,7 +156,7 @@ def isolated(file: ResultFile) -> list[Panel]:
 def gap(file: ResultFile) -> list[Panel]:
     """Figure 1 of the DMA collectives paper."""
     readings, kind = CollectiveReadings(file), Kind.ALL_GATHER
-    ways = {"baseline (pcpy)": ("pcpy",), "best, not prelaunched": PUBLISHED_VARIANTS[kind]}
+    ways = {"baseline (pcpy)": ("pcpy",), "best of all": tuple(variant_words(kind).values())}
     curves = {
         name: {n: 1 / readings.behind(kind, variants, [n]) for n in readings.sizes(kind)}
         for name, variants in ways.items()
@@ -176,13 +184,13 @@ def phases(file: ResultFile) -> list[Panel]:
 
 
 def speedups(kind: Kind) -> Callable[[ResultFile], list[Panel]]:
-    """Figures 13 and 14 of the DMA collectives paper, without prelaunch."""
+    """Figures 13 and 14 of the DMA collectives paper."""
 
     def panels(file: ResultFile) -> list[Panel]:
         readings = CollectiveReadings(file)
         curves = {
             variant: {n: 1 / readings.behind(kind, (variant,), [n]) for n in readings.sizes(kind, variant=variant)}
-            for variant in PUBLISHED_VARIANTS[kind]
+            for variant in variant_words(kind).values()
         }
         return by_size(curves, styles=variant_styles(kind), marks=speedup_marks(kind), **SPEEDUP)
 
@@ -291,11 +299,13 @@ def class_words(file: ResultFile) -> dict[str, str]:
 
 
 def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:
-    """Tables 1 and 2 of the DMA collectives paper: the fastest variant of each size that is not prelaunched."""
+    """Tables 1 and 2 of the DMA collectives paper: the fastest variant of each size."""
 
     def words(file: ResultFile) -> dict[str, str]:
         readings = CollectiveReadings(file)
-        return {format_bytes(n): readings.best(kind, PUBLISHED_VARIANTS[kind], n) for n in readings.sizes(kind)}
+        variants = tuple(variant_words(kind).values())
+        found = {n: readings.best(kind, variants, n) for n in readings.sizes(kind)}
+        return {format_bytes(n): variant.replace(PRELAUNCHED, ", prelaunch") for n, variant in found.items()}
 
     return words
 

@@ -29,6 +29,7 @@ from sidelane_lab.papers.dma import AS_GOOD, HALVED, NAMES, claimed_range, relat
 from sidelane_lab.papers.measurements import (
     BETWEEN_NODES,
     FIFTH,
+    PRELAUNCHED,
     ChainReadings,
     CollectiveReadings,
     FusedReadings,
@@ -49,6 +50,7 @@ TENTH = 32 / 304
 """Share of an MI300X's units that the ConCCL paper's collectives need at least."""
 FILES = {
     "collectives": "collectives.json",
+    "prelaunch": "prelaunch.json",
     "c3": "c3.json",
     "heuristics": "heuristics.json",
     "isolated": "isolated.json",
@@ -207,6 +209,11 @@ def _collectives(read: Callable[[CollectiveReadings], Any], differs: str = "") -
     return ClaimReading("collectives", lambda file: read(CollectiveReadings(file)), differs)
 
 
+def _prelaunched(read: Callable[[CollectiveReadings], Any]) -> ClaimReading:
+    words = "both in time from what begins the call, the one that is not prelaunched in a graph"
+    return ClaimReading("prelaunch", lambda file: read(CollectiveReadings(file)), words)
+
+
 def _pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:
     return ClaimReading("c3", lambda file: read(PairReadings.of(file)), differs)
 
@@ -344,6 +351,38 @@ def _table_line(claim_id: str) -> Callable[[CollectiveReadings], str]:
     return read
 
 
+def _prelaunch_gains(readings: CollectiveReadings) -> dict[str, float]:
+    gains: dict[str, list[float]] = {}
+    for kind in (AG, AA):
+        for variant in PUBLISHED_VARIANTS[kind]:
+            fast = variant + PRELAUNCHED
+            sizes = set(readings.sizes(kind, variant=variant)) & set(readings.sizes(kind, variant=fast))
+            gains.setdefault(variant, []).extend(readings.gain(kind, variant, fast, [n]) for n in sizes)
+    return {variant: geomean(found) for variant, found in gains.items()}
+
+
+def _prelaunch_borders(readings: CollectiveReadings) -> dict[str, float]:
+    """Return the megabytes from which prelaunched pcpy is never slower than the other prelaunched variants."""
+    found = {}
+    for name, kind in NAMES.items():
+        first, *others = (variant + PRELAUNCHED for variant in PUBLISHED_VARIANTS[kind])
+        sizes = readings.sizes(kind, variant=first)
+        slower = [n for n in sizes if readings.us(kind, (first,), n) > readings.us(kind, others, n)]
+        found[f"{name}_MB"] = (2 * max(slower) if slower else min(sizes)) / MB_BYTES
+    return found
+
+
+def _prelaunch_over_best(readings: CollectiveReadings) -> dict[str, float]:
+    ranges = {"allgather_1MB_256MB": (AG, 1, 256), "alltoall_4MB_512MB": (AA, 4, 512)}
+    return {
+        name: geomean(
+            readings.us(kind, ("pcpy", HALVED[kind]), n) / readings.us(kind, ("pcpy" + PRELAUNCHED,), n)
+            for n in readings.sizes(kind, low * MB_BYTES, high * MB_BYTES, "pcpy" + PRELAUNCHED)
+        )
+        for name, (kind, low, high) in ranges.items()
+    }
+
+
 def _power_saved(file: ResultFile) -> float:
     watts = PowerReadings(file).watts
     sizes = [n for n in watts["library"] if n in watts["best DMA"] and n >= 64 * MB_BYTES]
@@ -422,7 +461,7 @@ def _last_two(curve: list[float]) -> list[float]:
 
 SMALL, LARGE = 32 * MB_BYTES - 1, 32 * MB_BYTES + 1
 BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
-UNPRELAUNCHED = "no variant is prelaunched: no file has prelaunched calls with the arming ahead"
+UNPRELAUNCHED = "no variant of this file is prelaunched"
 COMPUTE_BOUND = "Table I's memory-bound GEMMs are compute-bound on these GPUs"
 NO_UNITS = "conccl_rp took no unit in any row, as no GEMM is memory-bound here"
 STRONGER = "the unfused baseline is the fastest kernel with the library's collective, in a graph"
@@ -538,6 +577,9 @@ READINGS: dict[str, ClaimReading] = {
         ),
         UNPRELAUNCHED,
     ),
+    "DM-PL-01": _prelaunched(_prelaunch_gains),
+    "DM-PL-02": _prelaunched(_prelaunch_borders),
+    "DM-PL-03": _prelaunched(_prelaunch_over_best),
     **{
         claim_id: _collectives(_table_line(claim_id), UNPRELAUNCHED)
         for claim_id in published()
@@ -576,7 +618,6 @@ REASONS: dict[str, str] = {
     r"DM-ENG-05": "the paper has one process for the node, we have one for each GPU: no host time is shared",
     r"FU-OCC-01": "registers of an AMD kernel; Triton decides ours",
     r"FU-SIM-0[123]": "128 nodes: simulated only, see `sidelane plan --model dlrm --nodes 128`",
-    r"DM-PL-0[123]": "no study measures a call from its trigger on, with the arming ahead of time",
     r"DM-PW-02": "watts of a part of the GPU, which NVIDIA GPUs do not report",
     r"DM-PW-03": "the sizes that it holds for are not stated",
     r"DM-PW-0[45]": "watts of prelaunched variants, which no study measures",

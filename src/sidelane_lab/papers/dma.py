@@ -21,6 +21,7 @@ from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
 from sidelane_lab.papers.figures import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
+from sidelane_lab.papers.measurements import PRELAUNCHED
 from sidelane_lab.sim import simulate
 
 MI300X = "mi300x8"
@@ -434,7 +435,7 @@ def _phase_panels(machine: Machine, ranges: bool) -> list[Panel]:
 def variant_words(kind: Kind) -> dict[tuple[str, bool], str]:
     """Return what curves are called, by variant and whether it is prelaunched."""
     variants = [(variant, prelaunched) for variant in PUBLISHED_VARIANTS[kind] for prelaunched in (False, True)]
-    return {key: key[0] + ("+prelaunch" if key[1] else "") for key in variants}
+    return {key: key[0] + (PRELAUNCHED if key[1] else "") for key in variants}
 
 
 def variant_styles(kind: Kind) -> dict[str, tuple[str, int]]:

@@ -20,6 +20,7 @@ from sidelane.c3.workload import TABLE_I, Gemm
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 from sidelane.user_files import text_of
+from sidelane_lab.cli.prelaunch import CALL, KERNEL, STREAM
 from sidelane_lab.harness.study import studies
 from sidelane_lab.model.collectives import geomean
 from sidelane_lab.model.study import percent_of_means
@@ -28,6 +29,8 @@ from sidelane_lab.studies.fused.shapes import HALF
 Row = Mapping[str, Any]
 FIFTH = 64 / 304
 """Share of the units that the ConCCL paper's collectives need at most, of an MI300X's 304."""
+PRELAUNCHED = "+prelaunch"
+"""End of the name of a variant that is prelaunched."""
 BETWEEN_NODES = "fused_between_nodes"
 """Study of fused embeddings on two GPUs as two nodes, whose file is no file of a declared study."""
 
@@ -98,14 +101,25 @@ def find_results(sources: Sequence[Path], study: str, name: str) -> list[ResultF
 
 
 class CollectiveReadings:
-    """Collectives alone, out of place and in graphs, by the library at its best and by variants of copy engines."""
+    """Collectives alone, out of place and in graphs, by the library at its best and by variants of copy engines.
+
+    Prelaunched variants, which the study of these alone has, are called ``b2b+prelaunch``: from the trigger on, pulled
+    by the stream or a kernel, whichever is faster.
+    """
 
     def __init__(self, file: ResultFile) -> None:
         self._us: dict[tuple[str, str, str, int], float] = {}
         for row in file.rows:
-            usual = row["launch"] == "graph" and not row["in_place"] and row.get("tensors", 1) == 1
-            if usual and row["time_us"] is not None:
-                self._us[row["collective"], row["implementation"], row["variant"], row["bytes"]] = row["time_us"]
+            trigger, variant = row.get("trigger", CALL), row["variant"]
+            place = row["in_place"] and variant != "swap"  # a swap is always in place
+            if row["time_us"] is None or place or row.get("tensors", 1) != 1 or row.get("prelaunch"):
+                continue
+            if trigger in (STREAM, KERNEL):
+                variant += PRELAUNCHED
+            elif trigger != CALL or row["launch"] != "graph":
+                continue
+            key = (row["collective"], row["implementation"], variant, row["bytes"])
+            self._us[key] = min(row["time_us"], self._us.get(key, row["time_us"]))
 
     def sizes(self, kind: Kind, low: int = 0, high: int = 1 << 62, variant: str = "pcpy") -> list[int]:
         """Return the bytes that the library and a variant have times of, from ``low`` to ``high``."""
