@@ -27,7 +27,7 @@ from sidelane_lab.papers.measurements import BETWEEN_NODES, FIFTH
 from sidelane_lab.traces import dlrm_study
 
 AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
-NO_PRELAUNCH = "nothing prelaunched: no prelaunch.json (`sidelane prelaunch`) is there, and collectives.json has none"
+NO_PRELAUNCH = "nothing prelaunched, without the prelaunch.json that `sidelane prelaunch` writes"
 NO_POINTS = "its points have no labels in the text: means and limits only"
 NO_NUMBERS = "the text has no number of it"
 STAND_INS = "the text has not all of the shapes: the mean and the best only"
