@@ -104,7 +104,7 @@ def claims(
         ("sidelane figure", "all figures and tables, and who predicts and measures each"),
         ("sidelane figure 003/13", "the DMA collectives paper's figure 13"),
         ("sidelane figure 000/T2 --machine h200x4", "a table, predicted for four H200s"),
-        ("sidelane figure 000/8 --results my/c3.json", "beside a file of one's own"),
+        ("sidelane figure 000/8 --results c3.json", "beside a file of one's own"),
         ("sidelane figure --all --report out", "a page of all, in a minute"),
     ),
 )
@@ -149,10 +149,10 @@ def figure(
     json: Path | None,
     report: Path | None,
 ) -> None:
-    """Draw a figure of a paper: published, predicted and measured values in one picture, with the numbers below.
+    """Draw a paper's figure: published, predicted and measured values in one picture.
 
-    PAPER/FIGURE is 003/13 for figure 13 of the text 003 (docs/papers.md), or 000/T2 for a table. Where one of the three
-    is missing, a line says why. Without a number, all are listed.
+    Its numbers are printed. PAPER/FIGURE is 003/13 for figure 13 of the text 003 (docs/papers.md), or 000/T2 for a
+    table. Where one of the three sources is missing, a line says why. Without a number, all are listed.
     """
     with plain_errors():
         command = loaded("comparisons.command")
