@@ -152,7 +152,7 @@ OPEN: dict[str, tuple[str, str, tuple[int, int]]] = {
     "FU-GEMM-02": ("hidden sizes of an expert", "widths", (512, 1024)),
     "FU-SKEW-01": ("rows of a bag", "pooling", (40, 70)),
 }
-"""What the text lacks that decides a claim: in words, as an argument of the study, and two values of it whose
+"""Unknowns of the text that decide a claim: in words, as an argument of the study, and two values of it whose
 predictions have the published number between them."""
 
 
