@@ -15,6 +15,8 @@ from ranks import RankPool
 import sidelane
 from interpreter import Interpreter
 from sidelane import Config, log
+from sidelane.choice.key import key_here
+from sidelane.choice.store import user_file
 from sidelane.config import from_environment
 
 
@@ -40,6 +42,7 @@ def logged(group: dist.ProcessGroup) -> list[str]:
         own = dist.new_group(dist.get_process_group_ranks(group), backend="sidelane")
         for _ in range(2):
             dist.all_reduce(torch.ones(3, dtype=torch.float64), op=dist.ReduceOp.PRODUCT, group=own)
+            dist.all_reduce(torch.ones(3), group=own)
         dist.destroy_process_group(own)
     finally:
         logger.removeHandler(lines)
@@ -53,7 +56,11 @@ def test_a_line_for_what_is_new(pool: RankPool) -> None:
         calls = [line for line in found if line.startswith(f"INFO rank {rank}: ") and " ranks, " in line]
         others = [line for line in found if line.startswith("WARNING ")]
         assert made[0].startswith(f"INFO rank {rank} of 2 on cpu: communicator of ranks [")
+        for part in ("it chooses by ", "; sidelane ", f"torch {torch.__version__}", "symmetric memory: "):
+            assert part in made[0], made[0]
         assert [line.partition("(")[0] for line in calls[:3]] == [f"INFO rank {rank}: {k}" for k in KINDS]
+        groups = [line for line in found if line.startswith("INFO group ")]
+        assert len(groups) == 1 and ": all_reduce of float32 on cpu is made by sidelane: " in groups[0], groups
         assert len(others) == 1 and "all_reduce of float64 on cpu is made by gloo: " in others[0], others
 
 
@@ -120,3 +127,26 @@ def test_a_handler_of_the_program_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 def test_levels_that_there_are_not() -> None:
     with pytest.raises(ValueError, match=r"SIDELANE_LOG: no such level \(value='loud', allowed=DEBUG, INFO, WARN"):
         from_environment({"SIDELANE_LOG": "loud"})
+
+
+def test_a_profile_that_is_not_used_is_a_warning(pool: RankPool, tmp_path: Path) -> None:
+    found, _ = pool.run(logged_with_a_wrong_profile, 2, str(tmp_path))
+    unused = [line for line in found if line.startswith("WARNING the profile of this user is not used: ")]
+    assert len(unused) == 1, found
+
+
+def logged_with_a_wrong_profile(group: dist.ProcessGroup, folder: str) -> list[str]:
+    """A file of the user's that is no profile, for two communicators."""
+    lines, logger = Lines(), logging.getLogger("sidelane")
+    logger.addHandler(lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", folder)
+        if dist.get_rank(group) == 0:
+            path = user_file(key_here("cpu"))
+            assert path is not None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+        for _ in range(2):
+            sidelane.Communicator(group, config=Config(timeout_s=30)).close()
+    logger.removeHandler(lines)
+    return lines.found

@@ -103,13 +103,18 @@ def test_nvtx_marks_calls_whatever_they_do(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(ranges, "_domain", None)
     monkeypatch.setattr(ranges, "is_active", ranges.is_active)
     assert not ranges.is_active()
-    with ranges.method_call("unseen", {}, ()):
+    none = ranges.places_of(())
+    maker = SimpleNamespace(ranks=(0, 1), name="")
+    with ranges.method_call("unseen", none, (), {}, maker):
         assert domain.marks == []
     ranges.mark_by_nvtx()
     assert ranges.is_active()
-    with ranges.method_call("barrier", {}, (0, 1)), ranges.call("all_reduce", [torch.ones(1)], [], (0, 1)):
+    with (
+        ranges.method_call("barrier", none, (), {}, maker),
+        ranges.ObservedCall("all_reduce", [torch.ones(1)], [], (0, 1)),
+    ):
         domain.marks.append("within")
-    with pytest.raises(KeyError), ranges.method_call("all_gather", {"input": torch.ones(1), "output": 5}, (0,)):
+    with pytest.raises(KeyError), ranges.method_call("all_gather", (0, 1, -1), (5,), {"input": torch.ones(1)}, maker):
         raise KeyError
     assert domain.marks == ["sidelane:barrier", "within", "end", "sidelane:all_gather", "end"]
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sidelane.integrations.wrap import wrap
     from sidelane.session import Batched, BoundProgram, Communicator, Lane, Prelaunched, Session, Work
     from sidelane.session.pools import SymmetricPool, pool
+    from sidelane.session.tracing import trace
 
 __all__ = [
     "Batched",
@@ -59,6 +60,7 @@ __all__ = [
     "register",
     "report",
     "scale_out",
+    "trace",
     "wrap",
 ]
 
@@ -75,6 +77,7 @@ _ELSEWHERE = {
     "register": "sidelane.integrations.registration",
     "report": "sidelane.integrations.ledger",
     "scale_out": "sidelane.integrations.nodes.scale_out",
+    "trace": "sidelane.session.tracing",
     "wrap": "sidelane.integrations.wrap",
 }
 
@@ -87,8 +90,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
             return getattr(import_module("sidelane.session"), name)
         if name in ("ddp", "fsdp"):
             return import_module(f"sidelane.integrations.{name}")
-        if name == "ops":
-            return import_module("sidelane.ops")
+        if name in ("flight_recorder", "metrics", "ops"):
+            return import_module(f"sidelane.{name}")
         if name in _ELSEWHERE:
             return getattr(import_module(_ELSEWHERE[name]), name)
         # Tracebacks then show the nearest of the names below.
@@ -96,4 +99,4 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "ddp", "fsdp", "ops"})
+    return sorted({*globals(), *__all__, "ddp", "flight_recorder", "fsdp", "metrics", "ops"})

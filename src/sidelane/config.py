@@ -1,22 +1,25 @@
 """Every setting that comes from the environment, read once into one object.
 
-==========================  ==========================================================================  =======
-variable                    meaning                                                                     default
-==========================  ==========================================================================  =======
-``SIDELANE_TIMEOUT_S``      seconds that a wait for a peer may take before it becomes an error          600
-``SIDELANE_DEBUG``          1: compare the calls of all ranks before each one runs                      0
-``SIDELANE_VERIFY``         0: do not verify programs before their first run                            1
-``SIDELANE_BESIDE``         hint for calls without ``beside``: ``nothing`` or ``compute``               nothing
-``SIDELANE_PROFILE``        file of measured times to choose by; ``builtin``: never the user's          (a)
-``SIDELANE_NATIVE``         0: repeat calls on GPUs in Python, compile nothing                          1
-``SIDELANE_MEMORY_BYTES``   most bytes that ``empty`` may reserve on a rank, for each communicator      (b)
-``SIDELANE_MAP_MEMORY``     1: peers map ordinary tensors; 0: none; learn: those that come again        (d)
-``SIDELANE_MAPPED_BYTES``   most bytes of a rank that its peers map because they learn                  (f)
-``SIDELANE_VIRTUAL_NODES``  nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines   (e)
-``SIDELANE_LOG``            what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG           (g)
-``SIDELANE_NVTX``           1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)           (h)
-``SIDELANE_COMMIT``         name of the code in result files, if there is no checkout                   (c)
-==========================  ==========================================================================  =======
+============================  ===========================================================================  =======
+variable                      meaning                                                                      default
+============================  ===========================================================================  =======
+``SIDELANE_TIMEOUT_S``        seconds that a wait for a peer may take before it becomes an error           600
+``SIDELANE_DEBUG``            1: compare the calls of all ranks before each one runs                       0
+``SIDELANE_VERIFY``           0: do not verify programs before their first run                             1
+``SIDELANE_BESIDE``           hint for calls without ``beside``: ``nothing`` or ``compute``                nothing
+``SIDELANE_PROFILE``          file of measured times to choose by; ``builtin``: never the user's           (a)
+``SIDELANE_NATIVE``           0: repeat calls on GPUs in Python, compile nothing                           1
+``SIDELANE_MEMORY_BYTES``     most bytes that ``empty`` may reserve on a rank, for each communicator       (b)
+``SIDELANE_MAP_MEMORY``       1: peers map ordinary tensors; 0: none; learn: those that come again         (d)
+``SIDELANE_MAPPED_BYTES``     most bytes of a rank that its peers map because they learn                   (f)
+``SIDELANE_VIRTUAL_NODES``    nodes of the world's ranks, as in ``0,0,1,1``, in place of their machines    (e)
+``SIDELANE_DETERMINISTIC``    1: refuse sums of floats between ranks that are not added in rank order       0
+``SIDELANE_LOG``              what is printed of Python's logger ``sidelane``: INFO, WARN or DEBUG         (g)
+``SIDELANE_NVTX``             1: mark calls by NVTX ranges, for Nsight Systems (package ``nvtx``)          (h)
+``SIDELANE_METRICS``          file of metrics for Prometheus; ``{rank}`` in its name is replaced           (i)
+``SIDELANE_FLIGHT_RECORDER``  folder or prefix of files for the last calls before a failure                (j)
+``SIDELANE_COMMIT``           name of the code in result files, if there is no checkout                    (c)
+============================  ===========================================================================  =======
 
 (a) ``sidelane/profiles/<machine>.json`` in ``XDG_CONFIG_HOME``, else in ``~/.config`` (docs/internals/choice.md).
 (b) size of the device's memory. A number of bytes, or a size such as ``512M`` or ``1.5G``.
@@ -26,6 +29,8 @@ variable                    meaning                                             
 (f) an eighth of what the device has.
 (g) nothing; what the program's own logging prints (docs/reference/settings.md). It is no setting of a communicator.
 (h) 0. It is no setting of a communicator.
+(i) none is written (docs/guide/observability.md). It is no setting of a communicator.
+(j) none are recorded (docs/guide/observability.md); 1: the folder of torch's own. It is no setting of a communicator.
 
 What is compiled is kept in ``sidelane`` in ``XDG_CACHE_HOME``, else in ``~/.cache`` (docs/lab/performance.md).
 A user without a home, as a container's whose user is only a number, goes without both folders.
@@ -51,8 +56,9 @@ from sidelane.sizes import parse_bytes
 VARIABLES = (
     *("SIDELANE_TIMEOUT_S", "SIDELANE_DEBUG", "SIDELANE_VERIFY", "SIDELANE_BESIDE", "SIDELANE_PROFILE"),
     *("SIDELANE_NATIVE", "SIDELANE_MEMORY_BYTES", "SIDELANE_MAP_MEMORY", "SIDELANE_MAPPED_BYTES"),
-    "SIDELANE_VIRTUAL_NODES",
-    *("SIDELANE_LOG", "SIDELANE_NVTX"),  # for the process, not for a communicator
+    *("SIDELANE_VIRTUAL_NODES", "SIDELANE_DETERMINISTIC"),
+    # for the process, not for a communicator
+    *("SIDELANE_LOG", "SIDELANE_NVTX", "SIDELANE_METRICS", "SIDELANE_FLIGHT_RECORDER"),
     "SIDELANE_COMMIT",  # for results: which code ran
 )
 
@@ -92,6 +98,9 @@ class Config:
             process groups, and False in other communicators.
         mapped_bytes: largest number of bytes of a rank's ordinary memory that its peers map because of ``learn``. They
             unmap memory within a second after its owner has freed it. None: an eighth of the device's memory.
+        deterministic: refuse every sum of floats between ranks that is not made in the order of the ranks, in float32,
+            rounded once (docs/guide/determinism.md); fused operators choose no other way by themselves. The same on all
+            ranks.
         virtual_nodes: number of the node of each rank of the world, for process groups; None: ranks of one machine
             share one.
     """
@@ -106,6 +115,7 @@ class Config:
     map_memory: bool | Literal["learn"] | None = None
     mapped_bytes: int | None = None
     virtual_nodes: tuple[int, ...] | None = None
+    deterministic: bool = False
 
     def __new__(cls, *_: object, **given: object) -> Self:
         """Refuse unknown names before the others are checked."""
@@ -127,6 +137,8 @@ class Config:
             raise _refused(f"Config: timeout_s must be a positive number of seconds (value={self.timeout_s!r})")
         if self.beside not in BESIDE:
             raise _refused(f"Config: beside (value={self.beside!r}, allowed={', '.join(BESIDE)})")
+        if self.deterministic and not self.verify:
+            raise _refused("Config: deterministic needs verify, which proves the order of sums (value=verify=False)")
         for name in ("memory_bytes", "mapped_bytes"):
             nbytes = getattr(self, name)
             if nbytes is not None and nbytes < 0:
@@ -144,7 +156,7 @@ def _file(name: str, value: Any) -> str:
 
 _RULES: tuple[tuple[str, Rule, str], ...] = (
     ("timeout_s", number, "a number of seconds"),
-    *((name, switch, "True, False") for name in ("debug", "verify", "native")),
+    *((name, switch, "True, False") for name in ("debug", "verify", "native", "deterministic")),
     ("beside", text, ", ".join(BESIDE)),
     ("profile", optional(_file), f"a file, {BUILTIN!r}, None"),
     *((name, optional(whole), "a whole number of bytes, None") for name in ("memory_bytes", "mapped_bytes")),
@@ -184,6 +196,7 @@ def from_environment(environment: Mapping[str, str]) -> Config:
         map_memory=_map_memory(environment),
         mapped_bytes=_bytes(environment, "SIDELANE_MAPPED_BYTES"),
         virtual_nodes=_numbers(environment, "SIDELANE_VIRTUAL_NODES"),
+        deterministic=_switch(environment, "SIDELANE_DETERMINISTIC", default=False),
     )
 
 
@@ -240,6 +253,17 @@ def mark_ranges() -> None:
         except (ImportError, AttributeError) as error:
             # No UnavailableError: a process group would let other backends make its calls, and say nothing.
             raise _refused(f"SIDELANE_NVTX=1 needs the package nvtx: {error}") from None
+
+
+def metrics_file() -> str | None:
+    """Return the value of ``SIDELANE_METRICS``; None if there is none."""
+    return os.environ.get("SIDELANE_METRICS") or None
+
+
+def recorder_prefix() -> str | None:
+    """Return the value of ``SIDELANE_FLIGHT_RECORDER``; None if there is none, or 0."""
+    value = os.environ.get("SIDELANE_FLIGHT_RECORDER")
+    return None if value in (None, "", "0") else value
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ class Page(enum.StrEnum):
     """Page of the documentation that an error names, from the root of the repository."""
 
     COMMANDS = "docs/guide/commands.md"
+    DETERMINISM = "docs/guide/determinism.md"
     ERRORS = "docs/guide/errors.md"
     FSDP = "docs/guide/fsdp.md"
     INSTALLATION = "docs/guide/installation.md"
@@ -169,6 +170,16 @@ class ProgramError(SidelaneError):
 
 class UnavailableError(SidelaneError):
     """This machine or this installation lacks a requested feature; the text says which and how to get it."""
+
+
+def in_no_order(what: str, why: str) -> UnavailableError:
+    """Return the error of a sum between ranks that ``Config.deterministic`` refuses.
+
+    Args:
+        what: name of the call.
+        why: reason why its terms are not added in the order of the ranks in float32, and what is instead allowed.
+    """
+    return UnavailableError(f"{what}: refused by Config.deterministic: {why}", page=Page.DETERMINISM)
 
 
 def missing(what: str, module: str, problem: BaseException) -> UnavailableError:

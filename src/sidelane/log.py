@@ -1,7 +1,9 @@
 """The library's log: Python's logger ``sidelane``, which ``SIDELANE_LOG`` prints where the program sets up no logging.
 
-``INFO`` has a line for each communicator that is made and for the first call of each shape, ``WARNING`` one for each
-reason why calls fall back to something slower or to another backend. Nothing is logged at calls that come again.
+``INFO`` has a line for each communicator that is made (versions, machine, memory, the times that it chooses by), for
+the first call of each shape, and for what else the ranks agree on, such as a program or a kernel of one's own.
+``WARNING`` has one for each reason why calls fall back to something slower or to another backend. Nothing is logged at
+calls that come again.
 """
 
 from __future__ import annotations

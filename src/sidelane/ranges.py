@@ -1,26 +1,76 @@
-"""Ranges of calls in profilers: torch's, and with ``SIDELANE_NVTX=1`` those that read NVTX, such as Nsight Systems.
+"""The place where calls are observed: profilers of torch, NVTX, and observers such as metrics and the flight recorder.
 
 A call on copy engines launches no kernel, so that a profiler shows nothing by its name. Its range lies on the host's
-thread, and the copies that were submitted within it belong to it.
+thread, and the copies that were submitted within it belong to it. With ``SIDELANE_NVTX=1`` profilers that read NVTX
+see the ranges too, such as Nsight Systems.
+
+While nothing observes, a call asks :data:`is_active` and does nothing else here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+
+from sidelane import log
 
 DOMAIN = "sidelane"
 
 _domain: Any = None
 _thread = threading.local()
+_world_rank: int | None = None
 
 is_active: Callable[[], bool] = torch.autograd._profiler_enabled
-"""Function that returns True if a profiler records this thread, or ranges are marked by NVTX. Each call asks it."""
+"""Function that returns True if something observes the calls of this thread. Each call asks it."""
+
+observers: tuple[Observer, ...] = ()
+"""The observers of this process's calls; :func:`observe` and :func:`leave` change it."""
+
+
+class Observer(Protocol):
+    """Something that is told of calls on the thread that makes them. It keeps no tensors."""
+
+    def begin(self, call: ObservedCall) -> None:
+        """Take note of a call that begins."""
+        ...
+
+    def end(self, call: ObservedCall, error: BaseException | None) -> None:
+        """Take note of a call that returns to its caller, or raises."""
+        ...
+
+    def waited(self, ranks: Sequence[int], seconds: float) -> None:
+        """Take note of a wait of the host for late peers, by their ranks in the world. Any thread may wait."""
+        ...
+
+    def fell_back(self, name: str, where: str, why: str) -> None:
+        """Take note of a call that another backend makes, or of something slower that calls do from now on."""
+        ...
+
+    def failed(self, error: BaseException) -> None:
+        """Take note of the end of a communicator by an error. Any thread may find it."""
+        ...
+
+
+def observe(observer: Observer) -> None:
+    """Tell an observer of all calls from now on."""
+    global observers
+    observers = (*observers, observer)
+    _settle()
+
+
+def leave(observer: Observer) -> None:
+    """Tell an observer of no more calls."""
+    global observers
+    observers = tuple(one for one in observers if one is not observer)
+    _settle()
 
 
 def mark_by_nvtx() -> None:
@@ -29,19 +79,26 @@ def mark_by_nvtx() -> None:
     Raises:
         ImportError: the package ``nvtx`` is not installed.
     """
-    global _domain, is_active
-    _domain, is_active = importlib.import_module("nvtx").get_domain(DOMAIN), lambda: True
+    global _domain
+    _domain = importlib.import_module("nvtx").get_domain(DOMAIN)
+    _settle()
 
 
-@contextlib.contextmanager
-def call(
-    name: str,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    ranks: Sequence[int],
-    group: str = "",
-) -> Iterator[None]:
-    """Record a call while the ``with`` block runs. A call that another one makes is a part of it.
+def tell(event: str, *arguments: object) -> None:
+    """Call a method of all observers. Their errors are logged: an observer fails no call."""
+    for observer in observers:
+        try:
+            getattr(observer, event)(*arguments)
+        except Exception:
+            _log_failure(observer, event)
+
+
+def _log_failure(observer: Observer, event: str) -> None:
+    log.calls.exception("%s.%s failed", type(observer).__name__, event)
+
+
+class ObservedCall:
+    """A call, as a context manager around it. A call that another one makes on the same thread is a part of it.
 
     Profilers that record shapes also get the fields that ``record_param_comms`` has for calls of torch's backends in
     C++, under the names that tools read.
@@ -50,54 +107,177 @@ def call(
         name: name of the collective or the operator.
         outputs: tensors that are written.
         inputs: tensors that are read only.
-        ranks: the ranks of the group.
-        group: name of the process group; "" for a communicator.
+        ranks: the ranks of the group, in the world.
+        group: name of the process group or communicator, the same on all ranks.
+        maker: the communicator's calls (``collectives.calls``); None for a group that has no communicator yet.
+
+    Attributes:
+        began_ns: time of the begin, in nanoseconds of the epoch.
+        ended_ns: time at which it returned to its caller, in nanoseconds of the epoch; 0 before.
+        work: what it returned: the handle of an asynchronous call, else None.
     """
-    if getattr(_thread, "within", False):
-        yield
-        return
-    title, domain, pushed = f"{DOMAIN}:{name}", _domain, False
-    try:
-        _thread.within = True
-        if domain is not None:
-            domain.push_range(domain.get_event_attributes(message=title))
-            pushed = True
-        if torch.autograd._profiler_enabled():
-            fields = _fields(name, outputs, inputs, ranks, group)
-            with torch._C._profiler._RecordFunctionFast(title, [*outputs, *inputs], fields):
-                yield
-        else:
-            yield
-    finally:
+
+    began_ns = ended_ns = 0
+    work: Any = None
+    _recorded = _is_marked = False
+    _told: tuple[Observer, ...] = ()
+    _profiled: Any = None
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        ranks: Sequence[int],
+        group: str = "",
+        maker: Any = None,
+    ) -> None:
+        self.name, self.outputs, self.inputs, self.ranks = name, outputs, inputs, ranks
+        self.group, self.maker = group, maker
+
+    def __enter__(self) -> ObservedCall:
+        if getattr(_thread, "within", False):
+            return self
+        _thread.within = self._recorded = True
+        try:
+            if observers:
+                self.began_ns, self._told = time.time_ns(), observers
+                for observer in observers:
+                    try:
+                        observer.begin(self)
+                    except Exception:
+                        _log_failure(observer, "begin")
+            if _domain is not None:
+                _domain.push_range(_domain.get_event_attributes(message=f"{DOMAIN}:{self.name}"))
+                self._is_marked = True
+            if torch.autograd._profiler_enabled():
+                fields = _fields(self.name, self.outputs, self.inputs, self.ranks, self.group)
+                title, tensors = f"{DOMAIN}:{self.name}", [*self.outputs, *self.inputs]
+                self._profiled = torch._C._profiler._RecordFunctionFast(title, tensors, fields)
+                self._profiled.__enter__()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._recorded:
+            return
         _thread.within = False
-        if pushed:
-            domain.pop_range()
+        if self._profiled is not None:
+            self._profiled.__exit__(kind, error, trace)
+        if self._is_marked:
+            _domain.pop_range()
+        if self._told:
+            self.ended_ns = time.time_ns()
+            for observer in self._told:
+                try:
+                    observer.end(self, error)
+                except Exception:
+                    _log_failure(observer, "end")
+
+    @property
+    def device(self) -> str:
+        """Type of the device of its tensors; without tensors that of its maker; "" for neither."""
+        if self.outputs or self.inputs:
+            first = (self.outputs or self.inputs)[0]
+            return "cuda" if first.is_cuda else "cpu" if first.is_cpu else first.device.type
+        return "" if self.maker is None else "cpu" if self.maker.backend.hosts_meet else "cuda"
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes: of the larger side, so that a gather counts what it gathers, and others their whole buffer."""
+        return max(_nbytes(self.outputs), _nbytes(self.inputs))
 
 
-def leave_thread_out() -> None:
-    """Record no calls of this thread from now on: they are parts of calls of other threads."""
-    _thread.within = True
+Places = tuple[int, int, int]
+"""Places of a method's ``output``, ``input`` and ``tensor`` among its arguments behind ``self``; -1 for none."""
+
+
+def places_of(names: Sequence[str]) -> Places:
+    """Return the places of a method's tensors among the names of its arguments."""
+    output, input, tensor = (names.index(name) if name in names else -1 for name in ("output", "input", "tensor"))
+    return output, input, tensor
 
 
 def method_call(
-    name: str, arguments: Mapping[str, object], ranks: Sequence[int]
-) -> contextlib.AbstractContextManager[None]:
-    """Record a call of a communicator's method.
+    name: str, places: Places, args: Sequence[object], kwargs: Mapping[str, object], maker: Any
+) -> ObservedCall:
+    """Observe a call of a communicator's method.
 
     Args:
         name: name of the call.
-        arguments: arguments of a collective, by the names that they have in ``Communicator``.
-        ranks: the ranks of the group.
+        places: places of its tensors among the arguments.
+        args: arguments of the call that have a place.
+        kwargs: its other arguments, by name.
+        maker: the communicator's calls, with its ranks and its name.
     """
-    in_place = _tensors(arguments.get("tensor"))
-    read, written = in_place or _tensors(arguments.get("input")), _tensors(arguments.get("output")) or in_place
-    return call(name, written, [tensor for tensor in read if all(tensor is not one for one in written)], ranks)
+    count = len(args)
+    output, input, tensor = places
+    written = args[output] if 0 <= output < count else kwargs.get("output")
+    read = args[input] if 0 <= input < count else kwargs.get("input")
+    if tensor >= 0:
+        in_place = args[tensor] if tensor < count else kwargs.get("tensor")
+        read, written = in_place, in_place if written is None else written
+    inputs, outputs = _tensors(read), _tensors(written)
+    if inputs and outputs and (len(inputs) > 1 or len(outputs) > 1 or inputs[0] is outputs[0]):
+        inputs = [tensor for tensor in inputs if all(tensor is not one for one in outputs)]
+    return ObservedCall(name, outputs, inputs, maker.ranks, maker.name, maker)
+
+
+def leave_thread_out() -> None:
+    """Observe no calls of this thread from now on: they are parts of calls of other threads."""
+    _thread.within = True
+
+
+def world_rank() -> int:
+    """Return the rank in the world, also after the group has gone; that of the launcher, or 0, if there was none."""
+    global _world_rank
+    if dist.is_initialized():
+        _world_rank = dist.get_rank()
+    return int(os.environ.get("RANK", "0")) if _world_rank is None else _world_rank
+
+
+def _always() -> bool:
+    return True
+
+
+def _settle() -> None:
+    """Set :data:`is_active`: while only torch's profiler may observe, it is torch's own function."""
+    global is_active
+    is_active = _always if observers or _domain is not None else torch.autograd._profiler_enabled
 
 
 def _tensors(argument: object) -> list[torch.Tensor]:
     """Return the tensors of an argument: a tensor, or a list of them."""
-    parts = argument if isinstance(argument, (list, tuple)) else (argument,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    if argument is None:
+        return []
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    return [part for part in argument if isinstance(part, torch.Tensor)] if isinstance(argument, (list, tuple)) else []
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    total = 0
+    try:
+        for tensor in tensors:
+            total += tensor.nbytes
+    except Exception:  # tensors that the call itself refuses
+        return 0
+    return total
+
+
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def name_of_dtype(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the name of the first tensor's dtype; "" if there is none."""
+    if not tensors:
+        return ""
+    dtype = tensors[0].dtype
+    return _NAMES.get(dtype) or _NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
 
 
 def _fields(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,12 @@ def everyone_follows_rank_0(group: dist.ProcessGroup, folder: str) -> list[Any]:
     with Communicator(group, config=config) as comm:
         assert comm.last_choice() is None
         assert comm.last_submitted() is None
-        return [comm.profile.where, ran(comm, SMALL), ran(comm, LARGE), ran(comm, SMALL, variant="b2b")]
+        small, printed = ran(comm, SMALL), str(comm.last_choice())
+        assert re.match(r"all_gather of \d+\w? by copy engines \(\w+\): [\d.]+ us expected, next dma ", printed), (
+            printed
+        )
+        assert printed.endswith(f"; by {comm.profile.where}")
+        return [comm.profile.where, small, ran(comm, LARGE), ran(comm, SMALL, variant="b2b")]
 
 
 def test_all_ranks_choose_by_the_profile_of_rank_0(pool: RankPool, tmp_path: Path) -> None:

@@ -181,6 +181,10 @@ OUT = Path("out")
             "plan --model llama-70b-like --machine m.toml --fsdp --tokens 4096 --sequence 2048 --layers 4 --json -",
             ("plan", sim_plan.PlanOptions("m.toml", "llama-70b-like", 4096, 2048, 4, fsdp=True, json=STDOUT)),
         ),
+        (
+            "plan --model 70b --machine 8xh100 --no-recompute",
+            ("plan", sim_plan.PlanOptions("8xh100", "llama-70b-like", recompute=False)),
+        ),
         ("fused --machine mi210x4", ("fused", sim_fused.FusedPredictionOptions("mi210x4"))),
         (
             "fused --machine m.toml --ops embedding_all_to_all --shape 1024,64,70 --shape 8,2,1 --occupancy 0.75"
@@ -234,7 +238,7 @@ def test_predictions(asked: SimpleNamespace, predicted: list[tuple[Any, ...]], a
         ("fused --machine mi210x4 --ops gemv_all_reduce --occupancy 75", ["occupancy", "at most 1"]),
         ("fused --machine mi210x4 --late -1", ["--late", "0 or more"]),
         ("fused --machine mi210x4 --repeats 3", ["--repeats", "--machine"]),
-        ("plan --model llama-8b-like --machine mi300x8", ["allowed=--fsdp: no other is modelled on one node"]),
+        ("plan --model 8b --machine mi300x8 --report out", ["--report (allowed=with several nodes"]),
         ("plan --model llama-8b", ["--machine or --nodes is needed"]),
         ("plan --model gpt --machine mi300x8 --fsdp", ["--model", "'llama-8b-like', 'llama-70b-like'"]),
         ("claims --version 001", ["001"]),

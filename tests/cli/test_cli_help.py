@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from sidelane import cli
 from sidelane.cli import loading
 from sidelane.cli.help import GROUPS, Command
+from sidelane.cli.options import NameChoice
 from sidelane.sizes import format_bytes, parse_bytes, rounding
 from sidelane_lab.baselines.roster import implementations
 from sidelane_lab.cli import model as cli_model
@@ -32,11 +34,34 @@ def command(name: str) -> Command:
 
 def test_help_begins_with_what_one_can_do() -> None:
     text = run("--help", width=120).stdout
-    places = [
-        text.index(f"\n{heading}") for heading in ("Look:", "Measure:", "Predict", "Choose and prove:", "Options:")
-    ]
+    headings = ("Look:", "Predict", "Measure:", "Choose:", "Laboratory", "Options:")
+    places = [text.index(f"\n{heading}") for heading in headings]
     assert places == sorted(places)
+    *ours, laboratory = cli.main.headed().values()
+    assert 12 <= sum(map(len, ours)) <= 14 and {"claims", "verify"} <= {*laboratory}, "a dozen are for users"
     assert sorted(name for names in cli.main.headed().values() for name in names) == NAMES
+
+
+def test_a_shell_completes_commands_options_and_machines() -> None:
+    def completed(*words: str) -> list[str]:
+        *before, begun = words
+        found = ShellComplete(cli.main, {}, "sidelane", "_SIDELANE_COMPLETE").get_completions(before, begun)
+        return [one.value for one in found]
+
+    assert completed("pl") == ["plan"] and completed("plan", "--mo") == ["--model"]
+    assert completed("plan", "--machine", "H200") == ["h200x2", "h200x4", "h200x8", "h200x8x2"]
+    for words in (("explain", "all_gather", "1M"), ("claims",), ("replay", "step.json"), ("collective",), ("c3",)):
+        assert completed(*words, "--machine", "mi250") == ["mi250x8"], words
+    assert completed("plan", "--machine", "./mine") == ["./mine"], "a file"
+
+
+@pytest.mark.parametrize("written", ["all_reduce", "allreduce", "all-reduce", "AllReduce"])
+def test_names_are_taken_as_people_write_them(written: str) -> None:
+    choice = NameChoice(["all_gather", "all_reduce"])
+    assert choice.convert(written, None, None) == "all_reduce"
+    assert NameChoice(["8b", "70b"]).convert("70B", None, None) == "70b"
+    with pytest.raises(click.BadParameter, match="all_gather"):
+        choice.convert("reduce", None, None)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,6 +105,8 @@ def test_examples_are_commands_that_exist(name: str, tmp_path, monkeypatch: pyte
         "e2e.json",
         "rank.0.et",
         "step.json",
+        "trace_rank_0",
+        "trace_rank_1",
         "before.json",
         "after.json",
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from marks import long
 
-from sidelane import cli
+from sidelane import cli, flight_recorder
 
 STUDY = {"study", "machine", "ranks", "commit", "command", "rows"}
 PREDICTED = {"study", "machine", "predicted", "numbers", "rows"}
@@ -54,6 +55,7 @@ COMMANDS: dict[str, set[str]] = {
     "collective --machine mi300x8": PREDICTED,
     "phases --machine mi300x8 --max-bytes 1K": PREDICTED,
     "replay STEP.json --machine mi300x8": PREDICTED,
+    "recorder DUMP": {"ranks", "findings"},
     f"regress {RESULTS} {RESULTS}": {"study", "noise", "lost", "rows"},
 }
 KERNEL = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 0, "dur": 9, "pid": 0, "tid": 7, "args": {"stream": 7}}
@@ -74,7 +76,9 @@ def test_json_goes_to_stdout_alone(line: str, tmp_path: Path) -> None:
     if line.startswith("clients"):
         pytest.importorskip("transformers")
     (tmp_path / "STEP.json").write_text(json.dumps({"traceEvents": [KERNEL]}))
-    words = [str(tmp_path / word) if word in ("REPORT", "PROFILE", "STEP.json") else word for word in line.split()]
+    (tmp_path / "DUMP").write_bytes(pickle.dumps(flight_recorder.FlightRecorder("", 1).content()))
+    placed = ("DUMP", "REPORT", "PROFILE", "STEP.json")
+    words = [str(tmp_path / word) if word in placed else word for word in line.split()]
     result = CliRunner().invoke(cli.main, [*words, "--json", "-"], prog_name="sidelane")
     assert result.exit_code == 0, result.stderr
     assert keys(result.stdout) >= COMMANDS[line]

@@ -28,7 +28,9 @@ def takes_at_most(nbytes: int) -> Callable[[Plan], bool]:
 
 @pytest.fixture
 def planner() -> Planner:
-    return Planner(Capabilities(frozenset(MOVES), "cuda"), verify_programs=True, profile=builtin("h200x2"))
+    return Planner(
+        Capabilities(frozenset(MOVES), "cuda"), verify_programs=True, profile=builtin("h200x2"), chosen_by="a table"
+    )
 
 
 def captured(size: int, variant: str = AUTO) -> Agreement:
@@ -44,6 +46,9 @@ def test_a_capture_takes_the_best_that_staging_has_room_for(planner: Planner, ro
     assert program.variant == choice.candidate.variant == variant
     assert ("needs staging that is not there" in choice.reason) == (variant != "two_shot_push")
     assert choice.table == planner.choice(call).table
+    assert str(choice) == f"all_reduce of 64M by a kernel ({variant}): {choice.reason}" + "; by a table" * (
+        room >= 32 * MB
+    )
 
 
 def test_the_next_capture_may_have_room(planner: Planner):
@@ -55,6 +60,7 @@ def test_the_next_capture_may_have_room(planner: Planner):
 def test_what_the_caller_named_is_not_replaced(planner: Planner):
     program, choice = planner.program_that_fits(captured(64 * MB, "two_shot_push"), takes_at_most(0))
     assert program.variant == choice.candidate.variant == "two_shot_push"
+    assert str(choice) == "all_reduce of 64M by a kernel (two_shot_push): the caller asked for it"
 
 
 def test_where_nothing_fits_the_choice_stands(planner: Planner):

@@ -54,6 +54,16 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
 
 
+def orders_differ(rows: Sequence[torch.Tensor]) -> bool:
+    """True if sums in the order of the ranks have other bits than those that begin with any other rank.
+
+    Of two terms there is one sum.
+    """
+    wanted = in_rank_order(rows, ReduceOp.SUM)
+    others = [in_rank_order([*rows[first:], *rows[:first]], ReduceOp.SUM) for first in range(1, len(rows))]
+    return len(rows) < 3 or not any(same_bytes(wanted, other) for other in others)
+
+
 def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
     """Reduce in float64 or int64; floats are rounded to the dtype at the end."""
     dtype = inputs[0].dtype

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -90,8 +91,11 @@ def test_implementations_have_tables_and_described_machines_a_verdict() -> None:
     found = lines(*rows, machine="h200x4")
     assert [line.rpartition("by ")[2] for line in found if ", by " in line] == ["auto", "dma b2b", "dma pcpy"]
     verdicts = [line for line in found if line.startswith("# Max")]
-    assert len(verdicts) == 3 and "copies reach on h200x4" in verdicts[0]
-    assert not any(line.startswith("# Max") for line in lines(*rows, machine="unknown"))
+    assert len(verdicts) == 3
+    assert verdicts[0] == "# Max bus bandwidth    : 268.4, 68% of this link (392.2 GB/s, measured for copies on h200x4)"
+    eight = next(line for line in lines(*rows, machine="h100x8") if line.startswith("# Max"))
+    assert eight.endswith("68% of this link (392.2 GB/s, assumed for copies on h100x8)")
+    assert "# Max bus bandwidth    : 268.4 (no share of a link: cpu is not described)" in lines(*rows)
 
 
 def call(*arguments: str) -> Result:
@@ -107,7 +111,12 @@ def call(*arguments: str) -> Result:
         (("all_reduce", "-i", "0"), "-i must be above 0"),
         (("all_reduce", "-b", "8", "-e", "1G", "-i", "8"), "value=134217728, allowed=1000"),
         (("all_reduce", "--implementations", "mpi"), "mpi"),
-        (("allreduce",), "all_reduce"),
+        (("all_reduce", "-t", "2"), "(value=2, allowed=1: each process has one GPU: -g 8 starts eight)"),
+        (("all_reduce", "--op", "prod"), "(value=prod, allowed=sum: reductions add)"),
+        (("all_reduce", "-r", "1"), "(value=1, allowed=0: the root of a broadcast is rank 0)"),
+        (("all_reduce", "-T", "3"), "No such option '-T'"),
+        (("all_reduce", "-G", "1", "-g", "2"), "CPU ranks have no graphs (value=graph, allowed=eager)"),
+        (("reduce_all",), "all_reduce"),
     ],
 )
 def test_wrong_options_are_refused(arguments: tuple[str, ...], told: str) -> None:
@@ -160,6 +169,20 @@ def test_nothing_measured_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "run_ranks", MadeUpRanks())
     result = call("all_reduce", "-g", "2")
     assert result.exit_code != 0 and "nothing that was asked for can run here (collectives=all_reduce" in result.output
+
+
+def test_a_line_of_nccl_tests_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each option that it has; a time-out of theirs is -T, which is refused above."""
+    asked: list[Any] = []
+    ranks = MadeUpRanks(row("all_reduce", 4096, False, 1.0))
+    monkeypatch.setattr(running, "run_ranks", lambda *given, **named: asked.append(given[3]) or ranks(**named))
+    line = "all_reduce -b 8 -e 128M -f 4 -g 2 -n 7 -w 3 -c 0 -G 0 -d half -t 1 -o sum -r 0 -m 1 -z 0 -p 0 -a 3 -N 1"
+    result = call(*line.split())
+    assert result.exit_code == 0, result.output
+    assert "note: -c 0: outputs are checked all the same" in result.output
+    (options,) = asked
+    assert options.sizes == tuple(8 << 2 * power for power in range(13)) and options.ranks == 2
+    assert (options.repeats, options.warmup, options.launches, options.dtype) == (7, 3, ("eager",), "float16")
 
 
 def test_ranks_are_timed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from sidelane.c3.workload import parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import find, limits_of, machine_names, named, parse
-from sidelane_lab.machines.spec import NumberSource, Quantity, Topology
+from sidelane_lab.machines.spec import NumberSource, Quantity, RunStatus, Topology
 from sidelane_lab.model.layer import MODELS, Step
 from sidelane_lab.model.pipeline import OPT1, Pipeline, run_pipeline
 from sidelane_lab.model.power import library_power
@@ -20,7 +20,7 @@ from sidelane_lab.model.training import step_times
 from sidelane_lab.studies.phases.predict import predicted_row
 from sidelane_lab.studies.phases.programs import operations
 
-NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
+NODES = {"h100x8x2": (2, 8), "h100x8x16": (16, 8), "h200x8x2": (2, 8), "mi300x8x2": (2, 8), "mi300x8x16": (16, 8)}
 NODES |= {"mi210x1x2": (2, 1), "mi210x1x128": (128, 1)}
 ONE_NODE = {"mi300x8", "mi210x4", "mi250x8", "a40x4", "a100x4", "b200x8"}
 ONE_NODE |= {"h100x2", "h100x4", "h100x8", "h200x2", "h200x4", "h200x8"}
@@ -32,6 +32,27 @@ def test_the_catalogue_has_all_machines():
     assert {name: (named(name).nodes, named(name).gpus) for name in NODES} == NODES
     assert set(machine_names()) == EXPECTED
     assert all(named(name).name == name and named(name).title for name in machine_names())
+
+
+def test_names_are_taken_as_people_write_them():
+    assert named("8xH100") is not None and named("8xH100") == named("h100x8")
+    assert named("2xh100x8") == named("2x8xH100") == named("h100x8x2")
+    assert named("mi300xx8") == named("8xMI300X") == named("mi300x8")
+    four = named("4xh200x8")
+    assert (four.name, four.nodes, four.title) == ("h200x8x4", 4, "4 nodes of 8 x NVIDIA H200")
+    assert four.links == named("h200x8x2").links and named("h100x8x16").nodes == 16
+    with pytest.raises(ValueError, match="did you mean 'h100x8'"):
+        named("h100x7")
+
+
+def test_a_machine_says_whether_sidelane_has_run_there():
+    measured = {name for name in machine_names() if named(name).runs is RunStatus.MEASURED}
+    assert measured == {"h100x2", "h200x2", "h200x4"}
+    assert all((named(name).runs is RunStatus.UNSUPPORTED) == name.startswith("mi") for name in EXPECTED)
+    assert parse('base = "h200x4"\nname = "mine"', "mine.toml").runs is RunStatus.UNRUN
+    assert parse('base = "mi300x8"\nname = "mine"\nruns = "measured"', "mine.toml").runs is RunStatus.MEASURED
+    with pytest.raises(ValueError, match="mine.toml:3: runs: .*allowed=measured, never, unsupported"):
+        parse('base = "h200x4"\nname = "mine"\nruns = "maybe"', "mine.toml")
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))

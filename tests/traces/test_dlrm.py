@@ -116,7 +116,7 @@ def test_the_command_writes_numbers_a_picture_and_traces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_numbers: None
 ) -> None:
     small = dlrm.dlrm_study(dlrm.with_nodes(TORUS, 8), (256,), (1,))
-    monkeypatch.setattr(dlrm, "dlrm_study", lambda machine: small)
+    monkeypatch.setattr(dlrm, "dlrm_study", lambda machine, progress: small)
     words = ["--model", "dlrm", "--nodes", "8", "--report", str(tmp_path), "--json", str(tmp_path / "x.json")]
     result = CliRunner().invoke(command, words)
     assert result.exit_code == 0, result.output

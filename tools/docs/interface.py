@@ -230,6 +230,15 @@ TASKS = {
             Section("sidelane.program.verify", "Proofs", ("verify", "verify_sequence", "Verification")),
         ),
     ),
+    "visibility": TaskPage(
+        "See what runs",
+        "Traces, metrics and the last calls before a failure ([guide](../../guide/observability.md)).",
+        (
+            Section("sidelane", "Traces", ("trace",)),
+            Section("sidelane.metrics", "Metrics", ("start", "stop", "flush", "text", "subscribe", "CallMetrics")),
+            Section("sidelane.flight_recorder", "Flight recorder", ("start", "stop", "dump")),
+        ),
+    ),
     "choice": TaskPage(
         "See and tune what is chosen",
         "`Communicator.last_choice` returns a `Selection` of a `Candidate`; `Communicator.last_submitted` counts the "

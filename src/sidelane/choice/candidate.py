@@ -84,6 +84,11 @@ class Candidate:
     def __str__(self) -> str:
         return f"{self.implementation} {self.variant}"
 
+    @property
+    def mover(self) -> str:
+        """Name of what moves the bytes, with the variant, in words."""
+        return f"{'a kernel' if self.launches_kernels else 'copy engines'} ({self.variant})"
+
 
 def find(kind: Kind, name: str) -> Candidate | None:
     """Return the candidate of ``kind`` with that variant; None if there is none."""

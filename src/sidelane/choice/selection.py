@@ -22,14 +22,22 @@ class Selection(Generic[C]):
         reason: reason of the choice, in words.
         table: every candidate with its expected time in microseconds, the selected one and then the fastest first; None
             if it is not known.
+        subject: what runs and how, in words that the reason follows; empty: the candidate.
+        by: what the choice goes by, in words.
+
+    >>> subject = "all_gather of 64K by copy engines (b2b)"
+    >>> print(Selection("dma b2b", "32.9 us expected", subject=subject, by="the built-in table h200x4"))
+    all_gather of 64K by copy engines (b2b): 32.9 us expected; by the built-in table h200x4
     """
 
     candidate: C
     reason: str
     table: tuple[tuple[C, float | None], ...] = ()
+    subject: str = ""
+    by: str = ""
 
     def __str__(self) -> str:
-        return f"{self.candidate}: {self.reason}"
+        return f"{self.subject or self.candidate}: {self.reason}" + (f"; by {self.by}" if self.by else "")
 
 
 def select(

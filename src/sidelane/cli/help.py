@@ -54,12 +54,14 @@ class Option(click.Option):
         return extra
 
 
-LOOK, MEASURE, PREDICT, CHOOSE = HEADINGS = (
+LOOK, PREDICT, MEASURE, CHOOSE, LABORATORY = HEADINGS = (
     "Look",
+    "Predict (and collective, c3 with --machine)",
     "Measure",
-    "Predict (and collective, c3, phases, power with --machine)",
-    "Choose and prove",
+    "Choose",
+    "Laboratory (studies behind the published results, and what the model is held against)",
 )
+"""Headings of commands: those for users come first."""
 ENTRY_POINTS = "sidelane.commands"
 
 WHAT, HOW, WHERE, OUTPUT, OTHER = GROUPS = ("What", "How", "Where", "Output", "Other")

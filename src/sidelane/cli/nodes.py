@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import CHOOSE, Command, how, what, where
-from sidelane.cli.options import ALL, given, json_option
+from sidelane.cli.help import LABORATORY, Command, how, what, where
+from sidelane.cli.options import ALL, NameChoice, given, json_option
 from sidelane.program.collective import Kind
 from sidelane.sizes import format_bytes
 
@@ -32,7 +32,7 @@ def sizes_of_nodes(context: click.Context, option: click.Parameter, value: str |
 
 @click.command(
     cls=Command,
-    heading=CHOOSE,
+    heading=LABORATORY,
     examples=(
         ("sidelane verify --nodes 2,3", "every collective on a node of two ranks and one of three"),
         ("sidelane verify --nodes 8,8 --collective all_reduce --pieces 8 --elements 1000", "one, more closely"),
@@ -42,7 +42,7 @@ def sizes_of_nodes(context: click.Context, option: click.Parameter, value: str |
     "--collective",
     "collectives",
     multiple=True,
-    type=click.Choice([*STEPPED, ALL]),
+    type=NameChoice([*STEPPED, ALL]),
     default=(ALL,),
     help="May be repeated.",
 )
@@ -124,9 +124,9 @@ def explain_nodes(
         write_json(json, found.to_dict())
     console = tables_console(json)
     many = f", {tensors} tensors" if tensors is not None else ""
+    say(console, f"takes {found.choice.name}: {found.choice.reason}", style="bold")
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(there.of)} ranks, {dtype}{many}")
     say(console, f"on {there}, by the rules of process groups and fsdp.enable")
-    say(console, f"takes {found.choice.name}: {found.choice.reason}", style="bold")
     if not found.steps:
         say(console, "one call of the group's own backend (NCCL or Gloo)")
         return

@@ -20,6 +20,19 @@ VERSIONS = ("000", "002")
 KINDS = tuple(kind.value for kind in Kind if kind not in (Kind.SCATTER, Kind.GATHER))
 
 
+class NameChoice(click.Choice[str]):
+    """Type of one of some names, in which case, hyphens and underscores do not matter: ``allreduce``, ``70B``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name that is meant."""
+        meant = [name for name in self.choices if _plain(name) == _plain(str(value))]
+        return super().convert(meant[0] if meant else value, param, ctx)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
 def size(context: click.Context, option: click.Parameter, value: Any) -> Any:
     """Read ``1K``, ``64M``, ``1.2G`` or a plain number of bytes; several if the option may be repeated.
     Rounded sizes are reported on stderr.
@@ -92,12 +105,6 @@ report_option = output(
     type=Written(is_folder=True),
     metavar="FOLDER",
     help="Write a page with tables and pictures here.",
-)
-
-machine_option = where(
-    "--machine",
-    metavar="NAME_OR_FILE",
-    help="Predict for this machine instead of measuring: one of `sidelane machines`, or a TOML or JSON file.",
 )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import rich.console
@@ -14,6 +16,9 @@ from sidelane.cli.output import STDOUT
 
 PIPED_COLUMNS = 10_000
 """Width in columns of output that is no terminal: readers of a pipe fold lines as they like."""
+
+PIPED_PROGRESS_S = 3.0
+"""Seconds between lines of progress where stderr is no terminal."""
 
 
 def tables_console(json: Path | None = None) -> rich.console.Console:
@@ -28,6 +33,29 @@ def tables_console(json: Path | None = None) -> rich.console.Console:
 def progress_console() -> rich.console.Console:
     """Return the console for progress and names of written files: stderr."""
     return _fitted(rich.console.Console(stderr=True))
+
+
+@contextlib.contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done, and yield a function that adds the present step to it.
+
+    A terminal has a line that changes. Elsewhere a line is printed every few seconds, at steps.
+    """
+    console = progress_console()
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield lambda step: status.update(f"{text}: {step}")
+        return
+    began = printed = time.monotonic()
+
+    def update(step: str) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= PIPED_PROGRESS_S:
+            printed = now
+            console.print(f"{text}: {step} ({now - began:.0f} s)", markup=False, highlight=False)
+
+    yield update
 
 
 def _fitted(console: rich.console.Console) -> rich.console.Console:

@@ -13,11 +13,26 @@ from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import LOOK, Command, Commands, how
 from sidelane.cli.nodes import verify
 from sidelane.cli.options import json_option
+from sidelane.cli.recorder import recorder
 from sidelane.version import VERSION
+
+HELP = """Multi-GPU communication that disappears behind computation.
+
+Begin with: sidelane demo
+
+\b
+What does my step gain?   sidelane plan --model 70b --machine h100x8
+And on two nodes?         sidelane plan --model 8b --machine 2xh100x8
+Which way does a call go? sidelane explain all_reduce 256K --machine mi300x8
+How fast is this machine? sidelane nccl-tests all_reduce -b 8 -e 128M -f 2
+Does it overlap?          the page "profiling" of docs/guide
+"""
+"""Text of ``sidelane --help`` above the commands: questions of newcomers, and what answers them."""
 
 
 @click.group(
     cls=Commands,
+    help=HELP,
     epilog="`sidelane COMMAND --help` has the options of a command, and examples. The guide: docs/guide of the source.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
@@ -25,10 +40,7 @@ from sidelane.version import VERSION
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
 @click.pass_context
 def main(context: click.Context, traceback: bool) -> None:
-    """Multi-GPU communication that disappears behind computation.
-
-    Begin with: sidelane demo
-    """
+    """Keep what applies to every command."""
     context.obj = traceback
 
 
@@ -55,5 +67,5 @@ def info(json: Path | None, probe: bool, versions: bool) -> None:
             findings.main(json, probe=probe)
 
 
-for _command in (info, verify):
+for _command in (info, recorder, verify):
     main.add_command(_command)

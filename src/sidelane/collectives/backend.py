@@ -247,6 +247,10 @@ class Backend(Protocol):
         """Note that memory is allocated for the work of the caller's stream (see :meth:`follow_all`)."""
         ...
 
+    def engine_streams(self) -> Sequence[int]:
+        """Return the handles of the streams that run copy engines beside the caller's stream."""
+        ...
+
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time-out of the waits of calls, in seconds."""
         ...

@@ -15,7 +15,7 @@ import torch
 
 from sidelane.choice import Abilities
 from sidelane.collectives.call_thread import CallFuture, CallThread
-from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, tell_end, timed_out
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError, SidelaneError, UnavailableError, anew
 from sidelane.execute.base import NO_STREAM, Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cpu import CpuExecutor
@@ -114,6 +114,9 @@ class CpuBackend:
 
     def host_path(self) -> None:
         """Return None: threads move the bytes, which takes longer than any check of the host."""
+
+    def engine_streams(self) -> Sequence[int]:
+        return ()
 
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = timeout_s
@@ -270,6 +273,9 @@ class CpuWork(Work):
         if not self._future.done() or self._future.cancelled():
             return None
         return self._future.exception()
+
+    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
+        return tell_end(self._future, function)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         def result() -> list[torch.Tensor]:

@@ -189,6 +189,9 @@ class CudaBackend:
         self._futures.run(lambda: future.set_result(list(outputs)), behind=event)
         return future
 
+    def engine_streams(self) -> Sequence[int]:
+        return self.executor.side_streams
+
     def set_timeout(self, timeout_s: float) -> None:
         self.executor.timeout_s = self.executor.watch.timeout_s = timeout_s
 
@@ -345,6 +348,10 @@ class CudaWork(Work):
     def __del__(self) -> None:
         if self._held and not sys.is_finalizing():
             _keep_for(self._stream, self._held)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._backend.executor.check()

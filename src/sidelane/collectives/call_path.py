@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
+from sidelane import log
 from sidelane.collectives.arguments import Arguments, Request
 from sidelane.collectives.call_cache import (
     AnyRequest,
@@ -341,6 +342,7 @@ class CallPath:
                 )
             found, signature = check()
         calls.announce(call, signature, compares=True)
+        log.calls.info("rank %d: %s", calls.control.rank, signature)
         return call, found
 
     def hint(self, name: str, beside: Beside | None) -> Beside:

@@ -11,7 +11,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch.autograd import graph
 
-from sidelane import forks
+from sidelane import forks, ranges
 from sidelane.choice import Choice
 from sidelane.collectives.backend import Backend
 from sidelane.collectives.call_cache import PreparedCall
@@ -76,6 +76,7 @@ class Calls:
         entrance: lock of the thread that is inside of a call (``entry``).
         keep: keeps memory that a graph has captured.
         ranks: ranks of the world that take part, as profilers show them.
+        name: name of the communicator, the same on all its ranks, as profilers show it.
         renew: sets all flags of this rank as if the call of the given number had set them (:data:`RENEWAL_CALLS`).
     """
 
@@ -87,8 +88,9 @@ class Calls:
         renew: Callable[[int], None] = lambda call: None,
         keep: Callable[[Sequence[torch.Tensor | None]], None] = lambda tensors: None,
         ranks: Sequence[int] = (),
+        name: str = "",
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.name = ranks, name
         self.control, self.backend, self.config, self.renew, self.keep = control, backend, config, renew, keep
         self.last_choice: Choice | None = None
         self.armed: Handle | None = None
@@ -305,6 +307,8 @@ class Calls:
         self.failure = error
         if self.closed:
             self.failure = None
+        if ranges.observers:
+            ranges.tell("failed", error)
 
     def fail(self, error: PeerError | KeyboardInterrupt) -> None:
         """End the communicator, and tell the peers that this rank makes no more calls."""

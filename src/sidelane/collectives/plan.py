@@ -25,6 +25,7 @@ from sidelane.program.shape import Beside, CallShape
 from sidelane.program.transform import freeze, hold, lower, prelaunch
 from sidelane.program.variant import PRELAUNCH, Variant
 from sidelane.program.verify import verify
+from sidelane.sizes import format_bytes
 
 AUTO = "auto"
 
@@ -115,6 +116,7 @@ class Planner:
         verify_programs: prove each program before its first run.
         profile: measured times by which ``auto`` chooses, the same on all ranks; None: choose by a heuristic.
         abilities: implementations that the machine supports, the same on all ranks.
+        chosen_by: source of the profile, in words, for those who read a choice.
     """
 
     def __init__(
@@ -124,11 +126,13 @@ class Planner:
         verify_programs: bool,
         profile: Profile | None = None,
         abilities: Abilities = EVERYTHING,
+        chosen_by: str = "",
     ) -> None:
         self._capabilities = capabilities
         self._verify = verify_programs
         self._profile = profile
         self._abilities = abilities
+        self._chosen_by = chosen_by
         # In the order of their first call, which all ranks share.
         self._programs: dict[AnyAgreement, Plan] = {}
         self._choices: dict[AnyAgreement, Choice] = {}
@@ -170,7 +174,10 @@ class Planner:
         for candidate, _ in choice.table:
             if fits(make_program(agreement, candidate, self._capabilities.moves)):
                 reason = f"{choice.candidate} needs staging that is not there, and a capture can allocate none"
-                return self._proved(agreement, candidate), Choice(candidate, reason, choice.table)
+                taken = dataclasses.replace(
+                    choice, candidate=candidate, reason=reason, subject=_subject(agreement.call, candidate), by=""
+                )
+                return self._proved(agreement, candidate), taken
         return program, choice
 
     def _proved(self, agreement: AnyAgreement, candidate: Candidate) -> Plan:
@@ -219,14 +226,23 @@ class Planner:
 
     def _choose(self, agreement: AnyAgreement) -> Choice:
         if agreement.variant == AUTO:
-            return choose(self._profile, agreement.call, self._abilities)
+            choice = choose(self._profile, agreement.call, self._abilities)
+            return dataclasses.replace(choice, subject=_subject(agreement.call, choice.candidate), by=self._chosen_by)
         listed = isinstance(agreement, ListAgreement)
         for kind in agreement.kinds:
             check_variant(kind, agreement.variant, self._abilities, listed=listed)
         kind = agreement.kinds[0]
         candidate = find(kind, Variant.of(agreement.variant).called)
         assert candidate is not None, "check_variant lets nothing else through"
-        return Choice(candidate, "the caller asked for it", ((candidate, None),))
+        reason, table = "the caller asked for it", ((candidate, None),)
+        return Choice(candidate, reason, table, _subject(agreement.call, candidate))
+
+
+def _subject(call: CallShape, candidate: Candidate) -> str:
+    """Return what runs, and how, in words."""
+    name = "a batch" if call.mixed else str(call.kind)
+    tensors = f" in {call.tensors} tensors" if call.listed else ""
+    return f"{name} of {format_bytes(call.nbytes)}{tensors} by {candidate.mover}"
 
 
 def make_program(agreement: AnyAgreement, candidate: Candidate, moves: AbstractSet[type[Move]]) -> Plan:

@@ -58,6 +58,19 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return the outputs as a future. On a GPU it is done at once, and the streams of its callbacks wait."""
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream on which the collective runs; None for the caller's, and without a GPU."""
+        return None
+
+    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
+        """Call a function with the error, or None, once the collective has ended, on any thread.
+
+        Returns:
+            False if the host does not learn of the end: the function is never called then.
+        """
+        return False
+
     def is_success(self) -> bool:
         """Return True if the collective has ended without an error."""
         return self.is_completed() and self.exception() is None
@@ -70,6 +83,12 @@ class Work(dist.Work):
         """Wait, and return the outputs. Raises as :meth:`wait`."""
         self.wait()
         return list(self.outputs)
+
+
+def tell_end(ended: CallFuture, function: Callable[[BaseException | None], None]) -> bool:
+    """Call a function when a future is done, with its error; see :meth:`Work.when_ended`."""
+    ended.add_done_callback(lambda done: None if done.cancelled() else function(done.exception()))
+    return True
 
 
 def future_of(ended: CallFuture, result: Callable[[], list[torch.Tensor]]) -> torch.futures.Future[list[torch.Tensor]]:

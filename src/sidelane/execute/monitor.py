@@ -44,6 +44,10 @@ class PeerMonitor(Protocol):
         """Describe ``rank`` for an error; with ``call``, also tell whether it has another signature there."""
         ...
 
+    def waited(self, ranks: Sequence[int], seconds: float) -> None:
+        """Tell observers that an engine of this rank has waited for some ranks."""
+        ...
+
     def abort(self, message: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
         """Make ``check`` raise on every rank; ``ranks`` are at fault."""
         ...

@@ -99,6 +99,8 @@ def _in_a_row(tensors: Sequence[torch.Tensor], apart_from: torch.Tensor | None) 
 DTYPES = frozenset(getattr(torch, name) for name in ELEMENT_BYTES)
 """Dtypes that Sidelane can reduce."""
 
+_ANY_ORDER = ("min", "max", "band", "bor", "bxor")
+
 Tensor = torch.Tensor
 Other = Callable[[], dist.Work]
 
@@ -123,6 +125,7 @@ class GroupCall:
         options: options of the communicator's method, if ``job`` is that method on the tensors themselves.
         key: key of calls like this one (``repeat``); None for calls that are not remembered.
         repeats: calls like this one may be remembered.
+        reduction: torch's operation of a reduction; None for other calls.
     """
 
     name: str
@@ -140,6 +143,14 @@ class GroupCall:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     key: Key | None = None
     repeats: bool = True
+    reduction: Any = None
+
+    @property
+    def adds_floats(self) -> bool:
+        """True for a reduction whose bits depend on the order of its terms."""
+        if self.reduction is None or op_name(self.reduction) in _ANY_ORDER:
+            return False
+        return any(tensor.is_floating_point() or tensor.is_complex() for tensor in self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +188,9 @@ def make(
     refusal = "Sidelane has no such operation" if job is None else shapes or _refusal(tensors, op)
     is_async = True if opts is None else bool(getattr(opts, "asyncOp", True))
     timeout = getattr(opts, "timeout", NO_TIMEOUT)
-    return GroupCall(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT), across)
+    call = GroupCall(name, tensors, outputs, other, job, refusal, is_async, max(timeout, NO_TIMEOUT), across)
+    call.reduction = getattr(opts, "reduceOp", None)
+    return call
 
 
 def all_gather(output: Tensor, input: Tensor, opts: Any, other: Other) -> GroupCall:

@@ -22,7 +22,7 @@ from sidelane.collectives.learning.mappings import default_limit_bytes
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import Work
 from sidelane.config import COMPUTE, Config, learning
-from sidelane.errors import Page, explained, see
+from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations.ledger import SIDELANE, Ledger
 from sidelane.modes import keep_compilers_out
 from sidelane.program.collective import ELEMENT_BYTES, Kind, ReduceOp
@@ -167,6 +167,8 @@ class EnabledDdp:
         row = (OPERATION, dtype, gradients.device.type, where, why or "a communication hook")
         if why is None and comm is not None:
             return Bucket(comm, gradients, row, is_async=self._side is None)
+        if comm is not None and comm.config.deterministic:
+            raise in_no_order("ddp all_reduce", f"{dist.get_backend(self._group)} would make it ({why})")
         if where != SIDELANE:  # a Sidelane group notes its calls itself
             self._ledger.note(row, "", gradients.nbytes if dense else 0)
         return None

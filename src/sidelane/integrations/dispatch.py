@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -16,10 +17,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from sidelane import config as settings
 from sidelane import forks, ranges
+from sidelane.collectives.calls import Calls
 from sidelane.collectives.side_stream import SideStream
 from sidelane.collectives.work import NO_TIMEOUT
 from sidelane.config import Config, learning
-from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError
+from sidelane.errors import CommunicatorClosedError, PeerError, UnavailableError, in_no_order
 from sidelane.integrations import calls
 from sidelane.integrations.buffers import GroupMemory
 from sidelane.integrations.calls import GroupCall
@@ -31,6 +33,7 @@ from sidelane.integrations.repeat import Again, Key, are_plain, may_be_plain, va
 from sidelane.integrations.works import JoinedWork, OtherWork, StreamWork
 from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.session import Communicator
+from sidelane.session.session import start_observers
 
 if TYPE_CHECKING:
     from sidelane.integrations.nodes.communicator import NodesCommunicator  # groups on one node do without
@@ -95,6 +98,8 @@ class Dispatcher:
         self._again: dict[Key, Again] = {}
         self.owner = forks.Owner("process group")
         self._rank, self._name = group.rank(), ""
+        with contextlib.suppress(ValueError):  # of a setting: the first communicator tells the peers, too
+            start_observers()  # now, for the first call to be seen as a whole
         forks.telling(self)
 
     def take_name(self, name: str) -> None:
@@ -188,12 +193,30 @@ class Dispatcher:
             make: function that puts the call together.
         """
         key = (name, detail, tensors[0].dtype, tensors[0].device)
+        if ranges.is_active():
+            return self._run_alike_observed(key, tensors, opts, make)
         work = self._run_again(key, tensors, opts)
-        if work is None:
-            call = make()
-            call.key = key if call.repeats else None
-            work = self.run(call)
-        return work
+        return self._run(_keyed(make(), key)) if work is None else work
+
+    def _run_alike_observed(
+        self, key: Key, tensors: Sequence[torch.Tensor], opts: Any, make: Callable[[], GroupCall]
+    ) -> dist.Work:
+        """Make a call as :meth:`run_alike` does, and tell observers of it."""
+        with ranges.ObservedCall(key[0], tensors[:1], tensors[1:], self._ranks, self._name) as observed:
+            work, is_ours = self._run_again(key, tensors, opts), True
+            if work is None:
+                call = _keyed(make(), key)
+                work = self._run(call)
+                is_ours = not call.refusal
+            observed.work = work
+            if is_ours:
+                observed.maker = self._maker(tensors)
+            return work
+
+    def _maker(self, tensors: Sequence[torch.Tensor]) -> Calls | None:
+        """Return the calls of the communicator of such tensors; None if there is none yet."""
+        made = self._communicators.get(tensors[0].device.type if tensors else "cpu")
+        return None if made is None else made.lane.calls
 
     def _run_again(self, key: Key, tensors: Sequence[torch.Tensor], opts: Any) -> dist.Work | None:
         """Make a call like an earlier one; return None, with nothing done, if there is none or a decision is needed."""
@@ -204,7 +227,7 @@ class Dispatcher:
         is_async, on_host = opts.asyncOp, device.type == "cpu"
         if is_async and on_host:
             return None  # its thread makes all decisions, while the caller goes on
-        if ranges.is_active() or not may_be_plain(tensors):
+        if not may_be_plain(tensors):
             return None
         if on_host and self._can_capture and torch.cuda.is_current_stream_capturing():
             return None
@@ -231,13 +254,19 @@ class Dispatcher:
         if not ranges.is_active():
             return self._run(call)
         read = [tensor for tensor in call.tensors if all(tensor is not output for output in call.outputs)]
-        with ranges.call(call.name, call.outputs, read, self._ranks, self._name):
-            return self._run(call)
+        with ranges.ObservedCall(call.name, call.outputs, read, self._ranks, self._name) as observed:
+            observed.work = work = self._run(call)
+            if not call.refusal:
+                observed.maker = self._maker(call.tensors)
+            return work
 
     def _run(self, call: GroupCall) -> dist.Work:
         self.require()
         device = call.tensors[0].device.type if call.tensors else "cpu"
         call.refusal = call.refusal or self.uses(device) or self._across(call)
+        if (call.refusal or self._nodes.spans) and settings.current().deterministic and call.adds_floats:
+            why = f"{self.names.get(device, 'none')} would make it ({call.refusal})"
+            raise in_no_order(call.name, why if call.refusal else "it adds up sums of several nodes")
         if self._can_capture and torch.cuda.is_current_stream_capturing():
             self._refuse_in_graph(call, device)
         order = self._orders.get(device)
@@ -472,6 +501,12 @@ class Dispatcher:
         backend: Any = communicator.lane.backend
         work: dist.Work = backend.work_on(side, tensors, tuple(outputs))
         return work
+
+
+def _keyed(call: GroupCall, key: Key) -> GroupCall:
+    """Return a call that is remembered by its key, if calls like it may be."""
+    call.key = key if call.repeats else None
+    return call
 
 
 def settings_for(device: str, timeout: timedelta, *, spans: bool) -> Config:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from sidelane import config as settings
 from sidelane.collectives.allocator import MemoryUse
 from sidelane.config import COMPUTE, Config
-from sidelane.errors import Page, explained, see
+from sidelane.errors import Page, explained, in_no_order, see
 from sidelane.integrations import direct_gather
 from sidelane.integrations.calls import GroupReduction
 from sidelane.integrations.ledger import SIDELANE
@@ -66,6 +66,7 @@ def enable(model: nn.Module, *, config: Config | None = None, straight_into_para
     if any(isinstance(shard._all_gather_comm, Gather) for shard in shards):
         raise see(ValueError("fsdp.enable: it is on for this model (allowed=disable it first)"), Page.FSDP)
     enabled = EnabledFsdp("not asked for" if not straight_into_parameters else direct_gather.objection())
+    enabled.is_deterministic = (config or settings.current()).deterministic
     try:
         for shard in shards:
             enabled._take(shard, config)
@@ -94,6 +95,7 @@ class EnabledFsdp:
     Attributes:
         calls: number of collectives that Sidelane has made.
         elsewhere: calls that the group's own backend has made, with the reasons.
+        is_deterministic: no other backend may add gradients.
     """
 
     def __init__(self, copies_out: str | None) -> None:
@@ -102,6 +104,7 @@ class EnabledFsdp:
         self._undo = contextlib.ExitStack()
         self.elsewhere: dict[str, Elsewhere] = {}
         self.calls: int = 0
+        self.is_deterministic: bool = False
 
     def memory(self) -> MemoryUse:
         """Return all symmetric memory: buffers, by size as many as FSDP2 uses at once, and that of calls (``own``)."""
@@ -227,6 +230,8 @@ class Scatter(ReduceScatter):
         else:
             why = self._link.refusal(Kind.REDUCE_SCATTER, input_tensor.nbytes)
         if why:
+            if self._enabled.is_deterministic and input_tensor.is_floating_point():
+                raise in_no_order("fsdp reduce_scatter", f"{dist.get_backend(group)} would make it ({why})")
             self._enabled._went_elsewhere(self._link, group, Kind.REDUCE_SCATTER, input_tensor, why)
             return self._own(output_tensor, input_tensor, group, op, async_op)
         why = "in symmetric memory"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
-from sidelane import forks, log
+from sidelane import forks, log, ranges
 
 SIDELANE = "sidelane"
 _MOST_GROUPS = 256
@@ -109,9 +110,12 @@ class Ledger:
             entry.reason = reason
         _last = (self, key, nbytes, reason)
         operation, dtype, device, where, why = key
-        if is_new and where != SIDELANE:
+        if is_new:
             what = f"{operation} of {dtype} on {device}" if dtype else operation
-            log.calls.warning("group %s: %s is made by %s: %s", self.group, what, where, why)
+            level = logging.INFO if where == SIDELANE else logging.WARNING
+            log.calls.log(level, "group %s: %s is made by %s: %s", self.group, what, where, why)
+        if where != SIDELANE and ranges.observers:
+            ranges.tell("fell_back", operation, where, why)
 
     def forget(self) -> None:
         """Reset the counts."""

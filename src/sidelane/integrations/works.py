@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from sidelane import forks
 from sidelane.collectives.call_thread import CallFuture
-from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, timed_out
+from sidelane.collectives.work import NO_TIMEOUT, Work, future_of, tell_end, timed_out
 from sidelane.errors import PeerTimeoutError, SidelaneError, anew
 from sidelane.memory.ending import give_up_if_it_ends
 from sidelane.modes import untraced
@@ -88,6 +88,9 @@ class HostWork(Work):
 
     def exception(self) -> BaseException | None:
         return self._future.exception() if self._future.done() else None
+
+    def when_ended(self, function: Callable[[BaseException | None], None]) -> bool:
+        return tell_end(self._future, function)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         def result() -> list[torch.Tensor]:
@@ -221,6 +224,10 @@ class StreamWork(EndedWork):
         self._event.record(stream)
         for tensor in tensors:
             tensor.record_stream(stream)  # the allocator must not hand out these bytes while the stream uses them
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)

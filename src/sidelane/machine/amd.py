@@ -161,6 +161,11 @@ def _gpu(index: int, engines: Mapping[int, int], links: Mapping[tuple[int, int],
     )
 
 
+def reported_versions() -> dict[str, str | None]:
+    """Return what torch was built with; None if it is not a torch for ROCm."""
+    return {"rocm": torch.version.hip}
+
+
 def _rccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
 

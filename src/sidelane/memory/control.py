@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.memory.exchange import Exchange
 from sidelane.memory.host_shared import SharedBytes
@@ -74,6 +75,7 @@ class ControlBlock:
         exchange: connection of the ranks, all on one machine. From here on its waits raise failures posted here.
 
     Attributes:
+        world_ranks: numbers of the ranks in the world, for observers.
         unread: first call whose post peers may not have read yet; 0 if there is none.
         pid: process id of this rank.
 
@@ -99,6 +101,7 @@ class ControlBlock:
         self._look_at = 0.0
         self._is_closed = False
         exchange.look = self._look
+        self.world_ranks: Sequence[int] = range(self.world_size)
 
     # --- writing this rank's part -------------------------------------------------------------------------------------
 
@@ -245,6 +248,7 @@ class ControlBlock:
         """
         began = time.monotonic()
         found: dict[int, PostedCall] = {}
+        missing: list[int] = []
         while True:
             for rank, part in enumerate(self._parts):
                 if rank not in found and (posted := part.posted(rank, call) or self._overwritten(rank, call)):
@@ -253,12 +257,18 @@ class ControlBlock:
                 self._check_aborts()  # a rank may have posted and then given up
                 self._own.words[AGREED] = self.unread = call
                 self._patience_s = timeout_s
+                if ranges.observers and missing:
+                    self.waited(missing, time.monotonic() - began)
                 return [found[rank] for rank in range(self.world_size)]
             self._check_aborts()
             missing = [rank for rank in range(self.world_size) if rank not in found]
             mine = found[self.rank].signature if self.rank in found else "not posted here"
             self._check_gone(call, missing, is_post_enough=True)
             self._wait_on(call, mine, missing, began, timeout_s)
+
+    def waited(self, ranks: Sequence[int], seconds: float) -> None:
+        """Tell observers that the host has waited for some ranks."""
+        ranges.tell("waited", [self.world_ranks[rank] for rank in ranks], seconds)
 
     def behind(self, call: int) -> tuple[int, ...]:
         """Return the ranks that have neither begun nor refused ``call`` or a later one."""
@@ -282,6 +292,8 @@ class ControlBlock:
                 self.describe(rank) for rank in missing
             )
             culprits = self.at_fault(missing)
+            if ranges.observers:
+                self.waited(missing, waited)
             self.abort(message, culprits, timed_out=True)
             raise PeerTimeoutError(message, culprits)
         # Ranks usually come within microseconds, and the shortest sleep takes 70.

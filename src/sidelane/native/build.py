@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from sidelane import log
+from sidelane import log, ranges
 from sidelane.config import cache_folder
 from sidelane.forks import OwnFolder
 
@@ -63,6 +63,7 @@ def load_replays() -> Replays:
         found = Replays(None, f"{type(problem).__name__}: {one_line}"[:_MOST_LETTERS])
     if found.module is None:
         log.calls.warning("calls that come again are made in Python, which is slower: %s", found.words)
+        ranges.tell("fell_back", "repeated calls", "Python", found.words)
     return found
 
 

@@ -43,6 +43,7 @@ from sidelane.choice.fused import (
 from sidelane.choice.fused_heuristic import ROUTED
 from sidelane.choice.key import key_here
 from sidelane.choice.selection import Selection
+from sidelane.errors import in_no_order
 from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
@@ -78,6 +79,16 @@ OPS = {
     "all_gather_gemm": OperatorWays(_PARTS, _PARTS),
 }
 """Methods by operator. A graph has none that needs the host, as bags of a table do."""
+
+
+SUMS = ("gemv_all_reduce", "all_reduce_rms_norm", "gemm_reduce_scatter", "gemm_all_reduce")
+"""Operators with a sum between ranks, whose bits depend on the method."""
+
+
+def refuse_split(comm: Communicator, op: str) -> None:
+    """Refuse, with ``Config.deterministic``, a method whose parts PyTorch adds up, in an order of its own."""
+    if comm.config.deterministic:
+        raise in_no_order(op, "split adds the ranks' parts with torch.sum (allowed=unfused, auto)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,6 +132,8 @@ def prepare(
         return known
     with telling_refusals(comm, op):
         check_method(comm, op, method)
+        if method == SPLIT and op in SUMS:
+            refuse_split(comm, op)
         call = check()
     found = agree(comm, op, method, call)
     ready = found, _made(call, found)
@@ -135,6 +148,8 @@ def agree(comm: Communicator, op: str, method: str, call: OperatorCall) -> Metho
     """
     if method != AUTO:
         return Method(method)
+    if comm.config.deterministic and op in SUMS:  # one way for all shapes
+        return Method(UNFUSED)
     captured = is_captured(comm)
     known: tuple[Method, Method] | None = comm.kept.get((agree, op, call.key))
     if known is None:

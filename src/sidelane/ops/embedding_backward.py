@@ -53,6 +53,7 @@ from sidelane.ops.embedding_tables import (
     check_offsets,
     check_sizes,
     checked,
+    refuse_atomics,
     threads_of,
 )
 from sidelane.ops.handle import KernelHandle, check_tensor, kept, power_of_two, programs_of, telling_refusals
@@ -101,6 +102,8 @@ class EmbeddingBackward(KernelHandle):
         """Run the operator. Arguments, result and errors are those of :func:`embedding_all_to_all_backward`."""
         comm, tables, weights = self.comm, self.tables, per_sample_weights
         with telling_refusals(comm, NAME):
+            if not sparse:
+                refuse_atomics(comm, f"{NAME} backward")
             check_bags(comm, tables.tables, indices, offsets, weights, mode)
             check_offsets(tables, offsets)
             check_tensor(NAME, "grad", grad, comm.device, (tables.dtype,), (2,))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from sidelane.choice.fused_heuristic import ORDERS
+from sidelane.errors import Page, UnavailableError, in_no_order
 from sidelane.memory.persistent import lasting
 from sidelane.ops.auto import AUTO
 from sidelane.ops.handle import FLOATS, check_choice, check_tensor, kept, power_of_two
@@ -218,3 +220,21 @@ def _check_indices(tables: Sequence[torch.Tensor], indices: torch.Tensor, offset
         if some.numel() and not 0 <= int(some.min()) <= int(some.max()) < table.shape[0]:
             given = f"{int(some.min())}..{int(some.max())}"
             raise ValueError(f"{NAME}: indices of table {number} (value={given}, allowed=0..{table.shape[0] - 1})")
+
+
+def refuse_atomics(comm: Communicator, what: str) -> None:
+    """Refuse atomic additions of floats, whose order changes from run to run, where they may not be.
+
+    ``torch.use_deterministic_algorithms(True)`` refuses them, too, or warns of them, as it does for PyTorch's own.
+
+    Raises:
+        UnavailableError: they may not be.
+    """
+    why = "dense gradients are added by atomic operations, in an order that changes (allowed=sparse=True)"
+    if comm.config.deterministic:
+        raise in_no_order(what, why)
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        warnings.warn(f"{what}: {why}", stacklevel=3)
+    elif torch.are_deterministic_algorithms_enabled():
+        text = f"{what}: refused by torch.use_deterministic_algorithms(True): {why}"
+        raise UnavailableError(text, page=Page.DETERMINISM)

@@ -15,7 +15,7 @@ import torch
 
 from sidelane.choice.fused import SPLIT
 from sidelane.ops import reference
-from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
+from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of, refuse_split
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
 from sidelane.ops.operands import check_operands
@@ -149,6 +149,7 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
 def _split(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: int, *, gathers: bool) -> torch.Tensor:
     name = f"split_{ALL if gathers else SCATTER}"
     with telling_refusals(comm, name):
+        refuse_split(comm, name)
         check_pieces(name, pieces)
         check_operands(name, comm, x, weight, scatters=not gathers)
     return _handle(comm, x, weight, gathers)(x, weight, pieces)

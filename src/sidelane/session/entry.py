@@ -51,7 +51,7 @@ def repeated_entry(method: Callable[Concatenate[S, P], R]) -> Callable[Concatena
 
 def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Callable[Concatenate[S, P], R]:
     code = cast("FunctionType", method).__code__
-    names = code.co_varnames[1 : code.co_argcount]  # of arguments that have a place, behind self
+    places = ranges.places_of(code.co_varnames[1 : code.co_argcount])  # behind self
 
     @functools.wraps(method)
     def entered(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,9 +66,12 @@ def _door(method: Callable[Concatenate[S, P], R], *, leaves_modes: bool) -> Call
             leaves = (leaves_modes or is_recorded) and is_in_modes()
             if leaves or is_recorded:
                 name = getattr(self, "range_name", method.__name__)
-                given = {**dict(zip(names, args, strict=False)), **kwargs}
-                with outside_of_modes() if leaves else nullcontext(), ranges.method_call(name, given, calls.ranks):
-                    return method(self, *args, **kwargs)
+                with (
+                    outside_of_modes() if leaves else nullcontext(),
+                    ranges.method_call(name, places, args, kwargs, calls) as observed,
+                ):
+                    observed.work = made = method(self, *args, **kwargs)
+                    return made
             return method(self, *args, **kwargs)
         except (TypeError, ValueError) as error:
             # The traceback gets no local name: it refers to this frame, and the name would close a reference cycle.

@@ -151,15 +151,16 @@ class Batched:
         self._run(error)
 
     @entry
-    def _run(self, error: BaseException | None) -> None:
+    def _run(self, error: BaseException | None) -> Work | None:
         calls = self._calls
         if error is not None:
             # The peers may have ended their blocks without an error: this block takes its place in the order of calls.
             if isinstance(error, Exception) and not calls.closed and calls.failure is None and calls.armed is None:
                 calls.refuse(calls.number(), BATCH, error)
-            return
+            return None
         asked = ListedCall(BATCH, self._asked, self._path.arguments.world_size)
         self.work = self._path.run(asked, variant=self._variant, beside=self._beside, async_op=self._async_op)
+        return self.work
 
 
 def _lists(asked: CallRequest) -> list[Sequence[torch.Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from sidelane import log
 from sidelane.choice import Candidate, Choice
 from sidelane.choice.candidate import SM
 from sidelane.collectives.arguments import Arguments
@@ -131,7 +132,10 @@ class OwnKernel:
         values = ", ".join(f"{name}={value}" for name, value in sorted(options.items()))
         signature = f"{self} {grid}, {values}{alike and f', {alike}'}"
         call = KernelCall(self.kernel, self.name, grid, (self.context, *arguments), options, self._calls.backend.board)
-        runnable = self._calls.backend.bind_kernel_call(call, compiles=signature not in self._compiled)
+        is_new = signature not in self._compiled
+        runnable = self._calls.backend.bind_kernel_call(call, compiles=is_new)
+        if is_new:
+            log.calls.info("rank %d: %s", self._calls.control.rank, signature)
         choice = Choice(Candidate(SM, self.name), "a kernel of the caller's own", ())
         return PreparedCall(runnable, signature, captured, choice)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from sidelane import config as settings
-from sidelane import forks, log
+from sidelane import flight_recorder, forks, log, metrics
+from sidelane.choice.key import key_here
 from sidelane.choice.store import InForce, builtin_digest, choice_of_rank
 from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import Backend
@@ -32,9 +37,33 @@ from sidelane.program.collective import MAX_NODE_RANKS
 from sidelane.program.ir import Program
 from sidelane.session.entry import entry
 from sidelane.session.own_kernel import OwnKernel, Peers, load_kernel
+from sidelane.sizes import format_bytes
+from sidelane.version import VERSION
 
 if TYPE_CHECKING:
     from sidelane.session.bound_program import BoundProgram
+
+
+@functools.cache
+def _warn_once(note: str) -> None:
+    log.calls.warning("%s", note)
+
+
+_numbers: dict[tuple[int, ...], Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+def start_observers() -> None:
+    """Start what the environment asks for: log, ranges, metrics and flight recorder. A second time changes nothing.
+
+    Raises:
+        ValueError: a value of the environment is not allowed.
+    """
+    settings.show_log()
+    settings.mark_ranges()
+    if (file := settings.metrics_file()) is not None:
+        metrics.start(file)
+    if (prefix := settings.recorder_prefix()) is not None:
+        flight_recorder.start(prefix)
 
 
 def choose_device(device: torch.device | str | int | None) -> torch.device:
@@ -136,6 +165,7 @@ class Session:
     Attributes:
         rank, world_size: this rank and the number of ranks in the group.
         ranks: global ranks of the group's ranks (those of the default group).
+        name: name for observers of calls, the same on all ranks.
         device, config: device and settings in use.
         heap: the symmetric memory of all lanes.
 
@@ -159,8 +189,7 @@ class Session:
             raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
         try:
             self.device: torch.device = choose_device(device)
-            settings.show_log()
-            settings.mark_ranges()
+            start_observers()
             self.config: Config = settings.current() if config is None else config
             if not isinstance(self.config, Config):
                 raise TypeError(f"Communicator: config (value={config!r}, allowed=a sidelane.Config, None)")
@@ -169,6 +198,7 @@ class Session:
             raise
         self._group = chosen
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
+        self.name = f"communicator {next(_numbers[self.ranks])} of ranks {list(self.ranks)}"
         self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
         self._closed = False
@@ -216,6 +246,7 @@ class Session:
     def close(self) -> None:
         """Close all lanes, and release the memory. Idempotent. Not a collective: peers may close later."""
         self._closed = True
+        metrics.flush()
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.close()
@@ -319,20 +350,36 @@ class Lane:
             verify_programs=config.verify,
             profile=self.profile.profile,
             abilities=self.backend.abilities,
+            chosen_by=self.profile.where,
         )
         self.preparer = Preparer(session.rank, session.heap, self.backend, planner)
         self.calls = self._calls = Calls(
-            self.control, self.backend, config, self.preparer.renew, session.heap.keep, session.ranks
+            *(self.control, self.backend, config, self.preparer.renew, session.heap.keep, session.ranks),
+            session.name + (f", {name}" if number else ""),
         )
+        self.control.world_ranks = session.ranks
         self.peers = Peers(session.heap, self.arguments).of
         maps = config.map_memory == LEARN or (config.map_memory is True and not self.backend.hosts_meet)
         learns = session.world_size > 1 and maps
         board = LearningBoard(exchange) if learns else None
         self.path = CallPath(self.calls, self.arguments, self.preparer, board)
+        if log.calls.isEnabledFor(logging.INFO):
+            self._log()
+        if session.rank == 0 and not number:  # whose profile counts
+            for note in self.profile.notes:
+                _warn_once(note)
+
+    def _log(self) -> None:
+        session, config = self.session, self.session.config
+        machine = key_here(session.device.type, session.world_size)
+        versions = ", ".join(f"{name} {version}" for name, version in (("sidelane", VERSION), *machine.software))
+        most = "what the device has" if config.memory_bytes is None else format_bytes(config.memory_bytes)
         log.calls.info(
-            "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s",
-            *(session.rank, session.world_size, session.device, list(session.ranks), name),
-            *(self.profile.where, config.timeout_s),
+            "rank %d of %d on %s: communicator of ranks %s, lane %r; it chooses by %s; a wait for a peer ends in %g s; "
+            "%d x %s%s; %s; symmetric memory: %s for its calls, for tensors up to %s",
+            *(session.rank, session.world_size, session.device, list(session.ranks), self.name),
+            *(self.profile.where, config.timeout_s, machine.count, machine.device),
+            *(machine.links and f", {machine.links}", versions, format_bytes(self.preparer.own_bytes), most),
         )
 
     @entry

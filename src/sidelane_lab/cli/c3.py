@@ -12,12 +12,11 @@ import click
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, parse_gemm, parse_workload
-from sidelane.cli.help import HOW, WHAT, what
+from sidelane.cli.help import HOW, MEASURE, WHAT, what
 from sidelane.cli.options import (
     KINDS,
     VERSIONS,
     given,
-    machine_option,
     reasons,
     refuse_beside_machine,
     say_rounding,
@@ -39,6 +38,7 @@ from sidelane_lab.harness.options import (
     implementations,
     kinds,
     loaded,
+    machine_option,
     names,
     option,
     require_file_to_resume,
@@ -342,6 +342,7 @@ c3 = command(
     "c3",
     _c3,
     (C3Options, OccupancyOptions, HeuristicsOptions),
+    heading=MEASURE,
     besides=(
         what(
             "--study",

@@ -6,11 +6,12 @@ import dataclasses
 from pathlib import Path
 
 from sidelane.c3.workload import TABLE_I
-from sidelane.cli.help import HOW, OUTPUT, WHAT
+from sidelane.cli.help import HOW, MEASURE, OUTPUT, WHAT
 from sidelane.cli.options import ALL, KINDS, shapes
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.harness.options import (
     LAUNCHES,
+    MACHINE_NAME,
     MOST_TENSORS,
     StudyOptions,
     count,
@@ -119,7 +120,7 @@ class PhasesOptions(StudyOptions):
     calls: int = count("--calls", 31, "Measured calls of each.")
     warmup: int = count("--warmup", 4, "Calls before them.")
     predict: str = option(
-        "--predict", "", "Machine to predict beside what is measured.", metavar="NAME_OR_FILE", show_default=False
+        "--predict", "", "Machine to predict beside what is measured.", type=MACHINE_NAME, show_default=False
     )
 
     def __post_init__(self) -> None:
@@ -313,7 +314,7 @@ def _fused(machine: str, options: FusedOptions) -> None:
 SIZES = ("min_bytes", "max_bytes", "factor")
 WRITTEN = ("json", "report")
 
-collective = study_command("collective", CollectiveOptions, _collective, WRITTEN)
+collective = study_command("collective", CollectiveOptions, _collective, WRITTEN, MEASURE)
 phases = study_command("phases", PhasesOptions, _phases, ("operations", *SIZES, "variants", *WRITTEN))
 power = study_command("power", PowerOptions, _power, ("gemms", "collectives", *SIZES, *WRITTEN))
 chain = study_command("chain", ChainOptions)

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from sidelane.cli.help import HOW
+from sidelane.cli.help import HOW, MEASURE
 from sidelane_lab.harness.options import StudyOptions, count, loaded, names, option, study_command, word
 
 DEFAULT = ("8b:2x4096", "8b:1x4096", "8b:1x8192", "70b:1x2048", "70b:1x4096")
@@ -64,4 +64,4 @@ class FsdpOptions(StudyOptions):
         return [cases.parse_case(text, self.layers) for text in dict.fromkeys(self.cases)]
 
 
-fsdp = study_command("fsdp", FsdpOptions)
+fsdp = study_command("fsdp", FsdpOptions, heading=MEASURE)

@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import LOOK, PREDICT, Command, how, output, what, where
-from sidelane.cli.options import VERSIONS, given, json_option, report_option
+from sidelane.cli.help import LABORATORY, LOOK, PREDICT, Command, how, output, what, where
+from sidelane.cli.options import VERSIONS, NameChoice, given, json_option, report_option
 from sidelane.cli.output import Written
-from sidelane_lab.harness.options import loaded
+from sidelane_lab.harness.options import MACHINE_NAME, loaded
 
 DEMO_MACHINE = "mi300x8"
 
@@ -19,7 +19,8 @@ DLRM = "dlrm"
 PLANNED = ("llama-8b-like", "llama-70b-like")
 """Models of `sidelane plan`: ``MODELS`` of ``sidelane_lab.model.layer``, which would take a while to load for help."""
 SHORT = {name.removesuffix("-like"): name for name in PLANNED}
-"""Shorter names of them."""
+SHORT |= {name.removeprefix("llama-"): full for name, full in SHORT.items()}
+"""Shorter names of them: llama-70b, and 70b."""
 
 
 @click.command(
@@ -39,16 +40,14 @@ def machines(json: Path | None) -> None:
 
 @click.command(
     cls=Command,
-    heading=PREDICT,
+    heading=LABORATORY,
     examples=(
-        ("sidelane claims --no-ranges", "every published figure, in two seconds"),
+        ("sidelane claims --no-ranges", "every published figure, in seconds"),
         ("sidelane claims --machine h200x4 --no-ranges", "what was measured on four H200s, in a checkout"),
         ("sidelane claims --measured", "what papers claim beside what was measured here, in a checkout"),
     ),
 )
-@where(
-    "--machine", metavar="NAME_OR_FILE", default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured."
-)
+@where("--machine", type=MACHINE_NAME, default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured.")
 @where(
     "--results",
     type=click.Path(path_type=Path),
@@ -61,8 +60,8 @@ def machines(json: Path | None) -> None:
     "--ranges/--no-ranges",
     default=None,
     show_default="with them, except with --json and no --report",
-    help="Also predict over the plausible values of the machine's numbers: about a minute instead of two seconds, "
-    "many minutes with --machine of a measured one.",
+    help="Also predict over the plausible values of the machine's numbers: a minute on two processors instead of "
+    "seconds, some minutes with --machine of a measured one.",
 )
 @what(
     "--measured",
@@ -99,7 +98,7 @@ def claims(
 
 @click.command(
     cls=Command,
-    heading=PREDICT,
+    heading=LABORATORY,
     examples=(
         ("sidelane figure", "all figures and tables, and who predicts and measures each"),
         ("sidelane figure 003/13", "the DMA collectives paper's figure 13"),
@@ -113,7 +112,7 @@ def claims(
 @what("--version", type=click.Choice(VERSIONS), default=None, help="Version of the ConCCL paper.")
 @where(
     "--machine",
-    metavar="NAME_OR_FILE",
+    type=MACHINE_NAME,
     show_default="the paper's own",
     help="Predict for this one: of `sidelane machines`, or a TOML or JSON file.",
 )
@@ -163,10 +162,10 @@ def figure(
 
 @click.command(
     cls=Command,
-    heading=PREDICT,
+    heading=LABORATORY,
     examples=(("sidelane pipeline --machine mi300x8", "iterations that overlap, on eight MI300X"),),
 )
-@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@where("--machine", required=True, type=MACHINE_NAME, help="One of `sidelane machines`, or a TOML or JSON file.")
 @json_option
 @report_option
 def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
@@ -182,15 +181,16 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     cls=Command,
     heading=PREDICT,
     examples=(
-        ("sidelane plan --model llama-8b --machine mi300x8 --fsdp", "a training step on eight MI300X"),
-        ("sidelane plan --model llama-70b --machine h200x4 --fsdp --tokens 4096", "one sequence a rank"),
+        ("sidelane plan --model 70b --machine h100x8", "I train 70 B with FSDP2 on eight H100s"),
+        ("sidelane plan --model 8b --machine 2xh100x8", "8 B on my two nodes of eight"),
+        ("sidelane plan --model 8b --machine h200x4 --tokens 4096", "one sequence a rank"),
         ("sidelane plan --model llama-8b --nodes 2..128", "FSDP2 and HSDP on nodes of eight H100s"),
         ("sidelane plan --model dlrm --nodes 128 --report out", "fused embeddings on 128 nodes of one MI210"),
     ),
 )
 @where(
     "--machine",
-    metavar="NAME_OR_FILE",
+    type=MACHINE_NAME,
     default=None,
     show_default="with --nodes h100x8x2, of dlrm mi210x1x128",
     help="One of `sidelane machines`, or a TOML or JSON file.",
@@ -202,10 +202,16 @@ def pipeline(machine: str, json: Path | None, report: Path | None) -> None:
     show_default="the machine's",
     help="So many nodes of the machine instead: 16, or 2,8,32, or 2..128 for powers of two.",
 )
-@what("--model", required=True, type=click.Choice((*SHORT, *PLANNED, DLRM)), help="Whose layers.")
-@what("--fsdp", is_flag=True, help="Layers are sharded over all ranks. On one node nothing else is modelled.")
+@what("--model", required=True, type=NameChoice((*SHORT, *PLANNED, DLRM)), help="Whose layers.")
+@what("--fsdp", is_flag=True, help="On several nodes: shards over all ranks alone, not also HSDP.")
 @what("--tokens", type=int, default=8192, help="Tokens of a rank in a step.")
 @what("--sequence", type=int, default=4096, help="Tokens that attend to each other.")
+@what(
+    "--recompute/--no-recompute",
+    default=None,
+    show_default="where the step would not fit",
+    help="Keep the inputs of layers alone, and compute layers again in the backward pass.",
+)
 @what("--layers", type=int, default=None, show_default="the model's", help="Another number of layers.")
 @json_option
 @report_option
@@ -217,19 +223,24 @@ def plan(
     tokens: int,
     sequence: int,
     layers: int | None,
+    recompute: bool | None,
     json: Path | None,
     report: Path | None,
 ) -> None:
-    """Predict the communication of a training step that stays exposed, and say what to change.
+    """Predict a training step: memory, tokens a second, exposed communication, and the line to write.
 
-    Under the library's kernels, with these on compute units of their own, with all-gathers on copy engines, and with
-    reduce-scatters there, too; out of buffers, as FSDP2 does it, or straight into the parameters, as Sidelane does. On
-    several nodes with shards among all ranks, and with all shards on each node (HSDP). Of dlrm: a pass with embeddings
-    fused with their all-to-all, and not, over what the fused operators paper leaves open, next to its 21%.
+    The answer comes first: the memory of a GPU (weights, gradients, Adam, activations; an estimate) and what would fit,
+    tokens a second with Sidelane and with the vendor's library, the communication that stays exposed, and the line of
+    code. A table of ways to communicate follows: the library's kernels; these on compute units of their own;
+    all-gathers on copy engines, or reduce-scatters, too; out of buffers, as FSDP2 does it, or straight into the
+    parameters, as Sidelane does. On several nodes with shards among all ranks, and with all shards on each node (HSDP).
+
+    Of dlrm: a pass with embeddings fused with their all-to-all, and not, over what the fused operators paper leaves
+    open, next to its 21%.
     """
     with plain_errors():
         if model == DLRM:
-            for name in ("fsdp", "tokens", "sequence", "layers"):
+            for name in ("fsdp", "tokens", "sequence", "layers", "recompute"):
                 if given(name):
                     raise ValueError(f"--{name} goes with a Llama, not with --model {DLRM}")
             study = loaded("traces.dlrm_study")
@@ -237,9 +248,9 @@ def plan(
             return
         planning = loaded("papers.plan")
         if machine is None and not nodes:
-            raise ValueError("plan: --machine or --nodes is needed (value=neither)")
+            raise ValueError("plan: --machine or --nodes is needed (value=neither, allowed=--machine h100x8, ...)")
         whose = SHORT.get(model, model)
-        asked = (machine or planning.MACHINE, whose, tokens, sequence, layers, fsdp, json, nodes, report)
+        asked = (machine or planning.MACHINE, whose, tokens, sequence, layers, fsdp, json, nodes, report, recompute)
         planning.main(planning.PlanOptions(*asked))
 
 
@@ -252,7 +263,7 @@ def plan(
     ),
 )
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@where("--machine", required=True, metavar="NAME_OR_FILE", help="One of `sidelane machines`, or a TOML or JSON file.")
+@where("--machine", required=True, type=MACHINE_NAME, help="One of `sidelane machines`, or a TOML or JSON file.")
 @what(
     "--strategy",
     "strategies",

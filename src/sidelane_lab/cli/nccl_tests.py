@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from sidelane.cli.errors import plain_errors
 from sidelane.cli.help import MEASURE, Command, how, what, where
-from sidelane.cli.options import json_option, names, size, timeout_option
+from sidelane.cli.options import NameChoice, json_option, names, size, timeout_option
 from sidelane_lab.harness.options import loaded
 
 COLLECTIVES = {
@@ -26,6 +27,40 @@ DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "int32"
 """Our names of types, by those of nccl-tests."""
 
 
+SINGLE_VALUES = (
+    (("-t", "--nthreads"), "1", "each process has one GPU: -g 8 starts eight"),
+    (("-o", "--op"), "sum", "reductions add"),
+    (("-r", "--root"), "0", "the root of a broadcast is rank 0"),
+    (("-m", "--agg_iters"), "1", "calls are not aggregated"),
+    (("-N", "--run_cycles"), "1", "more rounds: -n"),
+    (("-z", "--blocking"), "0", "calls do not wait for the GPU"),
+    (("-p", "--parallel_init"), "0", "each process initialises its own GPU"),
+    (("-a", "--average"), "3", "a time is that of the slowest rank"),
+)
+"""Options of nccl-tests of which there is one value here: their names, that value, and the reason."""
+
+
+def _single_value(flags: tuple[str, str], allowed: str, reason: str) -> Callable[[Any], Any]:
+    """Declare an option of nccl-tests that is accepted with one value, so that lines of theirs run as they are."""
+
+    def check(context: click.Context, option: click.Parameter, value: str | None) -> None:
+        if value not in (None, allowed):
+            raise click.BadParameter(f"(value={value}, allowed={allowed}: {reason})")
+
+    return click.option(*flags, hidden=True, expose_value=False, callback=check)
+
+
+def _accept_their_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for flags, allowed, reason in SINGLE_VALUES:
+        command = _single_value(flags, allowed, reason)(command)
+    return command
+
+
+def _checked(context: click.Context, option: click.Parameter, value: int) -> None:
+    if not value:
+        click.echo("note: -c 0: outputs are checked all the same, outside of what is timed", err=True)
+
+
 @click.command(
     "nccl-tests",
     cls=Command,
@@ -39,7 +74,7 @@ DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "int32"
         ("sidelane nccl-tests alltoall -b 64K -e 64M -G 1", "calls in a CUDA graph"),
     ),
 )
-@click.argument("collective", type=click.Choice(list(COLLECTIVES)))
+@click.argument("collective", type=NameChoice(list(COLLECTIVES)))
 @what("-b", "--minbytes", callback=size, default="32M", metavar="SIZE", help="Smallest size, such as 64K.")
 @what("-e", "--maxbytes", callback=size, default="32M", metavar="SIZE", help="Largest size.")
 @what("-f", "--stepfactor", type=click.IntRange(2), metavar="N", help="Each size over the one before it.")
@@ -50,15 +85,26 @@ DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "int32"
       help="One table each: auto (Sidelane), nccl, nccl_ce, symm_mem, gloo, dma, sm.")  # fmt: skip
 @how("-n", "--iters", type=click.IntRange(1), default=20, help="Measured rounds.")
 @how("-w", "--warmup_iters", type=click.IntRange(0), default=5, help="Rounds before them.")
-@how("-c", "--check", type=click.IntRange(1), default=1, help="Outputs are always checked.")
+@how(
+    *("-c", "--check"),
+    type=click.IntRange(0),
+    default=1,
+    expose_value=False,
+    callback=_checked,
+    help="Outputs are always checked, outside of what is timed.",
+)
 @timeout_option
 @where("-g", "--ngpus", type=click.IntRange(1), default=None, show_default="every GPU", help="Processes to start.")
 @json_option
-def nccl_tests(collective: str, datatype: str, check: int, json: Path | None, **options: Any) -> None:
+@_accept_their_options
+def nccl_tests(collective: str, datatype: str, json: Path | None, **options: Any) -> None:
     """Time a collective, and print the lines of nccl-tests.
 
     Sizes, counts, algbw and busbw are defined as there; a time is the median over rounds of the slowest rank's. Each
     output is compared with a reference before and after it was timed. The exit code is 1 if one is wrong.
+
+    The last lines are a verdict: outputs that were wrong, the average, and the share of a link that the best size
+    reached, where `sidelane machines` has the machine. Of -t, -o, -r, -m, -N, -z, -p and -a one value is accepted.
     """
     with plain_errors():
         main = loaded("studies.nccl_tests").main

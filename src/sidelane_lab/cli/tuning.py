@@ -9,14 +9,15 @@ from typing import Any, Literal
 import click
 
 from sidelane.c3.workload import GEMM_DTYPES, parse_gemm
-from sidelane.cli.help import CHOOSE, HOW, OUTPUT, WHERE, output, what, where
+from sidelane.cli.help import CHOOSE, HOW, OUTPUT, PREDICT, WHERE, output, what, where
 from sidelane.cli.nodes import explain_nodes, sizes_of_nodes
-from sidelane.cli.options import ALL, KINDS, given, json_option, size
+from sidelane.cli.options import ALL, KINDS, NameChoice, given, json_option, size
 from sidelane.cli.output import Written
 from sidelane.config import BESIDE, LEARN, NOTHING
 from sidelane.program.collective import ELEMENT_BYTES, Kind
 from sidelane_lab.cli.collectives import CollectiveOptions
 from sidelane_lab.harness.options import (
+    MACHINE_NAME,
     CommandOptions,
     StudyOptions,
     argument,
@@ -172,6 +173,9 @@ tune = command(
 class ExplainOptions(CommandOptions):
     """Show what `auto` takes for a call, why, and what would be submitted.
 
+    The first line is the answer: the implementation (dma: copy engines, sm: kernels), the time that it is expected to
+    take, the next one, and whether Sidelane has run on such a machine. What led to it follows.
+
     COLLECTIVE is all_gather, all_to_all, broadcast, scatter, gather, reduce_scatter or all_reduce. SIZE is the gathered
     size of an all_gather and the local buffer of the others: 64K, 1.2G.
 
@@ -180,6 +184,7 @@ class ExplainOptions(CommandOptions):
 
     examples = (
         ("sidelane explain all_gather 16M --machine h200x4", "what four H200s would do"),
+        ("sidelane explain all_reduce 256K --machine mi300x8", "predicted, next to the vendor's library"),
         ("sidelane explain all_reduce 1.2G --beside compute", "next to a GEMM, on this machine"),
         ("sidelane explain all_gather 64K --machine h200x4 --json -", "as JSON"),
         (
@@ -188,11 +193,14 @@ class ExplainOptions(CommandOptions):
         ),
         ("sidelane explain all_gather 64K --machine mi300x8 --packets", "as packets of AMD's copy engines"),
         ("sidelane explain all_reduce 64M --nodes 8,8", "on two machines"),
-        ("sidelane explain all_reduce 64M --machine h100x8x2", "on two machines, with the predicted time of each step"),
+        (
+            "sidelane explain all_reduce 64M --machine h100x8x2",
+            "on two nodes of eight, with the predicted time of each step",
+        ),
     )
 
     kind: Kind = argument(
-        "collective", metavar="COLLECTIVE", type=click.Choice([kind.value for kind in Kind]), convert=Kind
+        "collective", metavar="COLLECTIVE", type=NameChoice([kind.value for kind in Kind]), convert=Kind
     )
     # Rounded up to whole elements, and to as many for each rank where the collective gives all of them the same.
     nbytes: int = argument("nbytes", metavar="SIZE", callback=size)
@@ -220,6 +228,9 @@ class ExplainOptions(CommandOptions):
     tensors: int | None = option(
         "--tensors", None, "A list of this many in one call, each of SIZE.", type=click.IntRange(min=1)
     )
+    commands: bool = option(
+        *("--commands", False, "Also list the commands that a rank would submit."), group=OUTPUT, is_flag=True
+    )
     world_size: int | None = option(
         *("--world-size", None, "Ranks."),
         group=WHERE,
@@ -229,7 +240,7 @@ class ExplainOptions(CommandOptions):
     machine: str | None = option(
         *("--machine", None, "A machine that need not be here: h200x4, mi300x8, ..."),
         group=WHERE,
-        metavar="NAME_OR_FILE",
+        type=MACHINE_NAME,
         show_default="this one",
     )
     profile: Path | None = option(
@@ -268,7 +279,7 @@ explain = command(
     "explain",
     _explain,
     (ExplainOptions,),
-    heading=CHOOSE,
+    heading=PREDICT,
     besides=(
         where(
             "--nodes",

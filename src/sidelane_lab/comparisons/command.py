@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import html
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import rich.console
 from sidelane.cli import provenance
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
+from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.comparisons.catalogue import COMPARISONS, comparison_of
 from sidelane_lab.comparisons.figure import MEASURED, PREDICTED, PUBLISHED, ClaimPredictions, FigureValues
 from sidelane_lab.harness.report import PAGE, STYLE, inline
@@ -26,6 +25,8 @@ from sidelane_lab.papers.claim_measurements import FILES
 FOLDER = Path("figures")
 """Folder of the pictures, where no other is asked for."""
 RESULTS = Path("results")
+DrawnFigure = tuple[FigureValues, list[Table], Picture | None]
+"""A figure, its tables, and its picture; None without one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def main(options: FigureOptions) -> None:
     Raises:
         ValueError: no such figure, no such machine, or a named file that is no result file.
     """
-    console, progress = tables_console(options.json), progress_console()
+    console = tables_console(options.json)
     if not options.numbers and not options.everything:
         console.print(list_table().to_rich())
         say_written(_write_json(options.json, list(_listed()), options))
@@ -73,19 +74,18 @@ def main(options: FigureOptions) -> None:
     sources = options.results or ((RESULTS,) if RESULTS.is_dir() else ())
     folder = options.report or (None if options.json is not None else FOLDER)
     predictions: dict[str, ClaimPredictions] = {}
-    found: list[tuple[FigureValues, list[Table], Picture | None]] = []
-    began = time.monotonic()
-    for place, (number, comparison) in enumerate(asked):
-        if len(asked) > 1:
-            words = f"{comparison.number} ({place + 1} of {len(asked)}, {time.monotonic() - began:.0f} s)"
-            progress.print(words, style="dim", highlight=False)
-        version = options.version or ("002" if number.startswith(("002", "2/")) else "000")
-        values = comparison.evaluate(sources, machine, ranges=options.ranges, version=version)
-        of_claims = predictions.setdefault(version, ClaimPredictions(machine, version))
-        tables = values.tables(of_claims.of(comparison.claims))
-        drawn = None if folder is None else values.draw(folder)
-        picture = None if drawn is None else Picture(comparison.file_name, values.title, values.title)
-        found.append((values, tables, picture))
+    found: list[DrawnFigure] = []
+    with progress("drawing") as update:
+        for place, (number, comparison) in enumerate(asked):
+            update(f"{comparison.number}, {place + 1} of {len(asked)}")
+            version = options.version or ("002" if number.startswith(("002", "2/")) else "000")
+            values = comparison.evaluate(sources, machine, ranges=options.ranges, version=version)
+            of_claims = predictions.setdefault(version, ClaimPredictions(machine, version))
+            tables = values.tables(of_claims.of(comparison.claims))
+            drawn = None if folder is None else values.draw(folder)
+            picture = None if drawn is None else Picture(comparison.file_name, values.title, values.title)
+            found.append((values, tables, picture))
+    for values, tables, _ in found:
         if not options.everything:
             _show(values, tables, console)
     files = _write_json(options.json, [values.to_dict() for values, _, _ in found], options)
@@ -104,7 +104,7 @@ def _show(values: FigureValues, tables: Iterable[Table], console: rich.console.C
             say(console, line)
 
 
-def _only(folder: Path, found: Sequence[tuple[FigureValues, list[Table], Picture | None]]) -> Path:
+def _only(folder: Path, found: Sequence[DrawnFigure]) -> Path:
     """Return what was written for a single figure: its picture; of a table a page, as it has none."""
     _, _, picture = found[0]
     return folder / f"{picture.name}.png" if picture else write_page(folder, found, FigureOptions())
@@ -167,9 +167,7 @@ def summary_table(found: Sequence[FigureValues]) -> Table:
     return Table("Figures and tables of the papers", columns, tuple(lines))
 
 
-def write_page(
-    folder: Path, found: Sequence[tuple[FigureValues, list[Table], Picture | None]], options: FigureOptions
-) -> Path:
+def write_page(folder: Path, found: Sequence[DrawnFigure], options: FigureOptions) -> Path:
     """Write a page that holds all pictures and tables, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     machine = options.machine or "the papers' own machines"

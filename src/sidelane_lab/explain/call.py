@@ -25,6 +25,7 @@ from sidelane.collectives.list_calls import ListAgreement, ListEntry
 from sidelane.collectives.plan import AUTO, Agreement, AnyAgreement, Plan, make_program
 from sidelane.collectives.reach_rules import as_mapped
 from sidelane.config import LEARN, NOTHING
+from sidelane.errors import nearest
 from sidelane.execute.sdma import PacketQueue, fit
 from sidelane.program import collective as define
 from sidelane.program.builders import Alternation
@@ -48,12 +49,20 @@ from sidelane_lab.explain.submitted import (
     packet_queues,
     takes_packets,
 )
-from sidelane_lab.machines.load import find, machine_names
-from sidelane_lab.machines.spec import Machine
+from sidelane_lab.machines.load import canonical_name, find, machine_names, named
+from sidelane_lab.machines.spec import Machine, RunStatus
+from sidelane_lab.model.collectives import library_us
 from sidelane_lab.sim import simulate
 
 RANK = 0
 """Rank whose part is shown; every rank's is alike."""
+
+PCIE_GBPS = 64.0
+"""Bandwidth up to which nothing but PCIe joins a machine's GPUs."""
+LIBRARY_KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+"""Collectives of which machines' descriptions say what the vendor's library takes."""
+SIMULATOR = "the simulator"
+"""Words for what simulated times come from."""
 
 UNSHARED = (Kind.BROADCAST, Kind.ALL_REDUCE)
 """Collectives that take any number of elements: of the others every rank gets as many."""
@@ -72,6 +81,9 @@ class Explanation:
         submitted: what rank 0 would hand over, one line each, grouped by where it goes.
         summary: the same in numbers.
         notes: what is not as it was asked.
+        status: whether Sidelane has run on such a machine, where the machine is a description; else empty.
+        simulated: predicted microseconds of copy engines there, by candidate, the fastest first.
+        library_us: predicted microseconds of the vendor's library there; None where there is no prediction.
         ways: how peers would reach ordinary tensors, for each value of ``Config.map_memory``, and what would run.
         way: which of these this is; None for tensors that are symmetric.
         packets: packets of rank 0, if they were asked for.
@@ -85,6 +97,9 @@ class Explanation:
     submitted: tuple[tuple[str, tuple[str, ...]], ...]
     summary: str
     notes: tuple[str, ...] = ()
+    status: str = ""
+    simulated: tuple[tuple[Candidate, float], ...] = ()
+    library_us: float | None = None
     ways: tuple[tuple[ReachMode, Choice], ...] = ()
     way: ReachMode | None = None
     packets: tuple[PacketQueue, ...] = ()
@@ -98,6 +113,9 @@ class Explanation:
             "by": self.by.where,
             "takes": _named(self.choice.candidate),
             "reason": self.choice.reason,
+            "status": self.status,
+            "simulated": [{**_named(candidate), "expected_us": us} for candidate, us in self.simulated],
+            "library_us": self.library_us,
             "candidates": [{**_named(candidate), "expected_us": us} for candidate, us in table],
             "not_legal": [{**_named(candidate), "reason": reason} for candidate, reason in self.excluded],
             "submitted": [{"to": place, "what": list(lines)} for place, lines in self.submitted],
@@ -119,6 +137,8 @@ class Explanation:
 
 def main(options: ExplainOptions) -> None:
     """Explain, print, and write what the options ask for."""
+    if options.machine is not None:
+        options = dataclasses.replace(options, machine=canonical_name(options.machine))
     if options.packets and (options.machine is None or options.machine in builtin_names()):
         raise ValueError("explain: --packets needs --machine mi300x8, or a file that describes such GPUs")
     if options.machine is not None and options.machine not in builtin_names():
@@ -131,7 +151,7 @@ def main(options: ExplainOptions) -> None:
     found = explain(options)
     if options.json is not None:
         write_json(options.json, found.to_dict())
-    show(found, tables_console(options.json))
+    show(found, tables_console(options.json), commands=options.commands)
 
 
 def explain(options: ExplainOptions) -> Explanation:
@@ -146,10 +166,12 @@ def explain(options: ExplainOptions) -> Explanation:
     agreement = _agreement(options, world_size, where)
     has_driver = by is not None and device_type != CPU
     moves = frozenset[type[Move]]({Copy} if has_driver else MOVES)
+    is_described = options.machine is not None and options.machine not in builtin_names()
+    described = _described(str(options.machine)) if is_described else None
     if by is None:
-        assert options.machine is not None
-        by = _simulated(options.machine, agreement)
-    chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else options.machine, abilities)
+        assert described is not None
+        by = _simulated(described, agreement)
+    chooses = functools.partial(_choice, by, None if has_driver or device_type == CPU else described, abilities)
     choice, way, ways = chooses(agreement), None, tuple[tuple[ReachMode, Choice], ...]()
     if options.ordinary:
         ways = ways_of(agreement, chooses, hosts_meet=device_type == CPU)
@@ -182,11 +204,17 @@ def explain(options: ExplainOptions) -> Explanation:
         *(mappable(device_type) if options.ordinary else ()),
         *(MADE_UP if packets else ()),
     )
-    return Explanation(agreement, choice, by, where, excluded, submitted, summary, notes, ways, way, packets)
+    found = Explanation(
+        agreement, choice, by, where, excluded, submitted, summary, notes, ways=ways, way=way, packets=packets
+    )
+    if described is None:
+        return found
+    simulated, status = _predicted(described, agreement), str(described.runs)
+    return dataclasses.replace(found, status=status, simulated=simulated, library_us=_library_us(described, agreement))
 
 
-def show(found: Explanation, console: rich.console.Console) -> None:
-    """Print for people."""
+def show(found: Explanation, console: rich.console.Console, *, commands: bool = False) -> None:
+    """Print for people: the answer, then its reasons; ``commands``: also what would be submitted."""
     call = found.agreement.call
     words = [
         f"{call.kind} of {format_bytes(call.nbytes)} among {_ranks(call.world_size)}, {call.dtype}",
@@ -197,20 +225,27 @@ def show(found: Explanation, console: rich.console.Console) -> None:
         *([f"mapped (map_memory={SAID[found.way.setting]})"] if found.way and found.way.how == MAPPED else []),
         *([f"beside {call.computation or call.beside}"] if call.beside != NOTHING else []),
     ]
+    library = f"; the vendor's library {found.library_us:.4g} us" if found.library_us is not None else ""
+    status = f" ({found.status})" if found.status else ""
+    say(console, f"auto takes {found.choice.candidate}: {found.choice.reason}{library}{status}", style="bold")
     say(console, ", ".join(words))
     say(console, f"on {found.where}")
     say(console, f"by {found.by.where}")
-    say(console, f"auto takes {found.choice.candidate}: {found.choice.reason}", style="bold")
     for note in (*found.notes, *found.by.notes):
         say(console, f"note: {note}")
+    if found.simulated and not found.by.where.startswith(SIMULATOR):
+        times = ", ".join(f"{candidate} {us:.4g} us" for candidate, us in found.simulated)
+        say(console, f"simulated there: {times}")
     if found.ways:
         say(console, "How peers reach ordinary tensors, by SIDELANE_MAP_MEMORY")
         for way, choice in found.ways:
             say(console, f"{SAID[way.setting]}: {way.how}, {choice.candidate}: {way.why}", indent=2)
     console.print()
     console.print(_table(found).to_rich())
-    say(console, f"Submitted by rank {RANK}" + (f": {found.summary}" if found.summary else ""))
-    for place, lines in found.submitted:
+    count = sum(len(lines) for _, lines in found.submitted)
+    summary = found.summary or f"{count} commands in {len(found.submitted)} queues"
+    say(console, f"Submitted by rank {RANK}: {summary}" + ("" if commands else " (--commands lists them)"))
+    for place, lines in found.submitted if commands else ():
         say(console, place, indent=2)
         for line in lines:
             say(console, line, indent=4)
@@ -257,7 +292,11 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
         machine.refuse_nodes("explain")
         ranks = options.world_size or machine.gpus
         devices = machine.title if ranks == machine.gpus else f"{_ranks(ranks)} of {machine.title}"
-        return None, devices, "", ranks, Abilities()
+        links = "none" if machine.links.peak_gbps <= PCIE_GBPS else ""
+        key = Key("cuda", machine.title.partition(" x ")[2], machine.gpus, links)
+        # What a communicator would choose by there, until somebody has measured.
+        tables = None if machine.runs is RunStatus.UNSUPPORTED else builtin_for(key, ranks)
+        return (None, devices, "", ranks, Abilities()) if tables is None else _placed(tables, devices, key, ranks)
     place = choose_target()
     ranks = options.world_size or place.world_size
     key = key_here(place.device_type, place.world_size)
@@ -268,10 +307,16 @@ def _where(options: ExplainOptions) -> tuple[InForce | None, str, str, int, Abil
 
 
 def _described(name: str) -> Machine:
-    if name not in machine_names() and not name.endswith((".toml", ".json")):
-        known = ", ".join(dict.fromkeys((*builtin_names(), *machine_names())))
-        raise ValueError(f"explain: machine (value={name!r}, allowed={known}, or a file)")
-    return find(name)
+    if name.endswith((".toml", ".json")):
+        return find(name)
+    try:
+        return named(name)
+    except ValueError:
+        known = dict.fromkeys((*builtin_names(), *machine_names()))
+        question = nearest(name, known)
+        raise ValueError(
+            f"explain: machine (value={name!r}, allowed={', '.join(known)}, or a file){question}"
+        ) from None
 
 
 def _placed(by: InForce, where: str, key: Key, world_size: int) -> tuple[InForce, str, str, int, Abilities]:
@@ -286,7 +331,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count > 1)}"
 
 
-def _choice(by: InForce, simulated: str | None, abilities: Abilities, agreement: AnyAgreement) -> Choice:
+def _choice(by: InForce, simulated: Machine | None, abilities: Abilities, agreement: AnyAgreement) -> Choice:
     if simulated is not None:
         by = _simulated(simulated, agreement)
     return choose(by.profile, agreement.call, abilities)
@@ -352,9 +397,9 @@ def _collective(options: ExplainOptions, world_size: int) -> Collective:
     return define.all_reduce(aligned_shards(whole, world_size, SHARD_ALIGNMENT), reduction, in_place=in_place)
 
 
-def _simulated(name: str, agreement: AnyAgreement) -> InForce:
+def _simulated(machine: Machine, agreement: AnyAgreement) -> InForce:
     """Predict a profile of one size: for machines of the catalogue that nobody has measured."""
-    machine, call = find(name), agreement.call
+    call = agreement.call
     curves = []
     for candidate in candidates(call, Abilities()):
         program = _one_of(make_program(agreement, candidate, frozenset[type[Move]](MOVES)))
@@ -363,7 +408,23 @@ def _simulated(name: str, agreement: AnyAgreement) -> InForce:
         times = ((call.nbytes, simulate(program, machine).time_us),)
         curves.append(Curve(call.kind, call.world_size, call.dtype, call.in_place, call.captured, candidate, times))
     profile = Profile(machine.name, Key("", machine.title, machine.gpus), "", "", tuple(curves))
-    return InForce(profile, "the simulator: predicted, nothing was measured there, and copy engines only")
+    return InForce(profile, f"{SIMULATOR}: predicted, nothing was measured there, and copy engines only")
+
+
+def _predicted(machine: Machine, agreement: AnyAgreement) -> tuple[tuple[Candidate, float], ...]:
+    """Return the simulated times of copy engines, the fastest first."""
+    profile = _simulated(machine, agreement).profile
+    times = [] if profile is None else [(one.candidate, one.at(agreement.call.nbytes)) for one in profile.curves]
+    return tuple(sorted(times, key=lambda entry: entry[1]))
+
+
+def _library_us(machine: Machine, agreement: AnyAgreement) -> float | None:
+    """Return what a kernel of the vendor's library is predicted to take for such a call, of one tensor and alone."""
+    call = agreement.call
+    is_alone = call.beside == NOTHING and not isinstance(agreement, ListAgreement)
+    if call.kind not in LIBRARY_KINDS or call.world_size != machine.gpus or not is_alone:
+        return None
+    return library_us(machine, call.kind, call.nbytes)
 
 
 def _one_of(plan: Plan) -> Program | AnyKernelProgram:

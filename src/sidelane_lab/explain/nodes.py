@@ -49,13 +49,22 @@ def explain_on(machine: Machine, kind: Kind, nbytes: int, dtype: str, json: Path
     timed = list(zip(explained.steps, times.steps, strict=True)) if explained.steps else []
     if json is not None:
         steps = [{**dataclasses.asdict(step), "begin_us": when.begin_us, "end_us": when.end_us} for step, when in timed]
-        write_json(json, {**explained.to_dict(), "machine": machine.name, **predicted(times), "steps": steps})
+        write_json(
+            json,
+            {
+                **explained.to_dict(),
+                "machine": machine.name,
+                "status": str(machine.runs),
+                **predicted(times),
+                "steps": steps,
+            },
+        )
     console = tables_console(json)
+    words = (f"{name.removesuffix('_us')} {us:.4g} us" for name, us in predicted(times).items() if us is not None)
+    say(console, f"takes {times.choice.name}: {', '.join(words)} ({machine.runs})", style="bold")
     say(console, f"{kind} of {format_bytes(nbytes)} among {len(nodes.of)} ranks, {dtype}")
     say(console, f"on {machine.title}, {machine.links.network}, by the rules of process groups and fsdp.enable")
-    say(console, f"takes {times.choice.name}: {times.choice.reason}", style="bold")
-    words = (f"{name.removesuffix('_us')} {us:.4g} us" for name, us in predicted(times).items() if us is not None)
-    say(console, f"predicted: {', '.join(words)}")
+    say(console, f"why {times.choice.name}: {times.choice.reason}")
     if timed:
         lines = tuple(
             Line(

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from sidelane.cli.errors import plain_errors
-from sidelane.cli.help import HOW, MEASURE, OUTPUT, WHAT, Command, Example, Option
+from sidelane.cli.help import HOW, LABORATORY, OUTPUT, WHAT, Command, Example, Option, where
 from sidelane.cli.options import (
+    NameChoice,
     device_option,
     given,
     json_option,
-    machine_option,
     ranks_option,
     refuse_beside_machine,
     report_option,
@@ -41,6 +42,26 @@ from sidelane.sizes import parse_bytes
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 MOST_TENSORS = 1024
 """Tensors of a list at the most: proving a program takes longer with each, and a study proves many."""
+
+
+class MachineName(click.types.StringParamType):
+    """Type of a machine's name in the catalogue, or of a file that describes one. A shell completes both."""
+
+    name = "name_or_file"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Return the names that begin so; files where none does."""
+        names = loaded("machines.load").machine_names()
+        found = [CompletionItem(name) for name in names if name.startswith(incomplete.lower())]
+        return found or [CompletionItem(incomplete, type="file")]
+
+
+MACHINE_NAME = MachineName()
+machine_option = where(
+    "--machine",
+    type=MACHINE_NAME,
+    help="Predict for this machine instead of measuring: one of `sidelane machines`, or a TOML or JSON file.",
+)
 
 LAUNCHES, PLACES = ("eager", "graph"), ("in", "out")
 LEAST = {"warmup": 0, "repeats": 1, "calls": 1, "rounds": 1, "sizes": 1}
@@ -193,7 +214,7 @@ def words(
         kind = type(default[0]) if default else str
         return tuple(map(kind, dict.fromkeys(allowed if every in chosen else chosen)))
 
-    choice = click.Choice([*allowed, *filter(None, [every])])
+    choice = NameChoice([*allowed, *filter(None, [every])])
     usual = (every,) if every and set(default) == set(allowed) else tuple(map(str, default))
     spelled: dict[str, Any] = {"default": usual, "multiple": True, "type": choice}
     return option(flag, tuple(default), text, convert=convert, allowed=allowed, **(spelled | attributes))
@@ -410,7 +431,11 @@ def run(options: StudyOptions) -> object:
 
 
 def study_command(
-    name: str, options: type[StudyOptions], predict: Predict | None = None, beside: Sequence[str] = ()
+    name: str,
+    options: type[StudyOptions],
+    predict: Predict | None = None,
+    beside: Sequence[str] = (),
+    heading: str = LABORATORY,
 ) -> Command:
     """Make the command that runs a study.
 
@@ -419,6 +444,7 @@ def study_command(
         options: options of the study; their docstring is the help.
         predict: function that predicts for ``--machine`` instead; None: the command has no such option.
         beside: parameters that go with ``--machine``.
+        heading: heading in the help that lists commands.
     """
 
     def callback(machine: str | None = None, **parameters: Any) -> None:
@@ -432,7 +458,7 @@ def study_command(
                 raise ValueError(f"{flag} is for predictions; it needs --machine")
         run(options(**values_of(options, parameters)))
 
-    found = command(name, callback, (options,), besides=() if predict is None else (machine_option,))
+    found = command(name, callback, (options,), () if predict is None else (machine_option,), heading)
     return found
 
 
@@ -441,7 +467,7 @@ def command(
     callback: Callable[..., None],
     classes: Sequence[type[CommandOptions]],
     besides: Sequence[Decorator] = (),
-    heading: str = MEASURE,
+    heading: str = LABORATORY,
 ) -> Command:
     """Make a command with some options, the first class of which says what it does.
 

@@ -21,10 +21,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sidelane.errors import nearest
 from sidelane.user_files import json_of, text_of
-from sidelane_lab.machines.spec import Machine, NetworkTopology, NumberLimit, NumberSource, Quantity
+from sidelane_lab.machines.spec import Machine, NetworkTopology, NumberLimit, NumberSource, Quantity, RunStatus
 
-TOP_LEVEL = ("name", "title", "gpus", "nodes", "base")
+TOP_LEVEL = ("name", "title", "gpus", "nodes", "base", "runs")
+RUNS = {"measured": RunStatus.MEASURED, "never": RunStatus.UNRUN, "unsupported": RunStatus.UNSUPPORTED}
+"""Values of ``runs``. A machine takes over from its base only that Sidelane cannot run on its GPUs."""
+MOST_NODES = 1024
+"""Nodes at the most of a machine that the catalogue describes with two."""
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base
 QUANTITY_KEYS = ("value", "source", "of", "low", "high")
 
@@ -68,17 +73,51 @@ def machine_names(*, one_node: bool = False) -> tuple[str, ...]:
     return tuple(name for name in names if not one_node or named(name).nodes == 1)
 
 
+def canonical_name(text: str) -> str:
+    """Return a machine's name as the catalogue writes it, of the ways in which people write it.
+
+    >>> [canonical_name(text) for text in ("8xH100", "2xh100x8", "2x8xh100", "mi300xx8", "8xmi300x", "h200x4")]
+    ['h100x8', 'h100x8x2', 'h100x8x2', 'mi300x8', 'mi300x8', 'h200x4']
+    """
+    parts = [part for part in text.strip().lower().split("x") if part]
+    gpus = [part for part in parts if not part.isdecimal()]
+    if len(gpus) != 1:
+        return text
+    place = parts.index(gpus[0])
+    counts = [*parts[place + 1 :], *reversed(parts[:place])]  # GPUs of a node, then nodes
+    return "x".join((gpus[0], *(count for number, count in enumerate(counts) if number == 0 or count != "1")))
+
+
 @functools.cache
 def named(name: str) -> Machine:
     """Return the machine of the catalogue with that name.
 
+    Nodes that the catalogue has twice are there in any other number, too: ``h100x8x4`` is ``h100x8x2`` with four.
+
     Raises:
         ValueError: there is none.
     """
-    if name not in machine_names():
-        raise ValueError(f"machine: name (value={name!r}, allowed={', '.join(machine_names())}, or a .toml or .json)")
-    entry = importlib.resources.files("sidelane_lab.machines") / "catalog" / f"{name}.toml"
-    return parse(entry.read_text(encoding="utf-8"), f"{name}.toml")
+    known, wanted = machine_names(), canonical_name(name)
+    if wanted in known:
+        entry = importlib.resources.files("sidelane_lab.machines") / "catalog" / f"{wanted}.toml"
+        return parse(entry.read_text(encoding="utf-8"), f"{wanted}.toml")
+    node, _, nodes = wanted.rpartition("x")
+    if f"{node}x2" in known and named(f"{node}x2").nodes == 2 and nodes.isdecimal() and 2 <= int(nodes) <= MOST_NODES:
+        return dataclasses.replace(with_nodes(named(f"{node}x2"), int(nodes)), name=wanted)
+    allowed = f"{', '.join(known)}, or a .toml or .json"
+    raise ValueError(f"machine: name (value={name!r}, allowed={allowed}){nearest(wanted, known)}")
+
+
+def with_nodes(machine: Machine, nodes: int) -> Machine:
+    """Return a machine with another number of nodes; a torus of them is as even as it can be."""
+    if nodes == machine.nodes:
+        return machine
+    kind = machine.title.split(" nodes of ", 1)[-1]
+    changed = dataclasses.replace(machine, nodes=nodes, title=f"{nodes} nodes of {kind}")
+    if machine.links.network is not NetworkTopology.TORUS:
+        return changed
+    row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
+    return changed.with_value("links.torus_row", row)
 
 
 def find(name_or_path: str) -> Machine:
@@ -149,6 +188,11 @@ def _machine(content: Any) -> Machine:
         least = 2 if key == "gpus" and nodes == 1 else 1
         if key in ("gpus", "nodes") and not (type(value) is int and least <= value <= 4096):
             raise _Mistake((key,), f"missing or wrong (value={value!r}, allowed=a whole number from {least} to 4096)")
+    runs = content.get("runs", "never")
+    if runs not in RUNS:
+        raise _Mistake(("runs",), f"(value={runs!r}, allowed={', '.join(RUNS)})")
+    is_unsupported = base is not None and base.runs is RunStatus.UNSUPPORTED and "runs" not in content
+    values["runs"] = RunStatus.UNSUPPORTED if is_unsupported else RUNS[runs]
     if base is not None and "title" not in content and (values["gpus"], values["nodes"]) != (base.gpus, base.nodes):
         many = f"{values['nodes']} nodes of " if values["nodes"] > 1 else ""
         values["title"] = re.sub(r"^(\d+ nodes of )?\d+ x ", f"{many}{values['gpus']} x ", base.title)

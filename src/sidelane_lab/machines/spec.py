@@ -81,6 +81,14 @@ class HostThreads(StrEnum):
     RANK = "rank"
 
 
+class RunStatus(StrEnum):
+    """Words for whether Sidelane has run on machines of a kind, and whether it can."""
+
+    MEASURED = "measured on such machines"
+    UNRUN = "predicted: never run there"
+    UNSUPPORTED = "predicted; Sidelane cannot run there yet"
+
+
 UNITS = {
     "_us": "microseconds",
     "_gbps": "10^9 bytes a second",
@@ -356,6 +364,7 @@ class Machine:
         title: for people.
         gpus: in a node; 1 only where there are several nodes.
         nodes: 1 or more.
+        runs: whether Sidelane has run there.
     """
 
     name: str
@@ -372,6 +381,7 @@ class Machine:
     occupancy: Occupancy | None = None
     fused: Fused | None = None
     kernels: KernelsFigures | None = None
+    runs: RunStatus = RunStatus.UNRUN
 
     @property
     def world_size(self) -> int:

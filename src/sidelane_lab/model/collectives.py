@@ -29,6 +29,7 @@ from sidelane.program.collective import (
 from sidelane.program.ir import MOVES, Copy, EngineKind, Flag, Program, Signal, Wait
 from sidelane.program.own_flags import flags_between_own_queues
 from sidelane.program.transform import freeze, lower, prelaunch
+from sidelane_lab.machines.ranges import remembered
 from sidelane_lab.machines.spec import LibraryFigures, Machine, Topology
 from sidelane_lab.sim import SimulatedRun, simulate
 
@@ -148,8 +149,15 @@ def executed_run(
     """
     machine.refuse_nodes("executed_run")
     place = kind in IN_PLACE if in_place is None else in_place
-    program = executed_program(kind, nbytes, machine.gpus, variant, place)
+    return (_executed if record else _executed_once)(machine, kind, nbytes, variant, place, record)
+
+
+def _executed(machine: Machine, kind: Kind, nbytes: int, variant: str, in_place: bool, record: bool) -> SimulatedRun:
+    program = executed_program(kind, nbytes, machine.gpus, variant, in_place)
     return simulate(program, machine, edges=dependencies(program), record=record)
+
+
+_executed_once = remembered("gpu", "links", "dma", maxsize=4096)(_executed)
 
 
 def library_us(machine: Machine, kind: Kind, nbytes: int, units: int | None = None) -> float:

@@ -212,7 +212,13 @@ class _Device:
         for state, whole in zip(self.active, times, strict=True):
             if state.began is None and (state.batches or not self._needs_units(state)):
                 state.began = self.began[state.kernel.name] = self.now
-            left = min([batch[1] for batch in state.batches], default=whole) if state.tiled else state.left
+            batches = state.batches
+            if not state.tiled:
+                left = state.left
+            elif len(batches) == 1:
+                left = batches[0][1]
+            else:
+                left = min([batch[1] for batch in batches], default=whole)
             if left * whole < step:
                 step = left * whole
         if step == float("inf"):
@@ -243,12 +249,14 @@ class _Device:
         if len(tiled) != 1:
             return step
         state, whole = self.active[tiled[0]], times[tiled[0]]
+        if step != whole or not state.pending:  # what is most often so
+            return step
         gangs = [pair for pair in zip(self.active, times, strict=True) if pair[0] is not state]
         kernel = state.kernel
         assert isinstance(kernel, Tiled)
         free = int(self.units - sum(gang.resident for gang, _ in gangs))
         most = free if kernel.limit is None else min(free, kernel.limit)
-        if state.batches != [[most, 1.0]] or step != whole or kernel.together:
+        if state.batches != [[most, 1.0]] or kernel.together:
             return step
         if any(gang.pending or gang.began is None for gang, _ in gangs):
             return step

@@ -345,10 +345,14 @@ def _steps(kernel: FusedKernel, source: int, put_us: float) -> Iterator[_Step]:
     rounds = math.ceil(sum(work.workgroups for work in kernel.works) / kernel.resident)
     joined = max(1, math.ceil(rounds / MOST_STEPS))
     room, taken, released, needs = joined * kernel.resident, 0, dict[int, float](), set[int]()
+    times_us: dict[tuple[int, bool], float] = {}  # steps are alike but for a few
 
     def step() -> _Step:
-        sends = set(released) - {source}
-        return _Step(_time_us(kernel, taken, put_us if sends else 0.0), released, frozenset(needs))
+        sends = len(released) > (source in released)
+        time_us = times_us.get((taken, sends))
+        if time_us is None:
+            time_us = times_us[taken, sends] = _time_us(kernel, taken, put_us if sends else 0.0)
+        return _Step(time_us, released, frozenset(needs))
 
     for work in kernel.works:
         left = work.workgroups

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 
 from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table, without_empty_columns
-from sidelane.cli.terminal import progress_console, say_written, tables_console
+from sidelane.cli.terminal import progress, progress_console, say_written, tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, GREEN, ORANGE, PURPLE, RC, save_both
 from sidelane_lab.machines.load import find, named
-from sidelane_lab.machines.ranges import Variation, variations
+from sidelane_lab.machines.ranges import Variation, predict_each, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.papers import conccl, dma, fused, overlap, slowdown
 from sidelane_lab.papers.claims import (
@@ -115,17 +115,16 @@ def main(options: ClaimsOptions) -> int:
         ValueError: no such machine, or one that neither a paper nor a measurement is about.
     """
     machine = find(options.machine)
-    progress = progress_console()
     survivals: list[Survival] = []
     others: list[Machine] = []
-    with progress.status("simulating") as status:
+    with progress("simulating") as update:
         if machine.name != MI300X:
             folder = options.results / machine.name
-            verdicts = compare(machine, folder, ranges=options.ranges, progress=status.update)
+            verdicts = compare(machine, folder, ranges=options.ranges, progress=update)
             wrong = role_problems(machine)
         else:
             others = machines_of(machine)[1:]
-            verdicts, wrong, survivals = evaluate(machine, options.version, options.ranges, status.update)
+            verdicts, wrong, survivals = evaluate(machine, options.version, options.ranges, update)
     met = sum(verdict.ok for verdict in verdicts if verdict.role is ClaimRole.HELD_OUT)
     rows = [verdict.to_dict() for verdict in verdicts]
     files = [] if options.json is None else [write_json(options.json, rows)]
@@ -144,7 +143,7 @@ def main(options: ClaimsOptions) -> int:
         tables.print(sensitivity_table(survivals, met).to_rich())
     say_written(files)
     for line in wrong:
-        progress.print(f"claims: {line}", style="red")
+        progress_console().print(f"claims: {line}", style="red")
     return 1 if wrong else 0
 
 
@@ -215,19 +214,23 @@ def vary(
     Of machines behind the first only the numbers that their claims depend on are varied. Claims that do not depend on a
     number keep what is ``unchanged``.
     """
+    varied: list[Variation] = []
     for place, machine in enumerate(machines):
         mine = [paper.sections for paper in papers if paper.machine == machine.name]
-        for variation in variations(machine, frozenset().union(*mine) if place else None):
-            progress(f"{variation.path} = {variation.value:g}")
-            predicted, before = [], iter(unchanged)
-            for paper in papers:
-                section = variation.path.partition(".")[0]
-                concerned = paper.machine == machine.name and section in paper.sections
-                context = paper.context(variation.machine, version) if concerned else None
-                for check in paper.checks:
-                    known = next(before)
-                    predicted.append(check.predict(context) if concerned else known)
-            yield variation, predicted
+        varied += variations(machine, frozenset().union(*mine) if place else None)
+
+    def predict(variation: Variation) -> list[Any]:
+        predicted, before = [], iter(unchanged)
+        for paper in papers:
+            section = variation.path.partition(".")[0]
+            concerned = paper.machine == variation.machine.name and section in paper.sections
+            context = paper.context(variation.machine, version) if concerned else None
+            for check in paper.checks:
+                known = next(before)
+                predicted.append(check.predict(context) if concerned else known)
+        return predicted
+
+    yield from predict_each(varied, predict, progress)
 
 
 def survival(

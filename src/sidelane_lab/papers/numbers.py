@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sidelane.cli import provenance
 from sidelane.cli.output import write_json
 from sidelane_lab.machines.spec import Machine
 
@@ -26,6 +25,8 @@ def write_numbers(
     """
     if path is None:
         return []
+    from sidelane.cli import provenance  # which loads torch, while a prediction needs none
+
     numbers = machine.quantities()
     numbers |= {f"{other.name} {name}": quantity for other in others for name, quantity in other.quantities().items()}
     content = {

@@ -9,21 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
-from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, plain_name, save_both
-from sidelane_lab.machines.load import find
-from sidelane_lab.machines.ranges import ends, variations
-from sidelane_lab.machines.spec import Machine, NetworkTopology
-from sidelane_lab.model.layer import MODELS, Step
-from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times
+from sidelane.cli.terminal import progress, say, say_written, tables_console
+from sidelane_lab.machines.load import MOST_NODES, find, with_nodes
+from sidelane_lab.machines.ranges import Variation, ends, predict_each, variations
+from sidelane_lab.machines.spec import Machine, RunStatus
+from sidelane_lab.model.layer import ADAM_BYTES, MODELS, WEIGHT_BYTES, Step, ends_us, step_memory
+from sidelane_lab.model.training import STRATEGIES, WAYS, StepTimes, compute_us, step_times, sustained
 from sidelane_lab.papers.numbers import write_numbers, write_report
 
 OF_COLLECTIVES = ("links", "dma", "library")
@@ -35,9 +31,17 @@ MACHINE = "h100x8x2"
 """Machine of a plan for several nodes that names none: nodes of eight H100s on rails."""
 FSDP, HSDP = "FSDP2", "HSDP"
 """Names of the ways to shard among several nodes: over all ranks, and in each node with replicas among nodes."""
+CODE = {
+    "straight all-gather": "fsdp.enable(model)",
+    "straight both": "fsdp.enable(model)",
+    "dma all-gather": "fsdp.enable(model, straight_into_parameters=False)",
+    "dma both": "fsdp.enable(model, straight_into_parameters=False)",
+}
+"""Calls that a program writes, by strategy."""
+SMALL_ADAM_BYTES = 2
+"""Bytes of both moments of a parameter where an optimizer keeps them in 8 bits."""
 AMONG_NODES = tuple(name for name, way in WAYS.items() if not way.apart)
 """Strategies among several nodes."""
-MOST_NODES = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,11 +74,11 @@ class PlanOptions:
         tokens: of a rank.
         sequence: tokens that attend to each other.
         layers: None: the model's.
-        fsdp: the layers are sharded over all ranks; on one node nothing else is modelled, and on several the plan has
-            HSDP, too, without it.
+        fsdp: on several nodes, layers are sharded over all ranks alone; without it the plan has HSDP, too.
         json: file for the numbers, or ``written.STDOUT``.
         nodes: numbers of nodes, as :func:`parse_nodes` reads them; empty: the machine's.
         report: folder for the numbers and a picture of several nodes; None: none.
+        recompute: nothing but the inputs of layers is kept for the backward pass; None: where it would not fit.
     """
 
     machine: str
@@ -86,6 +90,7 @@ class PlanOptions:
     json: Path | None = None
     nodes: str = ""
     report: Path | None = None
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
@@ -132,24 +137,11 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     return found
 
 
-def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """Return a machine with another number of nodes; a torus of them is as even as it can be."""
-    if nodes == machine.nodes:
-        return machine
-    kind = machine.title.split(" nodes of ", 1)[-1]
-    changed = dataclasses.replace(machine, nodes=nodes, title=f"{nodes} nodes of {kind}")
-    if machine.links.network is not NetworkTopology.TORUS:
-        return changed
-    row = min(side for side in range(1, nodes + 1) if nodes % side == 0 and side * side >= nodes)
-    return changed.with_value("links.torus_row", row)
-
-
 def main(options: PlanOptions) -> None:
     """Print a step under each strategy, and what to change.
 
     Raises:
-        ValueError: no such machine, tokens that are no whole sequences, numbers of nodes that are none, or one node
-            without ``fsdp``.
+        ValueError: no such machine, tokens that are no whole sequences, or numbers of nodes that are none.
     """
     machine = find(options.machine)
     model = MODELS[options.model]
@@ -159,21 +151,124 @@ def main(options: PlanOptions) -> None:
     if options.nodes or machine.nodes > 1:
         _main_nodes(options, machine, step)
         return
-    if not options.fsdp:
-        raise ValueError("plan: sharding (value=none, allowed=--fsdp: no other is modelled on one node)")
+    step = _kept(machine, step, options.recompute)
     if options.report is not None:
         raise ValueError("plan: --report (allowed=with several nodes, or --model dlrm)")
     console = tables_console(options.json)
-    with progress_console().status("simulating, over the plausible values of the machine's numbers"):
-        found = plan(machine, step)
+    with progress("simulating, over the plausible values of the machine's numbers") as update:
+        found = plan(machine, step, update)
+    best = min(found, key=lambda one: one.times.time_us)
+    for line in answer(machine, step, best.strategy, best.times, found[0].times):
+        say(console, line, style="bold")
+    console.print()
     console.print(plan_table(machine, step, found).to_rich())
     for line in advice(machine, step, found):
         say(console, line)
-    say_written(write_numbers(options.json, "plan", machine, [{**_asked(step), **one.to_dict()} for one in found]))
+    rows = [{**_asked(machine, step, FSDP, one.times), **one.to_dict()} for one in found]
+    say_written(write_numbers(options.json, "plan", machine, rows))
 
 
-def _asked(step: Step) -> dict[str, Any]:
-    return {"model": step.model.name, "layers": step.model.layers, "tokens": step.tokens, "sequence": step.sequence}
+def _asked(machine: Machine, step: Step, sharding: str, times: StepTimes) -> dict[str, Any]:
+    return {
+        "model": step.model.name,
+        "layers": step.model.layers,
+        "tokens": step.tokens,
+        "sequence": step.sequence,
+        "recomputed": step.recomputed,
+        "memory_gb": memory_gb(machine, step, sharding),
+        "fits": fits(machine, step, sharding),
+        "tokens_per_s": tokens_per_s(machine, step, sharding, times),
+    }
+
+
+def memory_gb(machine: Machine, step: Step, sharding: str = FSDP) -> float:
+    """Estimate the memory of a GPU in a step, in 10^9 bytes."""
+    return step_memory(step, _shards(machine, sharding)).total / 1e9
+
+
+def fits(machine: Machine, step: Step, sharding: str = FSDP) -> bool:
+    """Return whether a step has enough memory.
+
+    Data sheets' gigabytes are 2^30 bytes, of which driver, contexts and gaps take some: 10^9 are taken to be left.
+    """
+    return memory_gb(machine, step, sharding) <= machine.gpu.memory_gb
+
+
+def tokens_per_s(machine: Machine, step: Step, sharding: str, times: StepTimes) -> float:
+    """Return the tokens of all ranks in a second, with embedding, head and optimizer estimated."""
+    others_us = ends_us(sustained(machine), step, _shards(machine, sharding))
+    return machine.world_size * step.tokens / (times.time_us + others_us) * 1e6
+
+
+def _shards(machine: Machine, sharding: str) -> int:
+    return machine.gpus if sharding == HSDP else machine.world_size
+
+
+def _kept(machine: Machine, step: Step, recompute: bool | None) -> Step:
+    """Return the step with what is asked for recomputed; None: if nothing else fits."""
+    return dataclasses.replace(step, recomputed=not fits(machine, step) if recompute is None else recompute)
+
+
+def answer(
+    machine: Machine, step: Step, strategy: str, best: StepTimes, usual: StepTimes, sharding: str = FSDP
+) -> list[str]:
+    """Say whether a step fits, what it reaches, what stays exposed, and what to write."""
+    is_enough = fits(machine, step, sharding)
+    lines = [f"{step.model.name} {'fits' if is_enough else 'does not fit'} on {machine.title} ({machine.runs})."]
+    lines += _memory_words(machine, step, sharding)
+    if not is_enough:
+        lines += _what_fits(machine, step)
+    ours, theirs = (tokens_per_s(machine, step, sharding, times) for times in (best, usual))
+    condition = "" if is_enough else "If it did: "
+    lines += [
+        f"{condition}{ours:,.0f} tokens a second with Sidelane, {theirs:,.0f} with the vendor's library.",
+        f"Exposed communication: {_exposed(best)} of a step with Sidelane, {_exposed(usual)} with the library.",
+    ]
+    if machine.runs is RunStatus.UNSUPPORTED:
+        lines.append("Sidelane cannot run there yet: the plan says what copy engines could give.")
+    elif strategy not in CODE:
+        lines.append("Leave the vendor's library: copy engines would not be faster.")
+    else:
+        mesh = ""
+        if sharding == HSDP:
+            mesh = f", mesh=init_device_mesh('cuda', ({machine.nodes}, {machine.gpus}))"
+        lines.append(f"Write, behind fully_shard(model{mesh}): from sidelane import fsdp; enabled = {CODE[strategy]}")
+    return lines
+
+
+def _exposed(times: StepTimes) -> str:
+    return f"{_ms(times.exposed_us)} ms ({100 * times.exposed_us / times.time_us:.0f}%)"
+
+
+def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
+    memory = step_memory(step, _shards(machine, sharding))
+    parts = (memory.total, memory.states + memory.gradients, memory.activations, memory.gathered)
+    total, states, activations, gathered = (f"{part / 1e9:.0f}" for part in parts)
+    how = f"under {sharding}" + (", with layers recomputed" if step.recomputed else "")
+    return [
+        f"A GPU needs about {total} of its {machine.gpu.memory_gb:.0f} GB {how}.",
+        f"Weights, gradients and Adam take {states} GB, activations {activations}, gathered layers {gathered}.",
+    ]
+
+
+def _what_fits(machine: Machine, step: Step) -> list[str]:
+    """Say what makes a step fit, if anything does: more GPUs, smaller moments, fewer tokens."""
+    memory, ways = step_memory(step, machine.world_size), []
+    again = dataclasses.replace(step, recomputed=True)
+    more = (with_nodes(machine, 1 << power) for power in range(MOST_NODES.bit_length()))
+    larger = next((one for one in more if one.world_size > machine.world_size and fits(one, again)), None)
+    if not step.recomputed and fits(machine, again):
+        ways.append(f"with recomputed layers ({memory_gb(machine, again):.0f} GB; --recompute)")
+    if larger is not None:
+        words = "" if step.recomputed else " with recomputed layers"
+        ways.append(f"on {larger.world_size} such GPUs{words} ({memory_gb(larger, again):.0f} GB a GPU)")
+    saved = memory.states * (ADAM_BYTES - SMALL_ADAM_BYTES) / (ADAM_BYTES + WEIGHT_BYTES)
+    if memory.total - saved <= machine.gpu.memory_gb * 1e9:
+        ways.append(f"here with 8-bit moments of Adam ({(memory.total - saved) / 1e9:.0f} GB)")
+    least = dataclasses.replace(step, tokens=step.sequence)
+    if fits(machine, least):
+        ways.append(f"with --tokens {least.tokens} ({memory_gb(machine, least):.0f} GB)")
+    return [f"It fits {', or '.join(ways)}."] if ways else []
 
 
 def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
@@ -183,15 +278,35 @@ def _main_nodes(options: PlanOptions, machine: Machine, step: Step) -> None:
         raise ValueError(f"plan: nodes of {machine.name} (value=1 GPU, allowed=2 and more, but for --model dlrm)")
     shardings = (FSDP,) if options.fsdp else (FSDP, HSDP)
     console = tables_console(options.json)
-    with progress_console().status("simulating") as status:
-        found = []
+    steps, answers, found = {}, list[str](), list[NodesStep]()
+    with progress("simulating") as update:
         for count in counts:
-            status.update(f"{count} nodes")
-            found += plan_nodes(with_nodes(machine, count), step, shardings)
+            update(f"{count} nodes")
+            there = with_nodes(machine, count)
+            steps[count] = _kept(there, step, options.recompute)
+            mine = plan_nodes(there, steps[count], shardings)
+            found += mine
+            if count in (counts[0], counts[-1]):
+                fitting = [one for one in mine if fits(there, steps[count], one.sharding)] or mine
+                best = min(fitting, key=lambda one: one.times.time_us)
+                given = (best.strategy, best.times, mine[0].times, best.sharding)
+                answers += answer(there, steps[count], *given)
+    for line in answers:
+        say(console, line, style="bold")
+    console.print()
     console.print(nodes_table(machine, step, found).to_rich())
     for line in nodes_advice(found):
         say(console, line)
-    rows = [{**_asked(step), "gpus_per_node": machine.gpus, **one.to_dict()} for one in found]
+    if recomputed := [str(count) for count, one in steps.items() if one.recomputed]:
+        say(console, f"Layers are recomputed in the backward pass on {', '.join(recomputed)} nodes.")
+    rows = [
+        {
+            **_asked(with_nodes(machine, one.nodes), steps[one.nodes], one.sharding, one.times),
+            "gpus_per_node": machine.gpus,
+            **one.to_dict(),
+        }
+        for one in found
+    ]
     files = write_report(options.json, options.report, "plan_nodes", machine, rows, f"plan-{step.model.name}-nodes")
     if options.report is not None:
         draw_nodes(machine, step, found, options.report)
@@ -245,6 +360,11 @@ def nodes_advice(found: Sequence[NodesStep]) -> list[str]:
 
 def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder: Path) -> Path:
     """Draw the exposed share of a step over the number of nodes, a panel for each way to shard it."""
+    import matplotlib as mpl  # which, and torch behind our drawing, take longer to load than a plan takes
+    from matplotlib.figure import Figure
+
+    from sidelane_lab.harness.drawing import BLUE, GREEN, ORANGE, RC, STYLES, VERMILLION, plain_name, save_both
+
     shardings = list(dict.fromkeys(one.sharding for one in found))
     counts = sorted({one.nodes for one in found})
     with mpl.rc_context(RC):
@@ -271,20 +391,26 @@ def draw_nodes(machine: Machine, step: Step, found: Sequence[NodesStep], folder:
         return save_both(figure, f"plan-{step.model.name}-nodes", folder)
 
 
-def plan(machine: Machine, step: Step) -> list[PlannedStep]:
+def plan(machine: Machine, step: Step, progress: Callable[[str], None] = lambda text: None) -> list[PlannedStep]:
     """Predict a step under every strategy, with ranges: one number at a time at both ends of its own; squares add."""
     compute = compute_us(machine, step)
     least = compute_us(machine, step, straight=True) - compute
     times = {strategy: step_times(machine, step, strategy, compute) for strategy in STRATEGIES}
-    varied: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-    for variation in variations(machine, SECTIONS):
+
+    def exposed(variation: Variation) -> dict[str, float]:
         section = variation.path.partition(".")[0]
         alone = compute if section in OF_COLLECTIVES else compute_us(variation.machine, step)
-        for strategy, known in times.items():
-            if section == "dma" and not WAYS[strategy].gathers:
-                continue  # the library does without engines
-            changed = step_times(variation.machine, step, strategy, alone, known.units or None)
-            varied[strategy].append(changed.exposed_us)
+        # The library does without engines.
+        concerned = {name: one for name, one in times.items() if section != "dma" or WAYS[name].gathers}
+        return {
+            name: step_times(variation.machine, step, name, alone, one.units or None).exposed_us
+            for name, one in concerned.items()
+        }
+
+    varied: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for _, changed in predict_each(variations(machine, SECTIONS), exposed, progress):
+        for strategy, exposed_us in changed.items():
+            varied[strategy].append(exposed_us)
     found = []
     for strategy, known in times.items():
         low, high = ends(known.exposed_us, varied[strategy])
@@ -308,7 +434,9 @@ def plan_table(machine: Machine, step: Step, found: list[PlannedStep]) -> Table:
         for one in found
     ]
     model = step.model
-    title = f"{model.name}, {model.layers} layers, {step.tokens} tokens a rank, FSDP on {machine.title}: predicted, ms"
+    recomputed = ", recomputed" if step.recomputed else ""
+    what = f"{model.name}, {model.layers} layers{recomputed}, {step.tokens} tokens a rank"
+    title = f"{what}, FSDP on {machine.title}: predicted, ms"
     notes = (
         "embedding, head and optimizer are left out; ranges are those of the description's numbers",
         "exposed: more than a step has that communicates nothing and copies out of buffers; straight: without copies",

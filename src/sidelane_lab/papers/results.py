@@ -19,7 +19,7 @@ from sidelane.program.builders import variants
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness import study as result_files
-from sidelane_lab.machines.ranges import variations
+from sidelane_lab.machines.ranges import predict_each, variations
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.gemm import gemm_us
 from sidelane_lab.model.pipeline import run_pipeline, sequential_us
@@ -128,7 +128,7 @@ class RowJudge(Generic[R]):
 
 
 def compare(
-    machine: Machine, folder: Path, *, ranges: bool = False, progress: Callable[[str], None] | None = None
+    machine: Machine, folder: Path, *, ranges: bool = False, progress: Callable[[str], None] = lambda text: None
 ) -> list[ClaimVerdict]:
     """Hold predictions against every row of the machine's result files that the model speaks to.
 
@@ -164,12 +164,11 @@ def compare(
         raise ValueError(f"claims: no measurements of {machine.name} (value={folder.resolve()}, allowed={allowed})")
     if not ranges:
         return verdicts
-    varied = []
-    for variation in variations(machine):
-        if progress is not None:
-            progress(f"{variation.path} = {variation.value:g}")
-        varied.append(compare(variation.machine, folder))
-    return [with_ranges(one, [found[place].predicted for found in varied]) for place, one in enumerate(verdicts)]
+    values = predict_each(
+        variations(machine), lambda one: [found.predicted for found in compare(one.machine, folder)], progress
+    )
+    varied = [found for _, found in values]
+    return [with_ranges(one, [found[place] for found in varied]) for place, one in enumerate(verdicts)]
 
 
 def layers_file(machine: Machine, folder: Path) -> Path:

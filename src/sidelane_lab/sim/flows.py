@@ -13,6 +13,8 @@ from typing import Generic, TypeVar
 
 Tag = TypeVar("Tag")
 EPSILON = 1e-9
+FULL = 1 + EPSILON
+"""Share of its capacity beyond which a resource is crowded."""
 
 MOST_GROUPS = 1 << 14
 """Groups of flows whose rates are kept."""
@@ -56,16 +58,19 @@ class FlowNetwork(Generic[Tag]):
 
     def start(self, nbytes: float, weights: Mapping[int, float], tag: Tag, now: float) -> None:
         """Add a flow at time ``now``. It ends, by ``pop_ended``, when its bytes have passed."""
-        ceiling = min((self._capacities[r] / w for r, w in weights.items()), default=float("inf"))
+        capacities, crowded = self._capacities, self._crowded
+        ceiling = min([capacities[r] / w for r, w in weights.items()], default=float("inf"))
         route = self._routes.setdefault(tuple(weights.items()), len(self._routes))
         flow = Flow(nbytes, weights, route, tag, ceiling, now)
         self._stale[flow] = None
         for resource, weight in weights.items():
-            self._users[resource][flow] = weight
-            self._wanted[resource] += ceiling * weight
-            if self._crowded[resource] or self._is_crowded(resource):
-                self._crowded[resource] = self._is_crowded(resource)
-                self._stale.update(dict.fromkeys(self._users[resource]))
+            users = self._users[resource]
+            users[flow] = weight
+            wanted = self._wanted[resource] = self._wanted[resource] + ceiling * weight
+            is_crowded = wanted > capacities[resource] * FULL
+            if is_crowded or crowded[resource]:
+                crowded[resource] = is_crowded
+                self._stale.update(dict.fromkeys(users))
 
     def next_end(self, now: float) -> float:
         """When the next flow ends if none is added; infinity without flows."""
@@ -85,14 +90,15 @@ class FlowNetwork(Generic[Tag]):
             flow.version += 1
             ended.append(flow)
         for flow in ended:
+            ceiling = flow.ceiling
             for resource, weight in flow.weights.items():
-                del self._users[resource][flow]
-                self._wanted[resource] -= flow.ceiling * weight
-                if not self._users[resource]:
-                    self._wanted[resource] = 0.0  # no rounding left behind
+                users = self._users[resource]
+                del users[flow]
+                # No rounding is left behind the last one.
+                wanted = self._wanted[resource] = self._wanted[resource] - ceiling * weight if users else 0.0
                 if self._crowded[resource]:
-                    self._crowded[resource] = self._is_crowded(resource)
-                    self._stale.update(dict.fromkeys(self._users[resource]))
+                    self._crowded[resource] = wanted > self._capacities[resource] * FULL
+                    self._stale.update(dict.fromkeys(users))
         for flow in ended:
             self._stale.pop(flow, None)
         return [flow.tag for flow in ended]
@@ -102,9 +108,6 @@ class FlowNetwork(Generic[Tag]):
         while self._ends and self._ends[0][2] != self._ends[0][3].version:
             heapq.heappop(self._ends)
         return bool(self._ends) and self._ends[0][0] <= now + EPSILON
-
-    def _is_crowded(self, resource: int) -> bool:
-        return self._wanted[resource] > self._capacities[resource] * (1 + EPSILON)
 
     def _settle(self, now: float) -> None:
         """Compute the rates that the changes since the last call have touched."""
@@ -154,20 +157,26 @@ class FlowNetwork(Generic[Tag]):
         rates: dict[Flow[Tag], float] = {}
         left: dict[int, float] = {}
         weight_on: dict[int, float] = {}
-        is_crowded, growing = self._crowded, []
+        is_crowded, capacities, growing = self._crowded, self._capacities, []
         for flow in group:
-            rates[flow] = flow.ceiling
+            is_held = False
             for resource, weight in flow.weights.items():
                 if is_crowded[resource]:
-                    left.setdefault(resource, self._capacities[resource])
-                    weight_on[resource] = weight_on.get(resource, 0.0) + weight
-                    if rates.pop(flow, None) is not None:
-                        growing.append(flow)
+                    is_held = True
+                    if resource in left:
+                        weight_on[resource] += weight
+                    else:
+                        left[resource], weight_on[resource] = capacities[resource], weight
+            if is_held:
+                growing.append(flow)
+            else:
+                rates[flow] = flow.ceiling
+        least_ceiling = min([flow.ceiling for flow in growing], default=0.0)
         while growing:
             level = min([left[r] / weight for r, weight in weight_on.items() if weight > EPSILON])
-            most = level * (1 + EPSILON)
+            most = level * FULL
             # A flow whose own ceiling is below the level stops there, and leaves the rest to the others.
-            stopped = [flow for flow in growing if flow.ceiling <= most]
+            stopped = [flow for flow in growing if flow.ceiling <= most] if least_ceiling <= most else []
             is_limited = bool(stopped)
             if not is_limited:
                 full = {r for r, weight in weight_on.items() if weight > EPSILON and left[r] / weight <= most}
@@ -176,7 +185,8 @@ class FlowNetwork(Generic[Tag]):
                 rate = rates[flow] = flow.ceiling if is_limited else level
                 for resource, weight in flow.weights.items():
                     if resource in left:
-                        left[resource] = max(0.0, left[resource] - rate * weight)
+                        rest = left[resource] - rate * weight
+                        left[resource] = rest if rest > 0.0 else 0.0
                         weight_on[resource] -= weight
             growing = [flow for flow in growing if flow not in rates]
         return rates

@@ -10,7 +10,10 @@ from sidelane.cli.output import write_json
 from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import tables_console
 from sidelane_lab.machines.load import machine_names, named
-from sidelane_lab.machines.spec import Machine, NumberSource
+from sidelane_lab.machines.spec import Machine, NumberSource, RunStatus
+
+SHORT_STATUS = {RunStatus.MEASURED: "measured", RunStatus.UNRUN: "never", RunStatus.UNSUPPORTED: "not yet"}
+"""Words of the table for whether Sidelane has run on a machine."""
 
 
 def main(json: Path | None = None) -> int:
@@ -37,15 +40,19 @@ def machines_table(machines: list[Machine]) -> Table:
         sources = row["sources"]
         known = sum(sources[source] for source in (NumberSource.DATASHEET, NumberSource.PAPER, NumberSource.MEASURED))
         network = (row["network"], f"{row['node_gbps']:g}") if machine.nodes > 1 else ("-", "-")
-        cells = (row["name"], row["title"], str(row["units"]), row["topology"], f"{row['link_gbps']:g}", *network)
+        gpus = (str(row["units"]), row["topology"], f"{row['link_gbps']:g}")
+        cells = (row["name"], row["title"], SHORT_STATUS[machine.runs], *gpus, *network)
         lines.append(Line((*cells, str(known), str(sources[NumberSource.FITTED]), str(sources[NumberSource.ASSUMED]))))
-    columns = ("<name", "<machine", "units", "<links", "GB/s", "<network", "a node\nGB/s", "known", "fitted", "assumed")
-    note = (
-        "--machine takes a name, or a TOML or JSON file (docs/internals/model.md). units: of a GPU; GB/s: DMA copies "
-        "over a link or port, one direction; a node: all of its NICs, one direction; known: numbers from data sheets, "
-        "papers and measurements"
+    of_machines = ("<name", "<machine", "<run there", "units", "<links", "GB/s", "<network", "a node\nGB/s")
+    columns = (*of_machines, "known", "fitted", "assumed")
+    notes = (
+        "--machine takes a name (also 8xH100, 2xh100x8, and h100x8x4 for any number of nodes), or a TOML or JSON file "
+        "(docs/internals/model.md)",
+        "run there: measured; never: predicted, and Sidelane should run; not yet: predicted, and Sidelane cannot run",
+        "units: of a GPU; GB/s: DMA copies over a link or port, one direction; a node: all of its NICs, one direction; "
+        "known: numbers from data sheets, papers and measurements",
     )
-    return Table("Machines that can be predicted", columns, tuple(lines), (note,))
+    return Table("Machines that can be predicted", columns, tuple(lines), notes)
 
 
 def _flat(machine: Machine) -> dict[str, Any]:
@@ -58,6 +65,7 @@ def _flat(machine: Machine) -> dict[str, Any]:
         "topology": str(machine.links.topology),
         "link_gbps": float(machine.links.usable_gbps),
         "nodes": machine.nodes,
+        "runs": str(machine.runs),
         "network": str(machine.links.network),
         "node_gbps": float(machine.links.network_gbps * machine.links.nics_per_gpu * machine.gpus),
         "sources": {str(source): sources[source] for source in NumberSource},

@@ -164,7 +164,10 @@ def _verdict(found: Results, rows: Sequence[CollectiveRow]) -> Iterator[str]:
     if speeds and found.machine in machine_names():
         links = named(found.machine).links
         usable = float(links.usable_gbps) * (found.ranks - 1 if links.topology is Topology.MESH else 1)
-        share = f"{100 * max(speeds) / usable:.0f}% of the {usable:.4g} that copies reach on {found.machine}"
+        known = f"{links.usable_gbps.source} for copies on {found.machine}"
+        share = f"{100 * max(speeds) / usable:.0f}% of this link ({usable:.4g} GB/s, {known})"
         yield f"# Max bus bandwidth    : {max(speeds):.4g}, {share}"
+    elif speeds:
+        yield f"# Max bus bandwidth    : {max(speeds):.4g} (no share of a link: {found.machine} is not described)"
     for note in dict.fromkeys(row.note for row in rows if row.note):
         yield f"# {note}"

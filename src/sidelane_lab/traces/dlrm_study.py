@@ -18,16 +18,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from sidelane.cli.table import Line, Table
-from sidelane.cli.terminal import progress_console, say, say_written, tables_console
+from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, RC, STYLES, VERMILLION, save_both
-from sidelane_lab.machines.load import find
-from sidelane_lab.machines.ranges import bands, ends, variations
+from sidelane_lab.machines.load import find, with_nodes
+from sidelane_lab.machines.ranges import bands, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 from sidelane_lab.papers.claims import published
 from sidelane_lab.papers.figures import Panel, PublishedValue
 from sidelane_lab.papers.fused import BATCHES, FUSED_WORDS, NORMALISED, SECTIONS, TABLES
 from sidelane_lab.papers.numbers import write_report
-from sidelane_lab.papers.plan import parse_nodes, with_nodes
+from sidelane_lab.papers.plan import parse_nodes
 from sidelane_lab.traces.chakra import write_chakra
 from sidelane_lab.traces.dlrm import DlrmPass, DlrmTimes, dlrm_times
 
@@ -116,8 +116,8 @@ def main(options: DlrmOptions) -> None:
         raise ValueError(f"plan: --nodes (value={options.nodes!r}, allowed=one number with --model dlrm)")
     machine = with_nodes(machine, counts[0])
     console = tables_console(options.json)
-    with progress_console().status("simulating, over what the paper leaves open"):
-        study = dlrm_study(machine)
+    with progress("simulating, over what the paper leaves open") as update:
+        study = dlrm_study(machine, progress=update)
     for table in (shapes_table(machine, study), assumptions_table(study)):
         console.print(table.to_rich())
     for line in conclusions(study):
@@ -131,13 +131,19 @@ def main(options: DlrmOptions) -> None:
     say_written(files)
 
 
-def dlrm_study(machine: Machine, batches: Sequence[int] = BATCHES, tables: Sequence[int] = TABLES) -> DlrmStudy:
+def dlrm_study(
+    machine: Machine,
+    batches: Sequence[int] = BATCHES,
+    tables: Sequence[int] = TABLES,
+    progress: Callable[[str], None] = lambda text: None,
+) -> DlrmStudy:
     """Predict a pass at all shapes, under every assumption.
 
     Args:
         machine: nodes of one GPU.
         batches: samples of all nodes.
         tables: embedding tables of a node.
+        progress: is called with each step.
     """
     shapes = [(max(1, batch // machine.nodes), count) for batch in batches for count in tables]
     usual = {shape: dlrm_times(machine, _pass(shape)) for shape in shapes}
@@ -146,9 +152,12 @@ def dlrm_study(machine: Machine, batches: Sequence[int] = BATCHES, tables: Seque
         return statistics.fmean(dlrm_times(changed, _pass(shape, **fields)).lower_percent for shape in shapes)
 
     gains = {f"{b} samples, {t} tables": one.lower_percent for (b, t), one in usual.items()}
-    found = [Assumption("samples and tables of a node", "the mean of 12", gains), *_assumptions(machine, mean)]
+    found = [Assumption("samples and tables of a node", "the mean of 12", gains)]
+    for assumption in _assumptions(machine, mean):
+        progress(assumption.name)
+        found.append(assumption)
     usual_percent = statistics.fmean(gains.values())
-    found.append(_of_description(machine, mean, usual_percent))
+    found.append(_of_description(machine, mean, usual_percent, progress))
     swept = {
         words: {
             (batch, count): dlrm_times(_shared(machine, share), _pass((batch, count))).lower_percent
@@ -216,10 +225,13 @@ def _assumptions(machine: Machine, mean: Callable[..., float]) -> Iterator[Assum
     yield Assumption("rows of an update", "read and written", {"moved once": mean(machine, moves=1)})
 
 
-def _of_description(machine: Machine, mean: Callable[..., float], usual: float) -> Assumption:
+def _of_description(
+    machine: Machine, mean: Callable[..., float], usual: float, progress: Callable[[str], None]
+) -> Assumption:
     """Return the ends that all other uncertain numbers of the description span: squares add."""
     spoken_of = ("links.network_gbps", "links.torus_row")
-    varied = [mean(one.machine) for one in variations(machine, SECTIONS) if one.path not in spoken_of]
+    others = (one for one in variations(machine, SECTIONS) if one.path not in spoken_of)
+    varied = [found for _, found in predict_each(others, lambda one: mean(one.machine), progress)]
     low, high = ends(usual, varied)
     return Assumption("numbers of the description", "their values", {"together, least": low, "together, most": high})
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Set
 
+from sidelane import ranges
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError, anew
 from sidelane.execute.cpu.commands import Action
 from sidelane.execute.monitor import PeerMonitor
@@ -211,6 +212,9 @@ class Invocation:
                     self._site.monitor.note(self.epoch, f"{self}: {self._where(queue, index)}")
                     is_noted = True
             time.sleep(min(max(waited / 8, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
+        if ranges.observers and from_peers:
+            peers = sorted(self._writers(queue.commands[index]) - {queue.rank})
+            self._site.monitor.waited(peers, time.monotonic() - arrived)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -237,6 +241,8 @@ class Invocation:
             f"{self}: rank {queue.rank} {self._where(queue, index)} waited {waited_s:.1f} s; "
             f"{', '.join(monitor.describe(rank, self.epoch) for rank in missing)} {reason}"
         )
+        if ranges.observers:
+            monitor.waited(missing, waited_s)
         monitor.abort(message, culprits, timed_out=True)
         raise PeerTimeoutError(message, culprits)
 

@@ -292,6 +292,11 @@ class CudaSite:
         self._streams.append(self.driver.create_stream())
         return self._streams[-1]
 
+    @property
+    def side_streams(self) -> Sequence[int]:
+        """Handles of the side streams that programs have used so far."""
+        return tuple(self._sides)
+
     def shared_sides(self, count: int) -> list[int]:
         """Return side streams that all programs share; they do not conflict, since invocations are ordered."""
         while len(self._sides) < count:

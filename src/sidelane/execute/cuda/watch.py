@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from sidelane import ranges
 from sidelane.device.layout import ABORT, BOARD_WORDS, MAX_RANKS, WAITING
 from sidelane.errors import PeerError, PeerTimeoutError, SidelaneError
 from sidelane.execute.base import Addresses
@@ -239,6 +240,8 @@ class DeviceWatch:
         self._completed = int(self._words.array[FINISHED])
         self.failure = error
         self._board[ABORT] = 1
+        if ranges.observers:
+            ranges.tell("failed", error)
 
     def fail_submission(self, title: str, error: BaseException) -> None:
         """Fail after an incomplete submission: the peers would wait for the rest."""

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from sidelane import forks
 from sidelane.collectives.arguments import op_name
 from sidelane.config import Config
-from sidelane.errors import CommunicatorClosedError, PeerError
+from sidelane.errors import CommunicatorClosedError, PeerError, in_no_order
 from sidelane.integrations.fallback import Witness, make_other, nccl_not_ending_the_process
 from sidelane.integrations.nodes.failures import RollCall
 from sidelane.integrations.nodes.groups import NodeGroup, agree_on_a_part
@@ -208,6 +208,10 @@ class NodesCommunicator:
 
     def _each(self, kind: Kind, output: Tensors, input: Tensors, *, op: Any = None, root: int = 0) -> None:
         self.owner.require()  # before anything could tell the others that it has failed
+        if kind in REDUCING and self.lane.calls.config.deterministic and op_name(op) not in ("min", "max"):
+            tensors = [output] if isinstance(output, Tensor) else output
+            if any(tensor.is_floating_point() for tensor in tensors):
+                raise in_no_order(kind, "sums of nodes are rounded and added by the backend between them")
         if (unsaid := self._take_unsaid()) is not None:
             raise unsaid
         if self._failure is not None:

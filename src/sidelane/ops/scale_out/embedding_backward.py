@@ -53,6 +53,7 @@ from sidelane.ops.embedding_tables import (
     check_offsets,
     check_sizes,
     checked,
+    refuse_atomics,
     threads_of,
 )
 from sidelane.ops.handle import check_tensor, kept, power_of_two, programs_of, telling_refusals
@@ -117,6 +118,8 @@ class BackwardAcrossNodes:
         comm: Any = ranks
         ranks.require_open()
         with telling_refusals(comm, NAME):
+            if not sparse:
+                refuse_atomics(comm, f"{NAME} backward")
             check_bags(comm, tables.tables, indices, offsets, weights, mode)
             check_offsets(tables, offsets)
             check_tensor(NAME, "grad", grad, ranks.device, (tables.dtype,), (2,))

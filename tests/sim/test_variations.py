@@ -1,0 +1,56 @@
+"""Predictions of a range: in order, the same by any number of processes, and nothing stays behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from sidelane.cli import terminal
+from sidelane_lab.machines.load import named
+from sidelane_lab.machines.ranges import Variation, predict_each, variations
+
+MACHINE = named("mi300x8")
+SOME = [*variations(MACHINE, ("dma", "links"))][:7]
+
+
+def numbered(variation: Variation) -> tuple[str, float]:
+    return variation.path, float(variation.machine.quantities()[variation.path]) / 3
+
+
+@pytest.mark.parametrize("processors", [1, 2, 3, 50])
+def test_predictions_come_in_order_whoever_makes_them(monkeypatch: pytest.MonkeyPatch, processors: int):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(processors))
+    steps: list[str] = []
+    assert [*predict_each(SOME, numbered, steps.append)] == [(one, numbered(one)) for one in SOME]
+    assert steps[0] == f"1 of 7: {SOME[0].path} = {SOME[0].value:g}" and len(steps) == 7
+    assert not multiprocessing.active_children()
+
+
+def test_what_a_prediction_raises_is_raised_here(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2))
+
+    def refuse(variation: Variation) -> float:
+        if variation is SOME[3]:
+            raise ValueError("no such machine")
+        return variation.value
+
+    found = predict_each(SOME, refuse)
+    assert [next(found)[1] for _ in range(3)] == [one.value for one in SOME[:3]]
+    with pytest.raises(ValueError, match="no such machine"):
+        next(found)
+    assert not multiprocessing.active_children()
+    with pytest.raises(RuntimeError, match="ended early"):
+        [*predict_each(SOME, lambda variation: os._exit(1))]
+
+
+def test_progress_is_said_in_a_pipe_every_few_seconds(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.progress("simulating") as update:
+        for second in range(8):
+            now[0] = second
+            update(f"[step {second}]")
+    said = capfd.readouterr()
+    assert said.err.splitlines() == ["simulating: [step 3] (3 s)", "simulating: [step 6] (6 s)"] and not said.out
