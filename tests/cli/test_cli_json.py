@@ -44,6 +44,7 @@ COMMANDS: dict[str, set[str]] = {
     "explain all_gather 64K --machine mi300x8 --packets": {"submitted", "packets"},
     "verify --nodes 2,3 --elements 3": {"nodes", "rows"},
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
+    "figure 003/6 --no-ranges": {"study", "machine", "commit", "command", "rows"},
     "pipeline --machine mi300x8": PREDICTED,
     "plan --model llama-8b-like --machine h200x2 --fsdp": PREDICTED,
     "fused --machine mi210x4 --ops gemv_all_reduce --shape 8192,8192,1": PREDICTED,
