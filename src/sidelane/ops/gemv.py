@@ -35,13 +35,16 @@ from sidelane.ops.handle import (
     telling_refusals,
 )
 from sidelane.ops.operands import check_neighbours
-from sidelane.ops.timeline import stamps_of
+from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
+from sidelane.session.own_kernel import Again
 
 __all__ = ["MOST_TOKENS", "GemvAllReduce", "Tiling", "gemv_all_reduce"]
 
 NAME = "gemv_all_reduce"
 MOST_ROWS = 1 << 20
+_PLACES = 2, 3, 4, 5
+"""Places of output, weight, x and scale among the kernel's arguments behind the context."""
 
 
 class GemvAllReduce(KernelHandle):
@@ -115,15 +118,29 @@ class GemvAllReduce(KernelHandle):
         return self.run(weight, x, scale, out)
 
     def run(
-        self, weight: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor,
+        scale: torch.Tensor | None,
+        out: torch.Tensor | None,
+        again: Again | None = None,
     ) -> torch.Tensor:
-        """Run the operator with arguments that were checked."""
+        """Run the operator with arguments that were checked. ``again``: launch of calls with these layouts."""
         comm, tiling = self.comm, self.tiling
-        tokens = 1 if x.dim() == 1 else x.shape[0]
         output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
+        tensors = output, weight, x, scale
+        if (
+            again is not None
+            and again.run is not None
+            and Timeline not in comm.kept
+            and self._kernel.repeat(again, tensors)
+        ):
+            return output
+        tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)
         try:
-            self._kernel.launch(
+            self._kernel.launch_again(
+                *(again if stamps is None else None, tensors, _PLACES),
                 (self._programs,),
                 self._addresses,
                 self._cells,
@@ -196,12 +213,12 @@ def gemv_all_reduce(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     question = question_of(comm, (NAME, method, tiling), weight, x, scale, out)
-    found, handle = prepare(comm, NAME, method, question, lambda: _checked(comm, weight, x, scale, out, tiling))
+    found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, weight, x, scale, out, tiling))
     if found.name == UNFUSED:
         result = reference.gemv_all_reduce(comm, weight, x, scale=scale)
         return result if out is None else out.copy_(result)
     kernel: GemvAllReduce = handle
-    return kernel.run(weight, x, scale, out)
+    return kernel.run(weight, x, scale, out, again)
 
 
 def _checked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,7 @@ from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import Key, PreparedCall
 from sidelane.collectives.call_path import CallPath
-from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import SymmetricHeap
-from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,
@@ -29,16 +27,39 @@ from sidelane.device.layout import (
     WORLD_SIZE,
     region_bytes,
 )
-from sidelane.errors import UnavailableError
+from sidelane.errors import PeerError, UnavailableError
+from sidelane.execute.base import Place
 from sidelane.fields import several, whole
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.persistent import lasting
 from sidelane.modes import untraced
 from sidelane.program.kernel_call import KernelCall
-from sidelane.session.entry import entry
+from sidelane.session.entry import entry, repeated_entry
 
 MOST_FLAGS = 1 << 20
+MOST_REMEMBERED = 16
+"""Number of times that one launch is given to compiled code, for streams and alignments that change."""
+
 MOST_GRID = (2**31 - 1, 65535, 65535)
+
+
+class Again:
+    """A launch that may come again, with other tensors of the same layouts.
+
+    Attributes:
+        run: makes it again on these tensors; it returns True, or else has done nothing. None if only Python can.
+    """
+
+    __slots__ = ("_left", "run")
+
+    def __init__(self) -> None:
+        self.run: Callable[..., bool | None] | None = None
+        self._left = MOST_REMEMBERED + 1
+
+    def is_worth_it(self) -> bool:
+        """Return True if the launch is to be remembered: it was made before, and not remembered too often."""
+        self._left -= 1
+        return 0 <= self._left < MOST_REMEMBERED
 
 
 @untraced
@@ -52,9 +73,10 @@ class OwnKernel:
         context: its first argument, an int64 tensor on the device.
     """
 
-    def __init__(self, calls: Calls, preparer: Preparer, device: torch.device, kernel: Any, flags: int) -> None:
+    def __init__(self, path: CallPath, kernel: Any, flags: int) -> None:
         self.kernel, self.name, self.flags = kernel, name_of(kernel), flags
-        self._calls, self._preparer = calls, preparer
+        calls, device = path.calls, path.arguments.device
+        self._path, self._calls, self._preparer = path, calls, path.preparer
         rank, backend = calls.control.rank, calls.backend
         block = backend.memory.allocate(region_bytes(flags))
         self._block: SymmetricBlock | None = block
@@ -65,7 +87,7 @@ class OwnKernel:
         self.context = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
-        self._has_launched = self._has_ended = False
+        self._has_launched = self._has_ended = self._is_closed = False
 
     def __str__(self) -> str:
         return f"kernel {self.name}"
@@ -95,6 +117,61 @@ class OwnKernel:
             Exception: Triton cannot compile it; nothing has been launched.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
+        return self._launch(grid, arguments, options, alike, async_op)[0]
+
+    @entry
+    def launch_again(
+        self,
+        again: Again | None,
+        tensors: Sequence[torch.Tensor | None],
+        places: Sequence[int],
+        grid: Sequence[int],
+        /,
+        *arguments: Any,
+        alike: str = "",
+        **options: Any,
+    ) -> None:
+        """Launch the kernel as :meth:`launch` does, and remember it for :meth:`repeat`.
+
+        Args:
+            again: launch that depends on nothing but the layouts of ``tensors``, for a caller that finds it again by
+                these; None to remember nothing.
+            tensors: those among the arguments that may be others the next time; None where it will be None again.
+            places: the places of these among ``arguments``.
+            grid: see :meth:`launch`, as for all that follow.
+            *arguments: arguments after the context.
+            alike: text that must be the same on every rank.
+            **options: constants and options of Triton's launcher.
+        """
+        _, prepared, place = self._launch(grid, arguments, options, alike, False)
+        if again is None or place[1] or not self._has_ended or not again.is_worth_it():
+            return
+        repeats = self._path.code()
+        if repeats is None or not all(
+            _is_same(tensor, arguments[at]) for tensor, at in zip(tensors, places, strict=True)
+        ):
+            return
+        numbers = [1 + at for at in places]  # behind the context
+        again.run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+
+    @repeated_entry
+    def repeat(self, again: Again, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Make a remembered launch on other tensors of the same layouts. False: nothing was done.
+
+        Raises:
+            PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        run = again.run
+        try:
+            return run is not None and run(*tensors) is True
+        except (PeerError, KeyboardInterrupt) as error:
+            self._calls.fail(error)
+            raise
+
+    def _launch(
+        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str, async_op: bool
+    ) -> tuple[Work | None, PreparedCall, Place]:
+        """Make a launch; return its work, what ran, and where."""
         calls = self._calls
         call = calls.number()
         place = calls.backend.place()
@@ -121,7 +198,7 @@ class OwnKernel:
             if self.context.is_cuda:
                 self._first = torch.cuda.Event()
                 self._first.record()
-        return work
+        return work, prepared, place
 
     def _prepare(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool, alike: str
@@ -174,7 +251,7 @@ class OwnKernel:
                 self._calls.backend.synchronize()
         self._preparer.own_programs.discard(self)
         self._preparer.cache.forget_calls_of(self)
-        self._block = None
+        self._block, self._is_closed = None, True
 
     def __enter__(self) -> OwnKernel:
         return self
@@ -205,7 +282,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
 
     path.agree("load_kernel", check)
     with path.calls.making_ready():
-        made = OwnKernel(path.calls, path.preparer, arguments.device, kernel, flags)
+        made = OwnKernel(path, kernel, flags)
     path.preparer.own_programs.add(made)
     return made
 
@@ -270,6 +347,13 @@ def _key_of(
     except TypeError:
         return None
     return key
+
+
+def _is_same(tensor: torch.Tensor | None, argument: Any) -> bool:
+    """Return True if an argument is a tensor, or a view of all of it, or both are None."""
+    if tensor is None or argument is None:
+        return argument is tensor
+    return isinstance(argument, torch.Tensor) and argument.data_ptr() == tensor.data_ptr()
 
 
 _GRID = several(whole, int)
