@@ -21,6 +21,7 @@ import torch.distributed as dist
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import own_kernels
 from made_up_gpus import made_up_gpus
 from made_up_launches import LaunchingDriver, made_up_launches
 from torch._subclasses import FakeTensorMode
@@ -30,8 +31,9 @@ from sidelane import Communicator, Config, ops
 from sidelane.errors import CommunicatorClosedError
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget
+from sidelane.execute.cuda.release import FlagRescue
 from sidelane.native import load_replays
-from sidelane.session.own_kernel import Again, OwnKernel
+from sidelane.session.own_kernel import RepeatedLaunch, OwnKernel
 
 SOURCES = str(Path(sidelane.__file__).parent)
 BF16 = torch.bfloat16
@@ -46,7 +48,9 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture
-def driver() -> Iterator[LaunchingDriver]:
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDriver]:
+    # After a failure, stores for waits, of which there are none here, would come while memory is unmapped.
+    monkeypatch.setattr(FlagRescue, "release", lambda rescue, epoch: None)
     with made_up_launches() as made, made_up_gpus(driver=made):
         yield made
 
@@ -98,7 +102,7 @@ class Watched:
         self.may_repeat = True
         repeat = OwnKernel.repeat
 
-        def seen(kernel: OwnKernel, again: Again, tensors: Any) -> bool:
+        def seen(kernel: OwnKernel, again: RepeatedLaunch, tensors: Any) -> bool:
             made = self.may_repeat and repeat(kernel, again, tensors)
             self.native.append(made)
             return made
@@ -234,6 +238,56 @@ def test_bags_of_any_number_of_indices(comm: Communicator, driver: LaunchingDriv
     repeated(watched, lambda: call(12, per_sample_weights=weights))
     with pytest.raises(ValueError, match="per_sample_weights"):
         call(12, per_sample_weights=torch.ones(11))
+
+
+def test_kernels_of_ones_own(comm: Communicator, driver: LaunchingDriver) -> None:
+    """Remembered by their numbers and by what their tensors are; tensors may be others."""
+    push, output = comm.load_kernel(own_kernels.push_tiles, flags=4), comm.empty(64)
+    native: list[bool] = []
+    run = push._run_again
+
+    def seen(again: RepeatedLaunch, tensors: Any) -> bool:
+        native.append(run(again, tensors))
+        return native[-1]
+
+    push._run_again = seen  # type: ignore[method-assign]
+
+    def call(count: Any = 60, grid: Any = (2,), shard: torch.Tensor | None = None, **options: Any) -> bool:
+        shard = torch.ones(64) if shard is None else shard
+        native.clear()
+        push.launch(grid, comm.peers(output), shard, count, **{"TILE": 64, **options})
+        assert driver.launches[-1].words[1:4] == (comm.peers(output).data_ptr(), shard.data_ptr(), int(count))
+        return native == [True]
+
+    def settle(**given: Any) -> None:
+        for _ in range(4):
+            if call(**given):
+                return
+        raise AssertionError("it is always Python's")
+
+    settle()
+    kinds: tuple[dict[str, Any], ...] = (
+        {"count": 61},
+        {"grid": (3,)},
+        {"TILE": 32},
+        {"num_warps": 8},
+        {"shard": torch.ones(64).half()},
+        {"alike": "other"},
+    )
+    for given in kinds:
+        assert not call(**given), given
+        settle(**given)
+    assert all(call(**given) for given in kinds)
+    with pytest.raises(TypeError, match="iterable"):
+        push.launch(2, comm.peers(output), output, 60, TILE=64)  # type: ignore[arg-type]
+    assert call()
+    elsewhere = torch.ones(64, device="meta")
+    for _ in range(4):
+        call(shard=elsewhere)
+        assert native == [], "Triton's launcher refuses what is on no GPU"
+    push.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        call()
 
 
 def test_another_stream(comm: Communicator, driver: LaunchingDriver, watched: Watched) -> None:

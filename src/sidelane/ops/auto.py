@@ -47,7 +47,7 @@ from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
 from sidelane.session.answers import measured_by_rank_0, recall, remember
-from sidelane.session.own_kernel import Again
+from sidelane.session.own_kernel import RepeatedLaunch
 
 AUTO = "auto"
 
@@ -113,7 +113,7 @@ class Ready(NamedTuple):
 
     method: Method
     made: Any
-    again: Again
+    again: RepeatedLaunch
 
 
 def prepare(comm: Communicator, op: str, method: str, question: Hashable, check: Callable[[], OperatorCall]) -> Ready:
@@ -136,7 +136,7 @@ def prepare(comm: Communicator, op: str, method: str, question: Hashable, check:
         check_method(comm, op, method)
         call = check()
     found = agree(comm, op, method, call)
-    ready = Ready(found, _made(call, found), Again())
+    ready = Ready(found, _made(call, found), RepeatedLaunch())
     if method != AUTO or (agree, op, call.key) in comm.kept:  # else in a capture, before the ranks have agreed
         remember(comm, question, ready)
     return ready

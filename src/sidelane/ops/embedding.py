@@ -84,7 +84,7 @@ from sidelane.ops.handle import (
 )
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
-from sidelane.session.own_kernel import Again
+from sidelane.session.own_kernel import RepeatedLaunch
 
 OBLIVIOUS_ORDER = tl.constexpr(2)
 _ORDERS = {OBLIVIOUS: 2, REMOTE_FIRST: 3}
@@ -197,7 +197,7 @@ class EmbeddingAllToAll(KernelHandle):
         per_sample_weights: torch.Tensor | None,
         out: torch.Tensor | None,
         order: str,
-        again: Again | None = None,
+        again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
         """Run the operator with arguments that were checked, but for the place of ``out``.
 

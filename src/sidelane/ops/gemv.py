@@ -37,7 +37,7 @@ from sidelane.ops.handle import (
 from sidelane.ops.operands import check_neighbours
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
-from sidelane.session.own_kernel import Again
+from sidelane.session.own_kernel import RepeatedLaunch
 
 __all__ = ["MOST_TOKENS", "GemvAllReduce", "Tiling", "gemv_all_reduce"]
 
@@ -123,19 +123,20 @@ class GemvAllReduce(KernelHandle):
         x: torch.Tensor,
         scale: torch.Tensor | None,
         out: torch.Tensor | None,
-        again: Again | None = None,
+        again: RepeatedLaunch | None = None,
     ) -> torch.Tensor:
         """Run the operator with arguments that were checked. ``again``: launch of calls with these layouts."""
         comm, tiling = self.comm, self.tiling
-        output = x.new_empty((*x.shape[:-1], self.rows)) if out is None else out
-        tensors = output, weight, x, scale
+        if out is None:
+            out = x.new_empty(self.rows) if x.dim() == 1 else x.new_empty(x.shape[0], self.rows)
+        tensors = out, weight, x, scale
         if (
             again is not None
             and again.run is not None
             and Timeline not in comm.kept
             and self._kernel.repeat(again, tensors)
         ):
-            return output
+            return out
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)
         try:
@@ -144,7 +145,7 @@ class GemvAllReduce(KernelHandle):
                 (self._programs,),
                 self._addresses,
                 self._cells,
-                output,
+                out,
                 weight,
                 x,
                 scale,
@@ -172,7 +173,7 @@ class GemvAllReduce(KernelHandle):
             said = str(error).strip().partition("\n")[0]
             problem = f"a kernel that Triton cannot make (value={tiling}, allowed=another tiling): {said}"
             raise UnavailableError(f"{NAME}: {problem}") from error
-        return output
+        return out
 
 
 def gemv_all_reduce(

@@ -31,7 +31,7 @@ from sidelane.ops.handle import (
 )
 from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
-from sidelane.session.own_kernel import Again
+from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_reduce_rms_norm"
 CELLS, PUSHED = "cells", "pushed"
@@ -136,7 +136,7 @@ class AllReduceRmsNorm(KernelHandle):
         residual_out: torch.Tensor | None,
         quantized: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
-        again: Again | None = None,
+        again: RepeatedLaunch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the operator with arguments that were checked. ``again``: launch of calls with these layouts and eps."""
         y = torch.empty_like(x) if out is None else out

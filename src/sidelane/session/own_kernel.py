@@ -37,13 +37,16 @@ from sidelane.program.kernel_call import KernelCall
 from sidelane.session.entry import entry, repeated_entry
 
 MOST_FLAGS = 1 << 20
+MOST_LAUNCHES = 256
+"""Number of launches of a kernel, by arguments that are no tensors, for which equal ones are counted."""
+
 MOST_REMEMBERED = 16
 """Number of times that one launch is given to compiled code, for streams and alignments that change."""
 
 MOST_GRID = (2**31 - 1, 65535, 65535)
 
 
-class Again:
+class RepeatedLaunch:
     """A launch that may come again, with other tensors of the same layouts.
 
     Attributes:
@@ -84,6 +87,7 @@ class OwnKernel:
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
         words[BOARD], words[FLAG_COUNT] = backend.board, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
+        self._launches: dict[Hashable, RepeatedLaunch] = {}
         self.context = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
@@ -117,12 +121,15 @@ class OwnKernel:
             Exception: Triton cannot compile it; nothing has been launched.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
-        return self._launch(grid, arguments, options, alike, async_op)[0]
+        if async_op:
+            return self._launch(grid, arguments, options, alike, async_op)[0]
+        self._launch_by_layout(grid, arguments, options, alike)
+        return None
 
     @entry
     def launch_again(
         self,
-        again: Again | None,
+        again: RepeatedLaunch | None,
         tensors: Sequence[torch.Tensor | None],
         places: Sequence[int],
         grid: Sequence[int],
@@ -135,7 +142,7 @@ class OwnKernel:
 
         Args:
             again: launch that depends on nothing but the layouts of ``tensors``, for a caller that finds it again by
-                these; None to remember nothing.
+                these; None: :meth:`launch` finds it by its arguments.
             tensors: those among the arguments that may be others the next time; None where it will be None again.
             places: the places of these among ``arguments``.
             grid: see :meth:`launch`, as for all that follow.
@@ -143,30 +150,88 @@ class OwnKernel:
             alike: text that must be the same on every rank.
             **options: constants and options of Triton's launcher.
         """
-        _, prepared, place = self._launch(grid, arguments, options, alike, False)
-        if again is None or place[1] or not self._has_ended or not again.is_worth_it():
-            return
-        repeats = self._path.code()
-        if repeats is None or not all(
-            _is_same(tensor, arguments[at]) for tensor, at in zip(tensors, places, strict=True)
-        ):
-            return
-        numbers = [1 + at for at in places]  # behind the context
-        again.run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+        if again is None:
+            self._launch_by_layout(grid, arguments, options, alike)
+        else:
+            self._launch_and_remember(again, tensors, places, grid, arguments, options, alike)
 
     @repeated_entry
-    def repeat(self, again: Again, tensors: Sequence[torch.Tensor | None]) -> bool:
+    def repeat(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Make a remembered launch on other tensors of the same layouts. False: nothing was done.
 
         Raises:
             PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
+        return self._run_again(again, tensors)
+
+    def _run_again(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
         run = again.run
         try:
             return run is not None and run(*tensors) is True
         except (PeerError, KeyboardInterrupt) as error:
             self._calls.fail(error)
             raise
+
+    def _launch_by_layout(
+        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
+    ) -> None:
+        layout = self._layout_of(grid, arguments, options, alike)
+        if layout is None:
+            self._launch(grid, arguments, options, alike, False)
+            return
+        again, places = layout
+        tensors = [arguments[at] for at in places]
+        if not self._run_again(again, tensors):
+            self._launch_and_remember(again, tensors, places, grid, arguments, options, alike)
+
+    def _layout_of(
+        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
+    ) -> tuple[RepeatedLaunch, list[int]] | None:
+        """Return the launch of equal arguments but for the addresses of tensors, and the places of these.
+
+        None without compiled code, and for arguments of which anything else may matter.
+        """
+        if self._path.code() is None:
+            return None
+        device, places = self.context.device, []
+        parts: list[Hashable] = []
+        for at, part in enumerate(arguments):
+            if isinstance(part, torch.Tensor):
+                if part.device != device:  # Triton's launcher looks at each of them
+                    return None
+                parts.append(part.dtype)
+                places.append(at)
+            else:
+                parts.append(_number_of(part))
+        try:
+            key = alike, *grid, *options.items(), *parts
+            again = self._launches.get(key)
+            if again is None:
+                if len(self._launches) >= MOST_LAUNCHES:
+                    self._launches.clear()
+                again = self._launches[key] = RepeatedLaunch()
+        except TypeError:  # refused later, or not remembered
+            return None
+        return again, places
+
+    def _launch_and_remember(
+        self,
+        again: RepeatedLaunch,
+        tensors: Sequence[torch.Tensor | None],
+        places: Sequence[int],
+        grid: Sequence[int],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        alike: str,
+    ) -> None:
+        _, prepared, place = self._launch(grid, arguments, options, alike, False)
+        if place[1] or not self._has_ended or not again.is_worth_it():
+            return
+        repeats = self._path.code()
+        pairs = zip(tensors, places, strict=True)
+        if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
+            numbers = [1 + at for at in places]  # behind the context
+            again.run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
 
     def _launch(
         self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str, async_op: bool
@@ -252,6 +317,7 @@ class OwnKernel:
         self._preparer.own_programs.discard(self)
         self._preparer.cache.forget_calls_of(self)
         self._block, self._is_closed = None, True
+        self._launches.clear()
 
     def __enter__(self) -> OwnKernel:
         return self
@@ -328,25 +394,28 @@ def name_of(kernel: Any) -> str:
 def _key_of(
     launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
 ) -> Key | None:
-    """Return a cache key of all that a launch depends on; None if an argument has an unknown type."""
+    """Return a cache key of all that a launch depends on; None if there is none."""
     parts: list[Hashable] = [*launch, captured, *options.items()]
     for part in arguments:
         if isinstance(part, torch.Tensor):
             parts.append((part.data_ptr(), part.dtype))
-        elif isinstance(part, float):
-            parts.append(part.hex())  # 0.0 equals -0.0
-        elif isinstance(part, int):
-            parts.append((part, type(part)))
-        elif part is None:
-            parts.append(None)
         else:
-            return None
+            parts.append(_number_of(part))
     key = tuple(parts)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _number_of(part: object) -> Any:
+    """Return a key of an argument that is no tensor; an unhashable one of an unknown type."""
+    if isinstance(part, float):
+        return part.hex()  # 0.0 equals -0.0
+    if isinstance(part, int):
+        return part, type(part)
+    return None if part is None else []
 
 
 def _is_same(tensor: torch.Tensor | None, argument: Any) -> bool:
