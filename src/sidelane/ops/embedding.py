@@ -205,12 +205,7 @@ class EmbeddingAllToAll(KernelHandle):
         """
         comm, tables = self.comm, self.tables
         tensors = indices, offsets, indices if per_sample_weights is None else per_sample_weights
-        if (
-            again is not None
-            and again.run is not None
-            and Timeline not in comm.kept
-            and self._kernel.repeat(again, tensors)
-        ):
+        if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
             return self._output
         output, place = self._output, self._place
         if out is not None:

@@ -130,12 +130,7 @@ class GemvAllReduce(KernelHandle):
         if out is None:
             out = x.new_empty(self.rows) if x.dim() == 1 else x.new_empty(x.shape[0], self.rows)
         tensors = out, weight, x, scale
-        if (
-            again is not None
-            and again.run is not None
-            and Timeline not in comm.kept
-            and self._kernel.repeat(again, tensors)
-        ):
+        if again is not None and again.runs and Timeline not in comm.kept and self._kernel.repeat(again, tensors):
             return out
         tokens = 1 if x.dim() == 1 else x.shape[0]
         stamps, stamped = stamps_of(comm, self._programs)

@@ -144,12 +144,7 @@ class AllReduceRmsNorm(KernelHandle):
         scales = scale is not None and scale.dim() == 2
         rows = y, total, x, x if residual is None else residual, weight
         tensors = *rows, quantized, None if scales else scale, scale if scales else None
-        if (
-            again is not None
-            and again.run is not None
-            and Timeline not in self.comm.kept
-            and self._kernel.repeat(again, tensors)
-        ):
+        if again is not None and again.runs and Timeline not in self.comm.kept and self._kernel.repeat(again, tensors):
             return y, total
         words = [row.view(torch.int32) for row in rows] if self.schedule == CELLS else rows
         if quantized is not None:

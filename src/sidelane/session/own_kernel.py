@@ -40,8 +40,11 @@ MOST_FLAGS = 1 << 20
 MOST_LAUNCHES = 256
 """Number of launches of a kernel, by arguments that are no tensors, for which equal ones are counted."""
 
-MOST_REMEMBERED = 16
+MOST_REMEMBERED = 64
 """Number of times that one launch is given to compiled code, for streams and alignments that change."""
+
+MOST_RUNS = 4
+"""Number of streams and alignments of one launch that are remembered at a time."""
 
 MOST_GRID = (2**31 - 1, 65535, 65535)
 
@@ -50,19 +53,24 @@ class RepeatedLaunch:
     """A launch that may come again, with other tensors of the same layouts.
 
     Attributes:
-        run: makes it again on these tensors; it returns True, or else has done nothing. None if only Python can.
+        runs: functions that make it again on tensors, for a stream and alignments each (``Repeats.launch``). The last
+            one that was needed comes first.
     """
 
-    __slots__ = ("_left", "run")
+    __slots__ = ("_left", "runs")
 
     def __init__(self) -> None:
-        self.run: Callable[..., bool | None] | None = None
+        self.runs: tuple[Callable[..., bool | None], ...] = ()
         self._left = MOST_REMEMBERED + 1
 
     def is_worth_it(self) -> bool:
         """Return True if the launch is to be remembered: it was made before, and not remembered too often."""
         self._left -= 1
         return 0 <= self._left < MOST_REMEMBERED
+
+    def add(self, run: Callable[..., bool | None]) -> None:
+        """Remember one more function in place of the oldest."""
+        self.runs = (run, *self.runs[: MOST_RUNS - 1])
 
 
 @untraced
@@ -165,9 +173,12 @@ class OwnKernel:
         return self._run_again(again, tensors)
 
     def _run_again(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
-        run = again.run
         try:
-            return run is not None and run(*tensors) is True
+            for run in again.runs:
+                made = run(*tensors)
+                if made is not False:  # None: it is not its time
+                    return made is True
+            return False
         except (PeerError, KeyboardInterrupt) as error:
             self._calls.fail(error)
             raise
@@ -231,7 +242,9 @@ class OwnKernel:
         pairs = zip(tensors, places, strict=True)
         if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
             numbers = [1 + at for at in places]  # behind the context
-            again.run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+            run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+            if run is not None:
+                again.add(run)
 
     def _launch(
         self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str, async_op: bool
