@@ -33,6 +33,7 @@ from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget
 from sidelane.execute.cuda.release import FlagRescue
 from sidelane.native import load_replays
+from sidelane.session.answers import recall
 from sidelane.session.own_kernel import OwnKernel, RepeatedLaunch
 
 SOURCES = str(Path(sidelane.__file__).parent)
@@ -298,6 +299,12 @@ def test_another_stream(comm: Communicator, driver: LaunchingDriver, watched: Wa
     assert driver.submitted == [("record", first), ("wait", driver.caller), ("launch", driver.caller)]
     repeated(watched, call)
     assert driver.launches[-1].stream == driver.caller
+    for _ in range(8):  # behind the other's work it is not its time, but it stays remembered
+        first, driver.caller = driver.caller, first
+        assert not watched.made(call)
+        assert watched.made(call)
+    (ready,) = comm.kept[recall].values()
+    assert len(ready.again.runs) == 2
     comm.all_reduce(torch.ones(4))
     assert watched.made(call)
     driver.device_is_current = False

@@ -55,18 +55,20 @@ class RepeatedLaunch:
     Attributes:
         runs: functions that make it again on tensors, for a stream and alignments each (``Repeats.launch``). The last
             one that was needed comes first.
+        is_known: the last call is remembered, but it was not its time (in a capture, behind another stream's work).
     """
 
-    __slots__ = ("_left", "runs")
+    __slots__ = ("_left", "is_known", "runs")
 
     def __init__(self) -> None:
         self.runs: tuple[Callable[..., bool | None], ...] = ()
+        self.is_known = False
         self._left = MOST_REMEMBERED + 1
 
     def is_worth_it(self) -> bool:
-        """Return True if the launch is to be remembered: it was made before, and not remembered too often."""
-        self._left -= 1
-        return 0 <= self._left < MOST_REMEMBERED
+        """Return True if a launch is to be remembered: it is new, was made before, and was not remembered too often."""
+        self._left -= not self.is_known
+        return not self.is_known and 0 <= self._left < MOST_REMEMBERED
 
     def add(self, run: Callable[..., bool | None]) -> None:
         """Remember one more function in place of the oldest."""
@@ -173,12 +175,14 @@ class OwnKernel:
         return self._run_again(again, tensors)
 
     def _run_again(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
+        made: bool | None = False
         try:
             for run in again.runs:
                 made = run(*tensors)
-                if made is not False:  # None: it is not its time
-                    return made is True
-            return False
+                if made is not False:
+                    break
+            again.is_known = made is None
+            return made is True
         except (PeerError, KeyboardInterrupt) as error:
             self._calls.fail(error)
             raise
