@@ -260,7 +260,7 @@ class FakeDriver:
                 name, self.fail_next = self.fail_next, None
                 raise DriverError(name, "a call")
             if self.graph is not None:
-                self.graph.append(function)
+                self.graph.append(function.captured() if hasattr(function, "captured") else function)
             else:
                 function(*arguments)
 

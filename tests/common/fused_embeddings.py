@@ -125,9 +125,9 @@ def ordered(comm: Communicator, pooling: int, asked: str, *, captured: bool) -> 
     indices, offsets = torch.arange(n * sizes[rank]) % 5, torch.arange(n + 1) * sizes[rank]
     taken: list[int] = []
     handle = EmbeddingAllToAll(comm, [table], n, rows_at_a_time=512)  # few steps of the interpreter
-    launch = handle._kernel.launch
+    launch = handle._kernel.launch_again
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle._kernel, "launch", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
+        patch.setattr(handle._kernel, "launch_again", lambda *a, **o: (taken.append(a[-2]), launch(*a, **o)))
         for module in (auto, embedding):
             patch.setattr(module, "is_captured", lambda _: captured)
         if not captured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ from device_cases import Context
 from sidelane import Communicator, Config, ops
 from sidelane.choice.fused import FUSED, UNFUSED, Method
 from sidelane.choice.selection import Selection
+from sidelane.native import load_replays
 from sidelane.ops import auto
+from sidelane.session.own_kernel import OwnKernel
 
 
 def as_on_cpus(context: Context, module: str, name: str, *args: Any) -> Any:
@@ -165,6 +168,66 @@ def on_several_streams(context: Context, captured: bool) -> int:
                     part, other, rtol=1e-5, atol=1e-4, msg=lambda text, at=number: f"{at}: {text}"
                 )
     return steps
+
+
+def repeated_elsewhere(context: Context, steps: int) -> dict[str, float]:
+    """Calls that C makes again on tensors at other addresses and alignments, from changing streams: the bits of calls
+    that Python makes. Returns microseconds of the host for a call of each operator.
+    """
+    assert load_replays().module is not None, load_replays().words
+    device, taken, native = context.device, {}, [0]
+    again = OwnKernel._run_again
+
+    def seen(*given: Any) -> bool:
+        made = again(*given)
+        native[0] += made
+        return made
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        on_the_device(context),
+        Communicator(device=device, config=Config(timeout_s=30)) as comm,
+        Communicator(device=device, config=Config(timeout_s=30, native=False)) as plain,
+    ):
+        patch.setattr(OwnKernel, "_run_again", seen)
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+        generator = torch.Generator(device).manual_seed(comm.rank)
+        weight, ones = torch.randn(1000, 128, device=device, generator=generator), torch.ones(128, device=device)
+        tables = [torch.randn(50, 64, device=device, generator=generator) for _ in range(2)]
+        offsets = torch.arange(0, 4 * 40 * 2 + 1, 4, device=device)
+        calls: dict[str, Callable[[Communicator, torch.Tensor], Any]] = {
+            "gemv_all_reduce": lambda comm, x: ops.gemv_all_reduce(comm, weight, x),
+            "all_reduce_rms_norm": lambda comm, x: ops.all_reduce_rms_norm(comm, x, None, ones),
+            "embedding_all_to_all": lambda comm, x: ops.embedding_all_to_all(comm, tables, x, offsets),
+        }
+        for name, call in calls.items():
+            native[0] = 0
+            for step in range(steps):
+                with torch.cuda.stream(streams[step // 20 % 2]):
+                    shift = 4 * step + (step % 7 == 6)  # floats: 16 bytes, and 4 more
+                    x = torch.empty(4 * 128 + shift, device=device)[shift:].view(4, 128).normal_(generator=generator)
+                    if name == "embedding_all_to_all":
+                        x = (x.flatten()[: 4 * 40 * 2] * 7).long().abs() % 50
+                    found, wanted = call(comm, x), call(plain, x)
+                    comm.synchronize()
+                    pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else ((found, wanted),)
+                    assert all(torch.equal(part, other) for part, other in pairs), (name, step)
+                torch.cuda.synchronize()
+            assert native[0] > steps // 2, (name, native)
+        torch.set_default_device(None)  # a mode of torch, by way of which all questions about tensors go
+        for name, call in calls.items():
+            x = torch.ones(4, 128, device=device)
+            if name == "embedding_all_to_all":
+                x = torch.ones(4 * 40 * 2, dtype=torch.int64, device=device)
+            for _ in range(10):
+                call(comm, x)
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            for _ in range(200):
+                call(comm, x)
+            taken[name] = (time.perf_counter() - before) / 200 * 1e6
+            torch.cuda.synchronize()
+    return taken
 
 
 Case = tuple[Callable[[int], object], Callable[[], list[torch.Tensor]]]

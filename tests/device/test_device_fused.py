@@ -95,6 +95,10 @@ def test_a_default_method_that_is_fused_in_graphs_only(ranks: Ranks, name: str) 
     ranks.run(CASES + "in_a_graph", name, 4, True, timeout_s=120)
 
 
+def test_calls_that_c_makes_again(ranks: Ranks) -> None:
+    print(ranks.run("fused_cases.repeated_elsewhere", 100, timeout_s=150))
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 def test_on_several_streams(ranks: Ranks, captured: bool) -> None:
     assert all(ranks.run("fused_cases.on_several_streams", captured, timeout_s=120))

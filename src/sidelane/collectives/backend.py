@@ -11,7 +11,7 @@ import torch
 from sidelane.choice import Abilities
 from sidelane.collectives.work import Work
 from sidelane.errors import SidelaneError
-from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Runnable
+from sidelane.execute.base import Addresses, Executor, LoadedProgram, Place, Questions, Repetition, Runnable
 from sidelane.memory.base import SymmetricBlock, SymmetricMemory
 from sidelane.memory.ordinary import OrdinaryMemory
 from sidelane.program.ir import Program, Value
@@ -105,6 +105,19 @@ class KernelRunnable(Runnable, Protocol):
     @property
     def is_prepared(self) -> bool:
         """True if the launch can be repeated with the same arguments, without keeping them alive."""
+        ...
+
+    def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
+        """Return the acts of the last :meth:`run` from ``place``, and the words in them that hold arguments' addresses.
+
+        Args:
+            place: where it ran.
+            arguments: numbers of the arguments, which are tensors or None.
+
+        Returns:
+            The repetition, whose steps no other code uses, and for each argument the address of its 64-bit word, 0 for
+            None. None: more than the words may change with the tensors, or only Triton's launcher can launch it.
+        """
         ...
 
 

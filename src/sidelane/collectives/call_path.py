@@ -135,6 +135,12 @@ class CallPath:
                     self.learning.repeats = made
                 self.repeats = made
 
+    def code(self) -> Repeats | None:
+        """Return compiled code's calls; None as long as there is no compiled code."""
+        if self._host_path is not None:
+            self._find_code()
+        return self.repeats
+
     def run(
         self, asked: CallForm, *, variant: str, beside: Beside | None, async_op: bool, remember: bool = False
     ) -> Work | None:

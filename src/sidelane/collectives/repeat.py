@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +12,7 @@ import torch
 
 from sidelane.collectives import heap
 from sidelane.collectives.arguments import Arguments
-from sidelane.collectives.backend import HostPath
+from sidelane.collectives.backend import HostPath, KernelRunnable
 from sidelane.collectives.call_cache import Key, PreparedCall, Shape, ShapeProgram, all_ordinary
 from sidelane.collectives.call_forms import CallRequest
 from sidelane.collectives.calls import Calls, count_writes
@@ -29,6 +29,8 @@ MOST_MOVED = 2
 
 MOST_REPEATED = 16
 """Largest number of streams and turns with which one shape is noted as passed to compiled code already."""
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, type(None))
 
 Guard = tuple[object, str, object]
 """Object, attribute, and the very object that lets a call pass."""
@@ -192,6 +194,42 @@ class Repeats:
             self._give(key, prepared, place, repetition, shape=form) and self._preparer.program_of(shape) is not known
         ):  # another thread has moved staging
             self.forget()
+
+    def launch(
+        self,
+        prepared: PreparedCall,
+        place: Place,
+        tensors: Sequence[torch.Tensor | None],
+        arguments: Sequence[int],
+        guards: tuple[Guard, ...],
+    ) -> Callable[..., bool | None] | None:
+        """Return a function that makes a launch again on other tensors of the same layouts; None if only Python can.
+
+        It makes it on the stream of ``place``, and returns False or None as :attr:`run` does. It does not compare
+        layouts: only types, and addresses modulo 16 bytes, for which kernels are compiled.
+
+        Args:
+            prepared: the launch, which has just been made.
+            place: the stream on which it ran.
+            tensors: those of its tensors that may be others, plain ones; None for arguments that stay None.
+            arguments: their numbers among the kernel's arguments.
+            guards: while they pass, the launch can be made.
+        """
+        payload = self._calls.control.payload(prepared.signature)
+        found = cast("KernelRunnable", prepared.loaded).following(place, arguments)
+        if payload is None or found is None or not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
+            return None
+        repetition, words = found
+        places = tuple(
+            (type(tensor), 0 if tensor is None else tensor.data_ptr(), word)
+            for tensor, word in zip(tensors, words, strict=True)
+        )
+        notes = (*repetition.notes, (Effect.SET, self._calls, "last_choice", prepared.choice))
+        launch = self._replay.launch(
+            *(place[0], prepared.signature, payload, repetition.steps, notes, repetition.failed, guards, places)
+        )
+        again: Callable[..., bool | None] = launch.run
+        return again
 
     def _give(
         self,

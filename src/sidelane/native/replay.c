@@ -13,8 +13,10 @@
    `Replay` are told. The GIL is held throughout but for the calls of the driver, which may block for as long as a peer
    is late; the executor's lock is held around them, as everywhere.
 
+   And so do launches of kernels (sidelane.session.own_kernel), of which Python knows that they come again.
+
    It is compiled where it is first used (see build.py), and nothing needs it. One file, since one command compiles it:
-   questions about tensors, entries and their place in the table, records, a repeated call, the type. */
+   questions about tensors, entries and their place in the table, records, a repeated call, launches, the type. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -939,19 +941,27 @@ static int repeat(Replay *self, Entry *entry, const Request *request, PyObject *
 /* What became of an attempt: it was made, it is not remembered, it cannot be made now, an error is set. */
 enum Outcome { MADE, UNKNOWN, NOT_NOW, ERROR };
 
+/* A call that is to be made: remembered by its request, or by Python, which holds its entry. */
+typedef struct {
+    const Request *request;
+    PyObject *tensors, *written; /* one tensor or a tuple, of which autograd is told, or None */
+    Entry *entry;
+    PyObject *guards; /* of the entry */
+} Call;
+
 /* With the lock of the executor held, which whoever changes what is asked here holds too, or the GIL. */
-static enum Outcome attempt(Replay *self, const Request *request, PyObject *tensors, PyObject *written)
+static enum Outcome attempt(Replay *self, const Call *call)
 {
     const Shape at_its_addresses = {0};
     int open = is_open(self); /* a forked copy may not even ask for its device */
     if (open != 1)
         return open < 0 ? ERROR : NOT_NOW;
-    long long stream = find_stream(self, request->aside);
+    long long stream = find_stream(self, call->request->aside);
     if (stream < 0)
         return PyErr_Occurred() ? ERROR : NOT_NOW;
-    Entry *entry = find(self, request, &at_its_addresses, stream);
+    Entry *entry = find(self, call->request, &at_its_addresses, stream);
     if (entry == NULL && !PyErr_Occurred())
-        entry = find_shape(self, request, tensors, stream);
+        entry = find_shape(self, call->request, call->tensors, stream);
     if (entry == NULL)
         return PyErr_Occurred() ? ERROR : UNKNOWN;
     enum Outcome outcome = UNKNOWN;
@@ -964,7 +974,7 @@ static enum Outcome attempt(Replay *self, const Request *request, PyObject *tens
             open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8);
         if (open == 1 && entry->tracked.guards != NULL && !PyErr_Occurred())
             open = begin_tracked(self, entry);
-        int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, request, written) : open < 0 ? -1 : 1;
+        int repeated = open == 1 && !PyErr_Occurred() ? repeat(self, entry, call->request, call->written) : open < 0 ? -1 : 1;
         outcome = repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
     }
     leave_entry(entry);
@@ -993,8 +1003,27 @@ static PyObject *line_up(PyObject *columns)
     return all;
 }
 
-/* Look at all tensors and make the call again; `written` are one tensor or a tuple, of which autograd is told, or None. A
-   new reference. */
+/* Make a call with the lock of the executor held. A new reference to True; with nothing done, to False where it is not
+   remembered, and to None where it cannot be made now. */
+static PyObject *run_locked(Replay *self, enum Outcome (*make)(Replay *, const Call *), const Call *call)
+{
+    PyObject *without_blocking[] = {Py_False};
+    int locked = is_true(PyObject_Vectorcall(self->try_lock, without_blocking, 1, NULL));
+    if (locked != 1)
+        return locked < 0 ? NULL : Py_NewRef(Py_None);
+    enum Outcome outcome = make(self, call);
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *unlocked = PyObject_CallNoArgs(self->unlock);
+    Py_XDECREF(unlocked);
+    if (outcome == ERROR)
+        PyErr_Restore(type, error, trace);
+    if (outcome == ERROR || unlocked == NULL)
+        return NULL;
+    return Py_NewRef(outcome == MADE ? Py_True : outcome == UNKNOWN ? Py_False : Py_None);
+}
+
+/* Look at all tensors and make the call again. A new reference. */
 static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors, PyObject *written)
 {
     Tensor room[MOST_TENSORS];
@@ -1007,20 +1036,8 @@ static PyObject *look_and_run(Replay *self, Request *request, PyObject *tensors,
         PyErr_Clear(); /* Python will find the same, and say so in its own words */
     if (known != 1)
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_False);
-    PyObject *without_blocking[] = {Py_False};
-    int locked = is_true(PyObject_Vectorcall(self->try_lock, without_blocking, 1, NULL));
-    if (locked != 1)
-        return locked < 0 ? NULL : Py_NewRef(Py_None);
-    enum Outcome outcome = attempt(self, request, tensors, written);
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyObject *unlocked = PyObject_CallNoArgs(self->unlock);
-    Py_XDECREF(unlocked);
-    if (outcome == ERROR)
-        PyErr_Restore(type, error, trace);
-    if (outcome == ERROR || unlocked == NULL)
-        return NULL;
-    return Py_NewRef(outcome == MADE ? Py_True : outcome == UNKNOWN ? Py_False : Py_None);
+    Call call = {request, tensors, written, NULL, NULL};
+    return run_locked(self, attempt, &call);
 }
 
 PyDoc_STRVAR(run_doc, "run(kind, tensors, details, variant, beside, aside=0)\n--\n\n"
@@ -1057,6 +1074,150 @@ static PyObject *replay_run(Replay *self, PyObject *const *arguments, Py_ssize_t
     Py_DECREF(tensors);
     return made;
 }
+
+/* --- launches of kernels ------------------------------------------------------------------------------------------ */
+
+/* A launch that is made again on other tensors. Python has seen that these have the layouts of those before
+   (sidelane.session.own_kernel); their types, and their addresses modulo UNIT, are compared here. */
+typedef struct {
+    PyObject_HEAD
+    Replay *replay;
+    Entry *entry; /* of whose tensors `dtype` is the type */
+    PyObject *guards;
+} Launch;
+
+static PyTypeObject LaunchType;
+
+static int read_places(Entry *entry, PyObject *places)
+{
+    Request *request = &entry->request;
+    request->tensors = PyTuple_GET_SIZE(places);
+    request->tensor = PyMem_Calloc(request->tensors + 1, sizeof(Tensor));
+    entry->shape.follower = PyMem_Calloc(request->tensors + 1, sizeof(Follower));
+    if (request->tensor == NULL || entry->shape.follower == NULL)
+        return PyErr_NoMemory(), -1;
+    for (int i = 0; i < request->tensors; i++) {
+        unsigned long long address, word;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(places, i), "OKK", &request->tensor[i].dtype, &address, &word))
+            return -1;
+        request->tensor[i].address = address % UNIT;
+        if (word)
+            entry->shape.follower[entry->shape.followers++] = (Follower){i, 0, (uint64_t *)(uintptr_t)word};
+    }
+    return 0;
+}
+
+PyDoc_STRVAR(launch_doc, "launch(stream, signature, payload, steps, notes, failed, guards, places)\n--\n\n"
+                         "Return a launch that can be made again; see sidelane.collectives.repeat.");
+
+static PyObject *replay_launch(Replay *self, PyObject *all)
+{
+    PyObject *steps, *notes, *guards, *places;
+    Entry *entry = PyMem_Calloc(1, sizeof(Entry));
+    if (entry == NULL)
+        return PyErr_NoMemory();
+    entry->keep = Py_NewRef(all);
+    entry->turn = Py_None;
+    if (!PyArg_ParseTuple(all, "LOSO!O!OO!O!", &entry->stream, &entry->signature, &entry->payload, &PyTuple_Type, &steps,
+                          &PyTuple_Type, &notes, &entry->failed, &PyTuple_Type, &guards, &PyTuple_Type, &places))
+        goto fail;
+    if (PyBytes_GET_SIZE(entry->payload) > self->room || PyTuple_GET_SIZE(places) > MOST_TENSORS) {
+        PyErr_Format(PyExc_ValueError, "launch: bytes of a payload, tensors (value=%zd, %zd, allowed=..%zd, ..%d)",
+                     PyBytes_GET_SIZE(entry->payload), PyTuple_GET_SIZE(places), self->room, MOST_TENSORS);
+        goto fail;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guards); i++)
+        if (!is_guard(PyTuple_GET_ITEM(guards, i), 3))
+            goto fail;
+    if (read_steps(entry, steps) || read_notes(entry, notes) || read_places(entry, places))
+        goto fail;
+    Launch *launch = PyObject_GC_New(Launch, &LaunchType);
+    if (launch == NULL)
+        goto fail;
+    launch->replay = (Replay *)Py_NewRef(self), launch->entry = entry, launch->guards = guards;
+    PyObject_GC_Track(launch);
+    return (PyObject *)launch;
+fail:
+    free_entry(entry);
+    return NULL;
+}
+
+static enum Outcome attempt_launch(Replay *self, const Call *call)
+{
+    int open = is_open(self);
+    if (open == 1)
+        open = all_pass(call->guards);
+    if (open != 1)
+        return open < 0 ? ERROR : NOT_NOW;
+    long long stream = find_stream(self, 0);
+    if (stream < 0)
+        return PyErr_Occurred() ? ERROR : NOT_NOW;
+    if (stream != call->entry->stream)
+        return UNKNOWN;
+    open = !is_unread(self, *self->begun + 1 + (uint64_t)self->record_count / 8); /* as in `attempt` */
+    int repeated = open && !PyErr_Occurred() ? repeat(self, call->entry, call->request, Py_None) : 1;
+    return repeated < 0 || PyErr_Occurred() ? ERROR : repeated ? NOT_NOW : MADE;
+}
+
+PyDoc_STRVAR(launch_run_doc, "run(*tensors)\n--\n\n"
+                             "Launch it on tensors, or None where there was none. With nothing done: False if they are of "
+                             "other types or alignments or it is another stream, None if it is not its time.");
+
+static PyObject *launch_run(Launch *self, PyObject *const *tensors, Py_ssize_t count)
+{
+    const Request *known = &self->entry->request;
+    Tensor room[MOST_TENSORS];
+    if (count != known->tensors)
+        return PyErr_Format(PyExc_TypeError, "run: tensors (value=%zd, allowed=%zd)", count, known->tensors);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if ((PyObject *)Py_TYPE(tensors[i]) != known->tensor[i].dtype)
+            return Py_NewRef(Py_False);
+        room[i].address = 0;
+        if (tensors[i] == Py_None)
+            continue;
+        if (unsigned_from(ask(tensors[i], n_data_ptr), &room[i].address)) {
+            if (!PyErr_ExceptionMatches(PyExc_Exception))
+                return NULL;
+            PyErr_Clear(); /* as in `look_and_run` */
+            return Py_NewRef(Py_False);
+        }
+        if (!room[i].address || room[i].address % UNIT != known->tensor[i].address)
+            return Py_NewRef(Py_False);
+    }
+    Request request = {.tensors = count, .tensor = room};
+    Call call = {&request, NULL, Py_None, self->entry, self->guards};
+    return run_locked(self->replay, attempt_launch, &call);
+}
+
+static int launch_traverse(Launch *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->replay);
+    Py_VISIT(self->entry->keep);
+    return 0;
+}
+
+static void launch_dealloc(Launch *self)
+{
+    PyObject_GC_UnTrack(self);
+    free_entry(self->entry);
+    Py_DECREF(self->replay);
+    PyObject_GC_Del(self);
+}
+
+static PyMethodDef launch_methods[] = {
+    {"run", (PyCFunction)(void (*)(void))launch_run, METH_FASTCALL, launch_run_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject LaunchType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sidelane.native.Launch",
+    .tp_doc = "A launch of a kernel that is made again; Replay.launch makes it.",
+    .tp_basicsize = sizeof(Launch),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_dealloc = (destructor)launch_dealloc,
+    .tp_traverse = (traverseproc)launch_traverse,
+    .tp_methods = launch_methods,
+};
 
 /* --- the type ----------------------------------------------------------------------------------------------------- */
 
@@ -1165,6 +1326,7 @@ static PyObject *replay_moved(Replay *self, void *unused) { return PyLong_FromUn
 static PyMethodDef replay_methods[] = {
     {"remember", (PyCFunction)replay_remember, METH_VARARGS, remember_doc},
     {"run", (PyCFunction)(void (*)(void))replay_run, METH_FASTCALL, run_doc},
+    {"launch", (PyCFunction)replay_launch, METH_VARARGS, launch_doc},
     {"forget", (PyCFunction)replay_clear_table, METH_NOARGS, "Forget every call."},
     {NULL, NULL, 0, NULL},
 };
@@ -1205,7 +1367,7 @@ PyMODINIT_FUNC PyInit_sidelane_replay(void)
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if ((*names[i].object = PyUnicode_InternFromString(names[i].text)) == NULL)
             return NULL;
-    if (PyType_Ready(&ReplayType) < 0)
+    if (PyType_Ready(&ReplayType) < 0 || PyType_Ready(&LaunchType) < 0)
         return NULL;
     make_crc_table();
     PyObject *module = PyModule_Create(&definition);

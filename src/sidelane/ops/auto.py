@@ -25,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,6 +48,7 @@ from sidelane.ops.gemv_tiling import CELLS_BYTES
 from sidelane.ops.handle import check_choice, is_captured, telling_refusals
 from sidelane.session import Communicator
 from sidelane.session.answers import measured_by_rank_0, recall, remember
+from sidelane.session.own_kernel import RepeatedLaunch
 
 AUTO = "auto"
 
@@ -112,9 +113,21 @@ class OperatorCall:
     experts: int = 1
 
 
-def prepare(
-    comm: Communicator, op: str, method: str, question: Hashable, check: Callable[[], OperatorCall]
-) -> tuple[Method, Any]:
+class Ready(NamedTuple):
+    """All that is known of calls with one question.
+
+    Attributes:
+        method: method of the calls.
+        made: resources of the method, which its operator has made.
+        again: the launch of equal calls, for an operator that has only one.
+    """
+
+    method: Method
+    made: Any
+    again: RepeatedLaunch
+
+
+def prepare(comm: Communicator, op: str, method: str, question: Hashable, check: Callable[[], OperatorCall]) -> Ready:
     """Return the method of a call, and what was made for it. Every operator begins here; its method follows.
 
     A new call is checked. The ranks choose a method together if its shape is new, and make the method's resources; an
@@ -127,7 +140,7 @@ def prepare(
         question: result of :func:`question_of`, or None for a call that is checked each time.
         check: function that refuses wrong arguments.
     """
-    known: tuple[Method, Any] | None = recall(comm, question)
+    known: Ready | None = recall(comm, question)
     if known is not None:
         return known
     with telling_refusals(comm, op):
@@ -136,7 +149,7 @@ def prepare(
             refuse_split(comm, op)
         call = check()
     found = agree(comm, op, method, call)
-    ready = found, _made(call, found)
+    ready = Ready(found, _made(call, found), RepeatedLaunch())
     if method != AUTO or (agree, op, call.key) in comm.kept:  # else in a capture, before the ranks have agreed
         remember(comm, question, ready)
     return ready
@@ -171,11 +184,13 @@ def question_of(comm: Communicator, words: tuple[object, ...], *tensors: object)
         words: operator, its ``method`` and all other arguments that are no tensors.
         tensors: tensors, None for missing ones. Properties other than their layout belong into ``words``.
     """
+    question: tuple[Hashable, ...] = words, is_captured(comm)
     try:
-        layouts = [t if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in tensors]  # type: ignore[attr-defined]
+        for t in tensors:  # plainly, since every call comes here
+            question += (t,) if t is None else (t.dtype, t.device, t.shape, t.stride())  # type: ignore[attr-defined]
     except (AttributeError, TypeError, RuntimeError):
         return None
-    return (words, is_captured(comm), *layouts)
+    return question
 
 
 def order_of(comm: Communicator, op: str, sizes: tuple[int, ...], element_bytes: int) -> str:

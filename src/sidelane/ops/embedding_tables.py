@@ -94,12 +94,14 @@ class CheckedTables(NamedTuple):
         tables: the tensors, kept so that no other tensor can get the identity of one.
         addresses, shapes: addresses and shapes of the tables.
         key: key by which lists of tables are compared.
+        identity: object that stands for the key in questions (``ops.auto``), since it takes no time to compare.
     """
 
     tables: tuple[torch.Tensor, ...]
     addresses: list[int]
     shapes: list[torch.Size]
     key: tuple[object, ...]
+    identity: object
 
     def are(self, tables: Sequence[torch.Tensor]) -> bool:
         """Return True if these are the same tensors, with the same memory behind each."""
@@ -154,7 +156,9 @@ def checked(comm: Communicator, tables: Sequence[torch.Tensor]) -> CheckedTables
             before.clear()
         addresses, shapes = [table.data_ptr() for table in tables], [table.shape for table in tables]
         each = (part for address, shape in zip(addresses, shapes, strict=True) for part in (address, *shape))
-        known = before[id(tables[0])] = CheckedTables(tuple(tables), addresses, shapes, (tables[0].dtype, *each))
+        key = tables[0].dtype, *each
+        identity = comm.kept.setdefault((checked, key), object())
+        known = before[id(tables[0])] = CheckedTables(tuple(tables), addresses, shapes, key, identity)
     return known
 
 

@@ -115,7 +115,7 @@ def all_gather_gemm(
         sizes, dtype = (*x.shape, weight.shape[0]), weight.dtype
         return OperatorCall((*sizes, dtype), sizes, dtype.itemsize, {SPLIT: lambda pieces: _handle(comm, x, pieces)})
 
-    found, handle = prepare(comm, NAME, method, question_of(comm, (NAME, method), x, weight, gathered), check)
+    found, handle, _ = prepare(comm, NAME, method, question_of(comm, (NAME, method), x, weight, gathered), check)
     if found.name == SPLIT:
         parts: SplitAllGatherGemm = handle
         return parts(x, weight, gathered)

@@ -139,7 +139,7 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
 
         return OperatorCall((name, rows, columns, dtype), (rows, depth, columns), dtype.itemsize, {SPLIT: split})
 
-    found, handle = prepare(comm, name, method, question_of(comm, (name, method), x, weight), check)
+    found, handle, _ = prepare(comm, name, method, question_of(comm, (name, method), x, weight), check)
     if found.name == SPLIT:
         parts: SplitGemmReduce = handle
         return parts(x, weight, found.pieces or DEFAULT_PIECES)

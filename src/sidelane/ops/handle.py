@@ -23,6 +23,10 @@ class TellsRefusals(Protocol):
         ...
 
 
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True if kernels of this process are interpreted; Triton reads the same variable when it makes them."""
 
@@ -56,7 +60,7 @@ def telling_refusals(comm: TellsRefusals, name: str) -> Iterator[None]:
 
 def is_captured(comm: Communicator) -> bool:
     """Return True while a graph records the caller's stream."""
-    return comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return comm.device.type == "cuda" and _is_capturing()
 
 
 def kept(comm: Communicator, key: Hashable, make: Callable[[], H]) -> H:

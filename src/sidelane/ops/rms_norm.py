@@ -29,8 +29,9 @@ from sidelane.ops.handle import (
     programs_of,
     telling_refusals,
 )
-from sidelane.ops.timeline import stamps_of
+from sidelane.ops.timeline import Timeline, stamps_of
 from sidelane.session import Communicator
+from sidelane.session.own_kernel import RepeatedLaunch
 
 NAME = "all_reduce_rms_norm"
 CELLS, PUSHED = "cells", "pushed"
@@ -38,6 +39,10 @@ SCHEDULES = (AUTO, CELLS, PUSHED)
 MOST_TOKENS = 512
 MOST_ROW_BYTES = 32 << 10
 """Largest size of a row in bytes: a block holds a row in registers."""
+
+_PLACES = 4, 5, 6, 7, 8, 14, 15, 16
+"""Places of both outputs, x, residual, weight, and of quantized and its scale, read or written, among the kernel's
+arguments behind the context."""
 
 CELLS_BYTES = 512 << 10
 """Largest number of bytes of x that a rank sends to its peers in cells, if ``auto`` chooses. Of two ranks, cells took
@@ -131,25 +136,29 @@ class AllReduceRmsNorm(KernelHandle):
         residual_out: torch.Tensor | None,
         quantized: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        again: RepeatedLaunch | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the operator with arguments that were checked."""
+        """Run the operator with arguments that were checked. ``again``: launch of calls with these layouts and eps."""
         y = torch.empty_like(x) if out is None else out
         total = torch.empty_like(x) if residual_out is None else residual_out
-        tensors = [y, total, x, x if residual is None else residual, weight]
-        if self.schedule == CELLS:
-            tensors = [tensor.view(torch.int32) for tensor in tensors]
         scales = scale is not None and scale.dim() == 2
+        rows = y, total, x, x if residual is None else residual, weight
+        tensors = *rows, quantized, None if scales else scale, scale if scales else None
+        if again is not None and again.runs and Timeline not in self.comm.kept and self._kernel.repeat(again, tensors):
+            return y, total
+        words = [row.view(torch.int32) for row in rows] if self.schedule == CELLS else rows
         if quantized is not None:
             in_pairs = self.schedule == CELLS and x.element_size() == 2
             quantized = quantized.view(torch.int16 if in_pairs else torch.uint8)
         stamps, stamped = stamps_of(self.comm, self._programs)
-        self._kernel.launch(
+        self._kernel.launch_again(
+            *(again if stamps is None else None, tensors, _PLACES),
             (self._programs,),
             self._counters,
             self.comm.rank,
             self._addresses,
             self._came,
-            *tensors,
+            *words,
             x.shape[0],
             self.tokens,
             self._width,
@@ -210,10 +219,13 @@ def all_reduce_rms_norm(
         MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
     """
     tensors = x, residual, weight, out, residual_out, quantized, scale
-    question = question_of(comm, (NAME, method, schedule), *tensors)
-    if question is not None and any(tensor is not None and tensor.data_ptr() & 3 for tensor in tensors):
-        question = None  # checks refuse it
-    found, handle = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
+    is_float = type(eps) is float  # others are numbers for the kernel only
+    question = question_of(comm, (NAME, method, schedule, eps if is_float else None), *tensors)
+    if question is not None:
+        for tensor in tensors:
+            if tensor is not None and tensor.data_ptr() & 3:
+                question = None  # checks refuse it
+    found, handle, again = prepare(comm, NAME, method, question, lambda: _checked(comm, schedule, *tensors))
     if found.name == UNFUSED:
         narrow = {"quantized": quantized, "scale": scale}
         y, total = reference.all_reduce_rms_norm(comm, x, residual, weight, eps=eps, **narrow)
@@ -221,7 +233,7 @@ def all_reduce_rms_norm(
         y, total = (made if place is None else place.copy_(made) for made, place in given)
         return y, total
     kernel: AllReduceRmsNorm = handle
-    return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale)
+    return kernel.run(x, residual, weight, eps, out, residual_out, quantized, scale, again if is_float else None)
 
 
 def _checked(comm: Communicator, schedule: str, x: torch.Tensor, *others: torch.Tensor | None) -> OperatorCall:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,9 +14,7 @@ from sidelane.collectives.arguments import Arguments
 from sidelane.collectives.backend import KernelRunnable
 from sidelane.collectives.call_cache import Key, PreparedCall
 from sidelane.collectives.call_path import CallPath
-from sidelane.collectives.calls import Calls
 from sidelane.collectives.heap import SymmetricHeap
-from sidelane.collectives.prepare import Preparer
 from sidelane.collectives.work import Work
 from sidelane.device.layout import (
     BOARD,
@@ -30,16 +28,52 @@ from sidelane.device.layout import (
     WORLD_SIZE,
     region_bytes,
 )
-from sidelane.errors import UnavailableError
+from sidelane.errors import PeerError, UnavailableError
+from sidelane.execute.base import Place
 from sidelane.fields import several, whole
 from sidelane.memory.base import SymmetricBlock
 from sidelane.memory.persistent import lasting
 from sidelane.modes import untraced
 from sidelane.program.kernel_call import KernelCall
-from sidelane.session.entry import entry
+from sidelane.session.entry import entry, repeated_entry
 
 MOST_FLAGS = 1 << 20
+MOST_LAUNCHES = 256
+"""Number of launches of a kernel, by arguments that are no tensors, for which equal ones are counted."""
+
+MOST_REMEMBERED = 64
+"""Number of times that one launch is given to compiled code, for streams and alignments that change."""
+
+MOST_RUNS = 4
+"""Number of streams and alignments of one launch that are remembered at a time."""
+
 MOST_GRID = (2**31 - 1, 65535, 65535)
+
+
+class RepeatedLaunch:
+    """A launch that may come again, with other tensors of the same layouts.
+
+    Attributes:
+        runs: functions that make it again on tensors, for a stream and alignments each (``Repeats.launch``). The last
+            one that was needed comes first.
+        is_known: the last call is remembered, but it was not its time (in a capture, behind another stream's work).
+    """
+
+    __slots__ = ("_left", "is_known", "runs")
+
+    def __init__(self) -> None:
+        self.runs: tuple[Callable[..., bool | None], ...] = ()
+        self.is_known = False
+        self._left = MOST_REMEMBERED + 1
+
+    def is_worth_it(self) -> bool:
+        """Return True if a launch is to be remembered: it is new, was made before, and was not remembered too often."""
+        self._left -= not self.is_known
+        return not self.is_known and 0 <= self._left < MOST_REMEMBERED
+
+    def add(self, run: Callable[..., bool | None]) -> None:
+        """Remember one more function in place of the oldest."""
+        self.runs = (run, *self.runs[: MOST_RUNS - 1])
 
 
 @untraced
@@ -53,11 +87,12 @@ class OwnKernel:
         context: its first argument, an int64 tensor on the device.
     """
 
-    def __init__(self, calls: Calls, preparer: Preparer, device: torch.device, kernel: Any, flags: int) -> None:
+    def __init__(self, path: CallPath, kernel: Any, flags: int) -> None:
         self.kernel: Any = kernel
         self.name: str = name_of(kernel)
         self.flags: int = flags
-        self._calls, self._preparer = calls, preparer
+        calls, device = path.calls, path.arguments.device
+        self._path, self._calls, self._preparer = path, calls, path.preparer
         rank, backend = calls.control.rank, calls.backend
         block = backend.memory.allocate(region_bytes(flags))
         self._block: SymmetricBlock | None = block
@@ -65,10 +100,11 @@ class OwnKernel:
         words[RANK], words[WORLD_SIZE] = rank, len(block.addresses)
         words[BOARD], words[FLAG_COUNT] = backend.board, flags
         words[REGIONS : REGIONS + len(block.addresses)] = torch.tensor(block.addresses, device="cpu")
+        self._launches: dict[Hashable, RepeatedLaunch] = {}
         self.context: torch.Tensor = lasting(device, lambda: words.to(device))
         self._compiled: set[str] = set()
         self._first: torch.cuda.Event | None = None  # behind the first launch on a GPU
-        self._has_launched = self._has_ended = False
+        self._has_launched = self._has_ended = self._is_closed = False
 
     def __str__(self) -> str:
         return f"kernel {self.name}"
@@ -98,6 +134,129 @@ class OwnKernel:
             Exception: Triton cannot compile it; nothing has been launched.
             MismatchError, PeerError, PeerTimeoutError: see docs/internals/failure.md.
         """
+        if async_op:
+            return self._launch(grid, arguments, options, alike, async_op)[0]
+        self._launch_by_layout(grid, arguments, options, alike)
+        return None
+
+    @entry
+    def launch_again(
+        self,
+        again: RepeatedLaunch | None,
+        tensors: Sequence[torch.Tensor | None],
+        places: Sequence[int],
+        grid: Sequence[int],
+        /,
+        *arguments: Any,
+        alike: str = "",
+        **options: Any,
+    ) -> None:
+        """Launch the kernel as :meth:`launch` does, and remember it for :meth:`repeat`.
+
+        Args:
+            again: launch that depends on nothing but the layouts of ``tensors``, for a caller that finds it again by
+                these; None: :meth:`launch` finds it by its arguments.
+            tensors: those among the arguments that may be others the next time; None where it will be None again.
+            places: the places of these among ``arguments``.
+            grid: see :meth:`launch`, as for all that follow.
+            *arguments: arguments after the context.
+            alike: text that must be the same on every rank.
+            **options: constants and options of Triton's launcher.
+        """
+        if again is None:
+            self._launch_by_layout(grid, arguments, options, alike)
+        else:
+            self._launch_and_remember(again, tensors, places, grid, arguments, options, alike)
+
+    @repeated_entry
+    def repeat(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Make a remembered launch on other tensors of the same layouts. False: nothing was done.
+
+        Raises:
+            PeerError, PeerTimeoutError: see docs/internals/failure.md.
+        """
+        return self._run_again(again, tensors)
+
+    def _run_again(self, again: RepeatedLaunch, tensors: Sequence[torch.Tensor | None]) -> bool:
+        made: bool | None = False
+        try:
+            for run in again.runs:
+                made = run(*tensors)
+                if made is not False:
+                    break
+            again.is_known = made is None
+            return made is True
+        except (PeerError, KeyboardInterrupt) as error:
+            self._calls.fail(error)
+            raise
+
+    def _launch_by_layout(
+        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
+    ) -> None:
+        layout = self._layout_of(grid, arguments, options, alike)
+        if layout is None:
+            self._launch(grid, arguments, options, alike, False)
+            return
+        again, places = layout
+        tensors = [arguments[at] for at in places]
+        if not self._run_again(again, tensors):
+            self._launch_and_remember(again, tensors, places, grid, arguments, options, alike)
+
+    def _layout_of(
+        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str
+    ) -> tuple[RepeatedLaunch, list[int]] | None:
+        """Return the launch of equal arguments but for the addresses of tensors, and the places of these.
+
+        None without compiled code, and for arguments of which anything else may matter.
+        """
+        if self._path.code() is None:
+            return None
+        device, places = self.context.device, []
+        parts: list[Hashable] = []
+        for at, part in enumerate(arguments):
+            if isinstance(part, torch.Tensor):
+                if part.device != device:  # Triton's launcher looks at each of them
+                    return None
+                parts.append(part.dtype)
+                places.append(at)
+            else:
+                parts.append(_number_of(part))
+        try:
+            key = alike, *grid, *options.items(), *parts
+            again = self._launches.get(key)
+            if again is None:
+                if len(self._launches) >= MOST_LAUNCHES:
+                    self._launches.clear()
+                again = self._launches[key] = RepeatedLaunch()
+        except TypeError:  # refused later, or not remembered
+            return None
+        return again, places
+
+    def _launch_and_remember(
+        self,
+        again: RepeatedLaunch,
+        tensors: Sequence[torch.Tensor | None],
+        places: Sequence[int],
+        grid: Sequence[int],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        alike: str,
+    ) -> None:
+        _, prepared, place = self._launch(grid, arguments, options, alike, False)
+        if place[1] or not self._has_ended or not again.is_worth_it():
+            return
+        repeats = self._path.code()
+        pairs = zip(tensors, places, strict=True)
+        if repeats is not None and all(_is_same(tensor, arguments[at]) for tensor, at in pairs):
+            numbers = [1 + at for at in places]  # behind the context
+            run = repeats.launch(prepared, place, tensors, numbers, ((self, "_is_closed", False),))
+            if run is not None:
+                again.add(run)
+
+    def _launch(
+        self, grid: Sequence[int], arguments: tuple[Any, ...], options: dict[str, Any], alike: str, async_op: bool
+    ) -> tuple[Work | None, PreparedCall, Place]:
+        """Make a launch; return its work, what ran, and where."""
         calls = self._calls
         call = calls.number()
         place = calls.backend.place()
@@ -124,7 +283,7 @@ class OwnKernel:
             if self.context.is_cuda:
                 self._first = torch.cuda.Event()
                 self._first.record()
-        return work
+        return work, prepared, place
 
     def _prepare(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool, alike: str
@@ -180,7 +339,8 @@ class OwnKernel:
                 self._calls.backend.synchronize()
         self._preparer.own_programs.discard(self)
         self._preparer.cache.forget_calls_of(self)
-        self._block = None
+        self._block, self._is_closed = None, True
+        self._launches.clear()
 
     def __enter__(self) -> OwnKernel:
         return self
@@ -211,7 +371,7 @@ def load_kernel(path: CallPath, kernel: Any, flags: int) -> OwnKernel:
 
     path.agree("load_kernel", check)
     with path.calls.making_ready():
-        made = OwnKernel(path.calls, path.preparer, arguments.device, kernel, flags)
+        made = OwnKernel(path, kernel, flags)
     path.preparer.own_programs.add(made)
     return made
 
@@ -257,25 +417,35 @@ def name_of(kernel: Any) -> str:
 def _key_of(
     launch: tuple[Hashable, ...], arguments: tuple[Any, ...], options: dict[str, Any], captured: bool
 ) -> Key | None:
-    """Return a cache key of all that a launch depends on; None if an argument has an unknown type."""
+    """Return a cache key of all that a launch depends on; None if there is none."""
     parts: list[Hashable] = [*launch, captured, *options.items()]
     for part in arguments:
         if isinstance(part, torch.Tensor):
             parts.append((part.data_ptr(), part.dtype))
-        elif isinstance(part, float):
-            parts.append(part.hex())  # 0.0 equals -0.0
-        elif isinstance(part, int):
-            parts.append((part, type(part)))
-        elif part is None:
-            parts.append(None)
         else:
-            return None
+            parts.append(_number_of(part))
     key = tuple(parts)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _number_of(part: object) -> Any:
+    """Return a key of an argument that is no tensor; an unhashable one of an unknown type."""
+    if isinstance(part, float):
+        return part.hex()  # 0.0 equals -0.0
+    if isinstance(part, int):
+        return part, type(part)
+    return None if part is None else []
+
+
+def _is_same(tensor: torch.Tensor | None, argument: Any) -> bool:
+    """Return True if an argument is a tensor, or a view of all of it, or both are None."""
+    if tensor is None or argument is None:
+        return argument is tensor
+    return isinstance(argument, torch.Tensor) and argument.data_ptr() == tensor.data_ptr()
 
 
 _GRID = several(whole, int)

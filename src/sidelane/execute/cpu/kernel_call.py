@@ -66,6 +66,9 @@ class CpuKernelCall:
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
         """Return None: compiled code cannot run the interpreter."""
 
+    def following(self, place: Place, arguments: Sequence[int]) -> None:
+        """Return None: compiled code cannot run the interpreter."""
+
     def run(self, epoch: int, place: Place) -> None:
         """Run the kernel to its end.
 

@@ -1,28 +1,32 @@
 """The caller's own kernels on a GPU: launched by Triton once, then as a prepared call; watched like all kernels.
 
 Triton's launcher inspects all arguments at each launch. A complete call took the host 105 us with it, and takes 18 to
-27 us with arguments that are packed once (five of them, H100, Triton 3.6).
+27 us with arguments that are packed once (five of them, H100, Triton 3.6). Compiled code makes it again after that, at
+other addresses, too (``following``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import inspect
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sidelane.errors import UnavailableError, missing
-from sidelane.execute.base import Place
-from sidelane.execute.cuda.native import Bound
+from sidelane.execute.base import Place, Repetition
+from sidelane.execute.cuda.native import Bound, steps_of
 from sidelane.execute.cuda.site import CudaSite
 from sidelane.execute.submitted import Counts, Submitted
+from sidelane.native import Effect
 from sidelane.program.kernel_call import KernelCall
 
 _INTEGERS = ("i32", "u32", "i64", "u64")
+_NO_ADDRESS = -1
 _MOST_CALLERS = 64  # streams for which launches are remembered
 
 
@@ -51,7 +55,7 @@ class CudaKernelCall:
             raise UnavailableError(f"kernel {call.name}: GPUs run compiled kernels (allowed=without TRITON_INTERPRET)")
         self.program = call
         self._executor = executor
-        self._prepare: Callable[[int], Bound] | None = None
+        self._packed: _Packed | None = None
         self._by_stream: dict[int, tuple[Bound, ...]] = {}
         self._entries = [
             executor.ledger.entry(Submitted(call.collective, "sm", call.variant, captured, Counts(kernels=1, calls=1)))
@@ -67,6 +71,25 @@ class CudaKernelCall:
     def movable(self, place: Place, buffers: Sequence[tuple[int, str]]) -> None:
         """Return None: any argument may change."""
 
+    def following(self, place: Place, arguments: Sequence[int]) -> tuple[Repetition, tuple[int, ...]] | None:
+        """See :class:`sidelane.collectives.backend.KernelRunnable`."""
+        executor, packed, (handle, capturing) = self._executor, self._packed, place
+        # On AMD GPUs, Triton compiles by the sizes of storages, too.
+        if packed is None or capturing or executor.driver.kernel_target().backend != "cuda":
+            return None
+        words = [packed.places[argument] for argument in arguments]
+        if any(word == _NO_ADDRESS for word in words):
+            return None
+        bound, values = packed.bind(executor, handle)
+        first, distance = ctypes.addressof(values), ctypes.sizeof(values) // len(values)
+        notes = (
+            (Effect.SET, executor, "kernel_stream", handle),
+            *executor.watch.launch_notes(self.program),
+            *executor.ledger.notes(self._entries[False]),
+        )
+        repetition = Repetition(steps_of([bound]), (), notes, executor.failing([bound], self.program))
+        return repetition, tuple(0 if word is None else first + distance * word for word in words)
+
     def run(self, epoch: int, place: Place) -> None:
         """Launch it on the stream of ``place``. Raises as :meth:`CudaKernel.run`, and errors of Triton."""
         executor = self._executor
@@ -74,7 +97,7 @@ class CudaKernelCall:
         handle, capturing = place
         with executor.lock, executor.driver.current():
             try:
-                if self._prepare is None:
+                if self._packed is None:
                     self._launch_by_triton(handle, capturing)
                 else:
                     executor.driver.submit(self._by_stream.get(handle) or self._bind(handle))
@@ -94,22 +117,21 @@ class CudaKernelCall:
             if capturing:
                 stack.enter_context(executor.driver.relaxed_capture())  # it may have to be loaded
             compiled = call.kernel[call.grid](*call.arguments, **call.options)
-        launch = _Packed.of(call, compiled)
-        if launch is not None:
-            self._prepare = lambda stream: launch.bind(executor, stream)
+        self._packed = _Packed.of(call, compiled)
+        if self._packed is not None:
             self.program = dataclasses.replace(call, arguments=())  # keep no tensors of the caller
 
     def _bind(self, handle: int) -> tuple[Bound, ...]:
-        assert self._prepare is not None
+        assert self._packed is not None
         if len(self._by_stream) >= _MOST_CALLERS:
             self._by_stream.clear()
-        calls = self._by_stream[handle] = (self._prepare(handle),)
+        calls = self._by_stream[handle] = (self._packed.bind(self._executor, handle)[0],)
         return calls
 
     @property
     def is_prepared(self) -> bool:
         """True if it can be launched again with the same arguments, without Triton's launcher."""
-        return self._prepare is not None
+        return self._packed is not None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,11 +142,13 @@ class _Packed:
         compiled: kernel that Triton has compiled.
         grid: number of programs in each dimension.
         values: a 64-bit word for each argument that is no compile-time constant.
+        places: index of each argument's word, for addresses; None for compile-time constants, -1 for numbers.
     """
 
     compiled: Any
     grid: tuple[int, int, int]
     values: tuple[int, ...]
+    places: tuple[int | None, ...]
 
     @staticmethod
     def of(call: KernelCall, compiled: Any) -> _Packed | None:
@@ -141,26 +165,29 @@ class _Packed:
         bound = inspect.signature(call.kernel.fn).bind(*call.arguments, **named)
         bound.apply_defaults()
         values: list[int] = []
+        places: list[int | None] = []
         for name, value in bound.arguments.items():
             kind = signature.get(name)
             if kind == "constexpr":
+                places.append(None)
                 continue
             word = _word_of(kind, value)
             if word is None:
                 return None
+            places.append(len(values) if kind.startswith("*") else _NO_ADDRESS)
             values.append(word)
         x, y, z = (*call.grid, 1, 1)[:3]
-        return _Packed(compiled, (x, y, z), tuple(values))
+        return _Packed(compiled, (x, y, z), tuple(values), tuple(places))
 
-    def bind(self, executor: CudaSite, stream: int) -> Bound:
-        """Prepare the launch on a stream."""
+    def bind(self, executor: CudaSite, stream: int) -> tuple[Bound, ctypes.Array[ctypes.c_int64]]:
+        """Prepare the launch on a stream; return its words, too, which may change between launches."""
         from sidelane.execute.cuda.kernel_launch import packed_for
 
         driver, metadata = executor.driver, self.compiled.metadata
         function = int(self.compiled.function)
         arguments = packed_for(driver.count_parameters(function), self.values, metadata.name)
         arguments.keeps = self.compiled
-        return driver.bind_launch(
+        bound = driver.bind_launch(
             function,
             arguments,
             blocks=self.grid,
@@ -168,6 +195,7 @@ class _Packed:
             shared_bytes=metadata.shared,
             stream=stream,
         )
+        return bound, arguments.values
 
 
 def _word_of(kind: Any, value: Any) -> int | None:

@@ -28,6 +28,7 @@ from sidelane.execute.monitor import PeerMonitor
 from sidelane.execute.submitted import Counts, SubmissionLedger
 from sidelane.memory.release import submitters
 from sidelane.program.ir import Program
+from sidelane.program.kernel_call import KernelCall
 from sidelane.program.kernel_list import AnyKernelProgram
 from sidelane.program.once import Once
 from sidelane.program.wraparound import WORD_BYTES, WORD_MASK
@@ -343,7 +344,9 @@ class CudaSite:
         if self.watch.failure is not None:
             self.watch.raise_failure()  # a call only where there is something to raise: this is the way of every start
 
-    def failing(self, calls: Sequence[Bound], program: Program | AnyKernelProgram) -> Callable[[int, Any], NoReturn]:
+    def failing(
+        self, calls: Sequence[Bound], program: Program | AnyKernelProgram | KernelCall
+    ) -> Callable[[int, Any], NoReturn]:
         """Return the function that raises for a failed call of an invocation, given the call's index and error."""
 
         def failed(index: int, error: Any) -> NoReturn:

@@ -182,7 +182,7 @@ class DeviceWatch:
         """Return the side effects of :meth:`issued`, for compiled code."""
         return (Effect.SET_NUMBER, self, "last_epoch", None), (Effect.APPEND_PAIR, self._running.append, "", subject)
 
-    def launch_notes(self, program: AnyKernelProgram) -> tuple[Note, ...]:
+    def launch_notes(self, program: AnyKernelProgram | KernelCall) -> tuple[Note, ...]:
         """Return the side effects of :meth:`launched` for a kernel that is not captured, for compiled code."""
         return ((Effect.SET_PAIR, self, "_last_kernel", (program, False)),)
 
