@@ -39,6 +39,7 @@ PARTS = (
             ("sidelane.session.pools", ("pool", "SymmetricPool")),
             ("sidelane.c3.overlap", ("overlap", "Overlap")),
             ("sidelane.c3.auto", ("choose_overlap",)),
+            ("sidelane.c3.nano_batches", ("nano_batches", "begin_collective")),
             ("sidelane.c3.shaped_matmul", ("ShapedMatmul",)),
             ("sidelane.c3.shaping", ("choose_shaping",)),
             ("sidelane.integrations.registration", ("register",)),
