@@ -15,18 +15,18 @@ from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
-from sidelane.c3.workload import Workload, parse_gemm
+from sidelane.c3.workload import Bound, Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
-from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound, traffic_bytes
+from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us, traffic_bytes
 from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
-from sidelane_lab.model.strategies import partitions, predict, predictable
+from sidelane_lab.model.strategies import partitions, predict, predictable, units_tried
 from sidelane_lab.pairs import partition
 from sidelane_lab.pairs.heuristics import Sweep, Way
 from sidelane_lab.pairs.partition import TIE
 
-PROFILED_GEMMS = {True: "mb1", False: "cb5"}
+PROFILED_GEMMS = {Bound.MEMORY: "mb1", Bound.COMPUTE: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)
@@ -60,7 +60,7 @@ def allocate(machine: Machine, workload: Workload) -> partition.UnitAllocation:
     )
     sent = workload.nbytes * (machine.gpus - 1) / machine.gpus
     comm_alone = partition.expected_comm_us(sent, wire_peak_gbps(machine))
-    bound = is_memory_bound(machine, gemm)
+    bound = bound_of(machine, gemm)
     return partition.allocate(
         gemm_alone,
         comm_alone,
@@ -79,9 +79,9 @@ def judge(machine: Machine, workload: Workload) -> AllocationCost:
 
 
 @functools.lru_cache(maxsize=256)
-def gemm_slowdown(machine: Machine, memory_bound: bool, units_lost: int) -> float:
+def gemm_slowdown(machine: Machine, bound: Bound, units_lost: int) -> float:
     """Return the slowdown of the profiled GEMM that has lost some units."""
-    gemm = parse_gemm(PROFILED_GEMMS[memory_bound])
+    gemm = parse_gemm(PROFILED_GEMMS[bound])
     return gemm_us(machine, gemm, int(machine.gpu.units) - units_lost) / gemm_us(machine, gemm)
 
 
@@ -133,7 +133,9 @@ def isolated_of_machine(machine: Machine) -> Isolated:
             collectives.append(CollectiveTimes(kind, nbytes, "nccl", times))
             collectives.append(CollectiveTimes(kind, nbytes, "dma", {0: dma_us(machine, kind, nbytes)}))
     pairs = tuple(pair for curve in gemms for kind in KINDS for pair in _pairs(machine, _as_long(machine, curve, kind)))
-    return Isolated(float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps), gemms, tuple(collectives), pairs)
+    predicted = functools.partial(bound_of, machine)
+    peaks = float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps)
+    return Isolated(*peaks, gemms, tuple(collectives), pairs, predicted)
 
 
 def _as_long(machine: Machine, curve: GemmTimes, kind: Kind) -> Workload:
@@ -158,10 +160,6 @@ def _pairs(machine: Machine, workload: Workload) -> list[PairTimes]:
 def _ways(machine: Machine, workload: Workload) -> dict[Way, float]:
     times: dict[Way, float] = {}
     for strategy in predictable():
-        if strategy.partition is not None and strategy.partition.units is None:
-            for units in partitions(machine):
-                times[strategy.name, units] = predict(machine, workload, strategy, units=units).time_us
-        else:
-            fixed = 0 if strategy.partition is None else strategy.partition.units or 0
-            times[strategy.name, fixed] = predict(machine, workload, strategy).time_us
+        for units in units_tried(machine, workload, strategy):
+            times[strategy.name, units] = predict(machine, workload, strategy, units=units or None).time_us
     return times
