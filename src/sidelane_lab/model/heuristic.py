@@ -24,7 +24,7 @@ from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
 from sidelane_lab.model.strategies import partitions, predict, predictable, units_tried
 from sidelane_lab.pairs import partition
 from sidelane_lab.pairs.heuristics import Sweep, Way
-from sidelane_lab.pairs.partition import TIE
+from sidelane_lab.pairs.partition import TIE, SlowedKernel
 
 PROFILED_GEMMS = {Bound.MEMORY: "mb1", Bound.COMPUTE: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
@@ -52,21 +52,42 @@ class AllocationCost:
         return self.loss < TIE - 1
 
 
-def allocate(machine: Machine, workload: Workload) -> partition.UnitAllocation:
-    """Return the units for the collective by the look-up heuristic."""
+def allocate(machine: Machine, workload: Workload, *others: Workload) -> partition.UnitAllocation:
+    """Return the units for the collective by the look-up heuristic, or for those of several workloads of one GEMM."""
     gemm, gpu = workload.gemm, machine.gpu
-    gemm_alone = partition.expected_gemm_us(
+    bound, units = bound_of(machine, gemm), partitions(machine)
+    alone_us = partition.expected_gemm_us(
         gemm.flops, traffic_bytes(machine, gemm), float(gpu.peak_tflops), float(gpu.memory_gbps)
     )
-    sent = workload.nbytes * (machine.gpus - 1) / machine.gpus
-    comm_alone = partition.expected_comm_us(sent, wire_peak_gbps(machine))
-    bound = bound_of(machine, gemm)
     return partition.allocate(
-        gemm_alone,
-        comm_alone,
-        {units: gemm_slowdown(machine, bound, units) for units in partitions(machine)},
-        {units: comm_slowdown(machine, workload.collective, workload.nbytes, units) for units in partitions(machine)},
+        SlowedKernel("GEMM", alone_us, {n: gemm_slowdown(machine, bound, n) for n in units}),
+        [
+            SlowedKernel(
+                "collective" if not others else str(one.collective),
+                partition.expected_comm_us(one.nbytes * (machine.gpus - 1) / machine.gpus, wire_peak_gbps(machine)),
+                {n: comm_slowdown(machine, one.collective, one.nbytes, n) for n in units},
+            )
+            for one in (workload, *others)
+        ],
     )
+
+
+def split_times(machine: Machine, workload: Workload, *others: Workload) -> dict[tuple[int, ...], float]:
+    """Predict a GEMM beside several collectives of the vendor's library, each on units of its own, by these units."""
+    moves, units, found = (workload, *others), int(machine.gpu.units), {}
+    for shares in itertools.product(partitions(machine), repeat=len(moves)):
+        if sum(shares) > units / 2:  # as many as partitions take at most
+            continue
+        gangs = [
+            dataclasses.replace(
+                library_gang(machine, one.collective, one.nbytes, units=n, reserved=True),
+                name=f"{one.collective} {place}",
+            )
+            for place, (one, n) in enumerate(zip(moves, shares, strict=True))
+        ]
+        gemm = gemm_kernel(machine, workload.gemm, limit=units - sum(shares))
+        found[shares] = run_device(machine, [gemm, *gangs]).time_us
+    return found
 
 
 def judge(machine: Machine, workload: Workload) -> AllocationCost:
@@ -74,7 +95,7 @@ def judge(machine: Machine, workload: Workload) -> AllocationCost:
     times = {units: predict(machine, workload, "c3_rp", units=units).time_us for units in partitions(machine)}
     best = min(times, key=lambda units: times[units])
     found = allocate(machine, workload)
-    differ = max(times[units] for units in found.equal) > times[best] * TIE
+    differ = max(times[sum(shares)] for shares in found.equal) > times[best] * TIE
     return AllocationCost(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
 
 
@@ -93,7 +114,7 @@ def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> floa
 
 
 def sweep_of(machine: Machine, workload: Workload) -> Sweep:
-    """Predict a pair under every strategy that the model speaks to, and three kernels in every launch order.
+    """Predict a pair under every strategy that the model speaks to, and three kernels in every order and partition.
 
     The third kernel is the other of all-gather and all-to-all, of as many bytes.
     """
@@ -109,8 +130,16 @@ def sweep_of(machine: Machine, workload: Workload) -> Sweep:
         names: run_device(machine, [kernels[name] for name in names]).time_us
         for names in itertools.permutations(kernels)
     }
+    second = dataclasses.replace(workload, collective=other)
     return Sweep(
-        workload, gemm_us(machine, workload.gemm), _ways(machine, workload), (seen[0], seen[1]), tuple(seen), orders
+        workload,
+        gemm_us(machine, workload.gemm),
+        _ways(machine, workload),
+        (seen[0], seen[1]),
+        tuple(seen),
+        orders,
+        splits_us=split_times(machine, workload, second),
+        second=second,
     )
 
 

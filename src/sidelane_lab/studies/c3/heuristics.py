@@ -44,8 +44,8 @@ class HeuristicRow(FlatRow):
 
     Attributes:
         heuristic: ``launch_order``: who is first, by workgroups; ``launch_order_3``: of three kernels; ``partition``:
-            units for the collective, by look-up tables; ``spared``: units that a GEMM beside copy engines does
-            without; ``auto``: the strategy.
+            units for the collective, by look-up tables; ``partition_3``: units for two collectives at once;
+            ``spared``: units that a GEMM beside copy engines does without; ``auto``: the strategy.
         gemm, bytes: as in :class:`C3Row`.
         seen: the GEMM is one that was profiled.
         chosen: by the heuristic, in words.
@@ -310,9 +310,9 @@ STUDY = Study(
     title="Heuristics against the best of a sweep",
     legend=(
         "launch_order: who of a GEMM and a collective is first, by workgroups; launch_order_3: of three kernels; "
-        "partition: units for the collective, by look-up tables; spared: units that a GEMM beside copy engines "
-        "does without; auto: the strategy, over all. Right: within half a percent of the best of the sweep. "
-        "Reasons are in the file."
+        "partition: units for the collective, by look-up tables; partition_3: units for two collectives; spared: "
+        "units that a GEMM beside copy engines does without; auto: the strategy, over all. Right: "
+        "within half a percent of the best of the sweep. Reasons are in the file."
     ),
     row=HeuristicRow,
     tables=heuristic_tables,
