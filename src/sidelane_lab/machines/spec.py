@@ -128,6 +128,7 @@ Count = Annotated[Quantity, NumberLimit(1, 1024, whole=True)]
 Watts = Annotated[Quantity, NumberLimit(0, 3000)]
 
 
+NO_ADDING = Quantity(0, NumberSource.DATASHEET, "no GPU's engines add")
 ONE_NIC = Quantity(1, NumberSource.ASSUMED, "a NIC a GPU")
 ONE_NODE_A_LEAF = Quantity(1, NumberSource.ASSUMED, "spines join all nodes")
 FULL_TREE = Quantity(1, NumberSource.ASSUMED, "as much bandwidth to spines as to nodes")
@@ -195,6 +196,8 @@ class DmaFigures:
     sync_us: Time  # from the last command of a queue until the host knows.
     reduce_us: Time  # of a reduction in the middle of a program: its kernel starts, and the next command sees its end.
     reduce_gbps: MemorySpeed  # bytes that the kernel of a reduction reads and writes.
+    # Bytes that one engine reads when it adds; 0: engines do not add, as on every GPU that there is.
+    add_gbps: Annotated[Quantity, NumberLimit(0.1, 1e5, zero=True)] = NO_ADDING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
