@@ -106,7 +106,7 @@ class BegunCollective:
         begun, self.output = self.output, None
         if begun is None:
             raise RuntimeError("BegunCollective.wait: it has been waited for (allowed=once)")
-        output: torch.Tensor = _Finish.apply(begun, self)
+        output: torch.Tensor = _Finish.apply(begun, self)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -130,7 +130,7 @@ def begin_collective(
         The collective under way. Wait for it once.
     """
     begun = BegunCollective(start, start if backward is None else backward)
-    begun.output = _Start.apply(input, begun)
+    begun.output = _Start.apply(input, begun)  # type: ignore[no-untyped-call]
     return begun
 
 
@@ -141,7 +141,7 @@ class _Start(torch.autograd.Function):
         return begun.run(begun.start, input)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.begun.finish(), None  # the gradient of the output has gone into the collective
 
@@ -153,7 +153,7 @@ class _Finish(torch.autograd.Function):
         return begun.finish()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.begun.run(ctx.begun.backward, gradient.contiguous())
         return gradient, None

@@ -54,7 +54,7 @@ def least_us(machine: Machine, kind: Kind, nbytes: int) -> float:
 
 def engine_add_tables(machine: Machine) -> list[Table]:
     """Make a table of each collective that adds, by size; none where engines do not add."""
-    if machine.dma.add_gbps == 0 or machine.nodes > 1 or machine.gpus < 2:
+    if not machine.dma.add_gbps or machine.nodes > 1 or machine.gpus < 2:
         return []
     tables = []
     for kind in sorted(REDUCING):

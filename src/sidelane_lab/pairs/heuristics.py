@@ -157,9 +157,9 @@ def _partitions(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
         return HeuristicVerdict(PARTITIONS, False, reason="no second collective was run on units of its own")
     found = units_for(known, sweep.workload, _library(known), (sweep.second,))
     best = min(sweep.splits_us, key=sweep.splits_us.__getitem__)
-    words = [" and ".join(map(str, shares)) for shares in (found.shares, best)]
+    chosen, most = (" and ".join(map(str, shares)) for shares in (found.shares, best))
     times = sweep.splits_us[found.shares], sweep.splits_us[best]
-    return HeuristicVerdict(PARTITIONS, False, *words, *times, found.reason)
+    return HeuristicVerdict(PARTITIONS, False, chosen, most, *times, found.reason)
 
 
 def _library(known: Isolated) -> str | None:

@@ -107,7 +107,7 @@ class Resources:
 
     def _adder(self, rank: int, engine: Engine) -> int:
         dma = self._machine.dma
-        if dma.add_gbps == 0:
+        if not dma.add_gbps:
             raise ValueError(
                 f"simulate: dma.add_gbps (value=0, allowed=above 0 for this program): {self._machine.name}"
             )

@@ -41,7 +41,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 HALVES = 2
 
 Sum = Callable[[torch.Tensor, torch.Tensor], Started]
-"""Start of a sum over the ranks: of a tensor, and a buffer for it and for the result."""
+"""Start of a sum over the ranks: a buffer for what is added and for the result, and a tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ShardedMlp:
         for up, down in self.layers:
             part = functional.linear(functional.gelu(functional.linear(x, up)), down)
             if start is not None:
-                part = yield begin_collective(functools.partial(start, buffer=buffer), part)
+                part = yield begin_collective(functools.partial(start, buffer), part)
             x = x + part
         return x
 
@@ -121,11 +121,11 @@ class MlpWorkload:
         shape = 2, *mlp.x.shape  # what a rank adds, and the sums
         ordinary, symmetric = torch.empty(shape, dtype=dtype, device=device), comm.empty(*shape, dtype=dtype)
 
-        def by_library(part: torch.Tensor, buffer: torch.Tensor) -> Started:
+        def by_library(buffer: torch.Tensor, part: torch.Tensor) -> Started:
             buffer[1].copy_(part)
             return buffer[1], dist.all_reduce(buffer[1], group=group, async_op=True)
 
-        def by_sidelane(part: torch.Tensor, buffer: torch.Tensor) -> Started:
+        def by_sidelane(buffer: torch.Tensor, part: torch.Tensor) -> Started:
             buffer[0].copy_(part)
             return buffer[1], comm.all_reduce(buffer[0], output=buffer[1], async_op=True, beside="compute")
 
