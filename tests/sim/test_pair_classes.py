@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from sidelane.c3.workload import MEMORY_KERNELS, TABLE_I, Bound, C3Class, Operation, Workload, parse_gemm
+from sidelane.c3.workload import MEMORY_KERNELS, TABLE_I, Bound, C3Class, ComputeKind, Workload, parse_gemm
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.gemm import bound_of, gemm_us, is_memory_bound
 from sidelane_lab.model.heuristic import isolated_of_machine
@@ -56,7 +56,7 @@ def test_heuristic_and_strategies_agree_on_mb2_of_the_described_mi300x() -> None
 def test_memory_kernels_take_the_time_of_their_bytes() -> None:
     for tag in MEMORY_KERNELS:
         kernel = parse_gemm(tag)
-        assert kernel.operation is Operation(tag) and bound_of(H200, kernel) is Bound.MEMORY
+        assert kernel.operation is ComputeKind(tag) and bound_of(H200, kernel) is Bound.MEMORY
         least_us = kernel.nbytes / (float(H200.gpu.memory_gbps) * 1e3)
         assert least_us <= gemm_us(H200, kernel) <= 1.3 * least_us
     assert parse_gemm("add").nbytes == 3 * 65536 * 8192 * 2

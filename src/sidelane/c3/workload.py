@@ -52,7 +52,7 @@ BAG_READS = 4
 """Number of times that bags read each row of their table on average."""
 
 
-class Operation(StrEnum):
+class ComputeKind(StrEnum):
     """Computation beside a collective. All but ``product`` are limited by the bytes that they read.
 
     PRODUCT: ``C[m, n] = A[m, k] @ B[k, n]``. ADD: ``C[m, n] = A[m, n] + B[m, n]``, k is 1. BAG: ``m`` embedding bags of
@@ -83,7 +83,7 @@ class Bound(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gemm:
-    """A matrix product ``C[m, n] = A[m, k] @ B[k, n]``, or another computation by its tag (:class:`Operation`).
+    """A matrix product ``C[m, n] = A[m, k] @ B[k, n]``, or another computation by its tag (:class:`ComputeKind`).
 
     Attributes:
         m: number of rows of the result.
@@ -115,14 +115,14 @@ class Gemm:
         return self.tag if self.divisor == 1 else f"{self.tag}/{self.divisor}"
 
     @property
-    def operation(self) -> Operation:
+    def operation(self) -> ComputeKind:
         """Computation that is meant."""
-        return Operation(self.tag) if self.tag in MEMORY_KERNELS else Operation.PRODUCT
+        return ComputeKind(self.tag) if self.tag in MEMORY_KERNELS else ComputeKind.PRODUCT
 
     @property
     def flops(self) -> int:
         """Number of multiplications and additions."""
-        each = {Operation.PRODUCT: 2, Operation.ADD: 1, Operation.BAG: 1, Operation.ATTEND: 4}
+        each = {ComputeKind.PRODUCT: 2, ComputeKind.ADD: 1, ComputeKind.BAG: 1, ComputeKind.ATTEND: 4}
         return each[self.operation] * self.m * self.n * self.k
 
     @property
@@ -130,10 +130,10 @@ class Gemm:
         """Fewest bytes that can move: each input read once, of tables as often as they are read; the result written."""
         result, rows = self.m * self.n, self.m * self.n * self.k
         inputs = {
-            Operation.PRODUCT: self.m * self.k + self.k * self.n,
-            Operation.ADD: 2 * result,
-            Operation.BAG: rows,
-            Operation.ATTEND: 2 * rows + result,
+            ComputeKind.PRODUCT: self.m * self.k + self.k * self.n,
+            ComputeKind.ADD: 2 * result,
+            ComputeKind.BAG: rows,
+            ComputeKind.ATTEND: 2 * rows + result,
         }
         return (inputs[self.operation] + result) * ELEMENT_BYTES[self.dtype]
 

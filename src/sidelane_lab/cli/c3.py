@@ -11,7 +11,7 @@ import click
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, Operation, parse_gemm, parse_workload
+from sidelane.c3.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, ComputeKind, parse_gemm, parse_workload
 from sidelane.cli.help import HOW, WHAT, what
 from sidelane.cli.options import (
     KINDS,
@@ -259,7 +259,7 @@ class OccupancyOptions(PairOptions):
 
     def __post_init__(self) -> None:
         PairOptions.__post_init__(self)
-        if any(parse_workload(text).gemm.operation is not Operation.PRODUCT for text in self.workloads):
+        if any(parse_workload(text).gemm.operation is not ComputeKind.PRODUCT for text in self.workloads):
             raise ValueError(f"OccupancyOptions: workloads (value={self.workloads}, allowed=GEMMs)")
         if self.blocks and min(self.blocks) < 0:
             raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")

@@ -18,7 +18,7 @@ import math
 
 from sidelane.c3.isolated_times import GemmTimes
 from sidelane.c3.strategy import Means
-from sidelane.c3.workload import Bound, Gemm, Operation
+from sidelane.c3.workload import Bound, ComputeKind, Gemm
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
@@ -44,7 +44,7 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
     matmul, units = machine.matmul, int(machine.gpu.units)
     usable = units if limit is None else min(limit, units)
     tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
-    if gemm.operation is not Operation.PRODUCT:
+    if gemm.operation is not ComputeKind.PRODUCT:
         tiles = 8 * units  # blocks enough for every unit
     loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
     operations_us = compute_us(machine, gemm) * (1 + loss) * (usable / units) ** matmul.partition_gain
@@ -87,7 +87,7 @@ def bound_of(machine: Machine, gemm: Gemm) -> Bound:
 
 def compute_us(machine: Machine, gemm: Gemm) -> float:
     """Return the time of its operations on all compute units."""
-    if gemm.operation is not Operation.PRODUCT:
+    if gemm.operation is not ComputeKind.PRODUCT:
         return 0.0  # its operations are hidden behind its bytes
     matmul, step = machine.matmul, int(machine.matmul.row_step)
     rows = math.ceil(gemm.m / step) * step
@@ -110,7 +110,7 @@ def blended_us(operations_us: float, bytes_us: float, blend: float) -> float:
 
 def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
     """Time of adding up a result that is split along k: whole with one tile, nothing where tiles fill a quarter."""
-    if gemm.operation is not Operation.PRODUCT:
+    if gemm.operation is not ComputeKind.PRODUCT:
         return 0.0
     matmul = machine.matmul
     tiles = max(1.0, gemm.m / matmul.tile_m) * max(1.0, gemm.n / matmul.tile_n)
@@ -119,7 +119,7 @@ def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
 
 def traffic_bytes(machine: Machine, gemm: Gemm) -> float:
     """Return the bytes that it moves through memory: by its intensity, and no fewer than its matrices have."""
-    if gemm.operation is not Operation.PRODUCT:
+    if gemm.operation is not ComputeKind.PRODUCT:
         return float(gemm.nbytes)
     return max(gemm.flops / intensity(machine, gemm), float(gemm.nbytes))
 

@@ -42,7 +42,7 @@ from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import BAG_READS, Gemm, Operation, Workload
+from sidelane.c3.workload import BAG_READS, ComputeKind, Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
@@ -138,13 +138,13 @@ class GemmRun:
         self.gemm = gemm
         rows = max(1, gemm.m * gemm.k // BAG_READS)
         shapes = {
-            Operation.PRODUCT: ((gemm.m, gemm.k), (gemm.k, gemm.n)),
-            Operation.ADD: ((gemm.m, gemm.n), (gemm.m, gemm.n)),
-            Operation.BAG: ((gemm.m, gemm.k), (rows, gemm.n)),
-            Operation.ATTEND: ((gemm.m, 1, 1, gemm.n), (2, gemm.m, 1, gemm.k, gemm.n)),
+            ComputeKind.PRODUCT: ((gemm.m, gemm.k), (gemm.k, gemm.n)),
+            ComputeKind.ADD: ((gemm.m, gemm.n), (gemm.m, gemm.n)),
+            ComputeKind.BAG: ((gemm.m, gemm.k), (rows, gemm.n)),
+            ComputeKind.ATTEND: ((gemm.m, 1, 1, gemm.n), (2, gemm.m, 1, gemm.k, gemm.n)),
         }
         of_a, of_b = shapes[gemm.operation]
-        indices = gemm.operation is Operation.BAG
+        indices = gemm.operation is ComputeKind.BAG
         self.a = torch.zeros(of_a, dtype=torch.int64 if indices else dtype, device=device)
         self.b = torch.empty(of_b, dtype=dtype, device=device)
         self.c = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
@@ -153,13 +153,13 @@ class GemmRun:
     def run(self) -> None:
         """Compute, on the current stream."""
         match self.gemm.operation:
-            case Operation.PRODUCT:
+            case ComputeKind.PRODUCT:
                 torch.mm(self.a, self.b, out=self.c)
-            case Operation.ADD:
+            case ComputeKind.ADD:
                 torch.add(self.a, self.b, out=self.c)
-            case Operation.BAG:
+            case ComputeKind.BAG:
                 self.c = functional.embedding_bag(self.a, self.b, mode="sum")
-            case Operation.ATTEND:
+            case ComputeKind.ATTEND:
                 self.c = functional.scaled_dot_product_attention(self.a, *self.b).view(self.c.shape)
 
     def fill(self, seed: int) -> None:

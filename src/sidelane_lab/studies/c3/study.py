@@ -17,7 +17,7 @@ from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import LIBRARY, percent_of_ideal
-from sidelane.c3.workload import Bound, Gemm, Operation, Workload, parse_workload
+from sidelane.c3.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.collectives.plan import AUTO
@@ -177,7 +177,7 @@ def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, dev
         return dataclasses.replace(known, predicted=predicted).bound(gemm)[0] is Bound.MEMORY
     if predicted is not None:
         return predicted(gemm) is Bound.MEMORY
-    return gemm.tag.startswith("mb") or gemm.operation is not Operation.PRODUCT
+    return gemm.tag.startswith("mb") or gemm.operation is not ComputeKind.PRODUCT
 
 
 def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -> list[Workload]:
