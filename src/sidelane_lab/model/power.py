@@ -278,7 +278,7 @@ def choose_for_energy(draws: Sequence[PairDraw]) -> Selection[str]:
         raise ValueError("choose_for_energy: draws (allowed=of every strategy, serial too, over plausible watts)")
     able = [draw for draw in draws if draw.time_us <= serial.time_us]
     cases = [[draw.energy_mj for draw in able], *zip(*(draw.varied_mj for draw in able), strict=True)]
-    winners = {min(range(len(able)), key=lambda place, case=tuple(case): case[place]) for case in cases}
+    winners = {case.index(min(case)) for case in map(list, cases)}
     chosen = min((able[place] for place in winners), key=lambda draw: draw.time_us)
     fastest = min(able, key=lambda draw: draw.time_us)
     others = [able[place].strategy for place in sorted(winners) if able[place] is not chosen]
