@@ -18,6 +18,7 @@ from sidelane.version import VERSION as __version__  # noqa: F401
 if TYPE_CHECKING:
     from sidelane import ops as ops
     from sidelane.c3.auto import choose_overlap
+    from sidelane.c3.nano_batches import begin_collective, nano_batches
     from sidelane.c3.overlap import Overlap, overlap
     from sidelane.c3.shaped_matmul import ShapedMatmul
     from sidelane.c3.shaping import choose_shaping
@@ -53,8 +54,10 @@ __all__ = [
     "SymmetricPool",
     "UnavailableError",
     "Work",
+    "begin_collective",
     "choose_overlap",
     "choose_shaping",
+    "nano_batches",
     "overlap",
     "pool",
     "register",
@@ -70,8 +73,10 @@ _ELSEWHERE = {
     "ShapedMatmul": "sidelane.c3.shaped_matmul",
     "SidelaneGroup": "sidelane.integrations.process_group",
     "SymmetricPool": "sidelane.session.pools",
+    "begin_collective": "sidelane.c3.nano_batches",
     "choose_overlap": "sidelane.c3.auto",
     "choose_shaping": "sidelane.c3.shaping",
+    "nano_batches": "sidelane.c3.nano_batches",
     "overlap": "sidelane.c3.overlap",
     "pool": "sidelane.session.pools",
     "register": "sidelane.integrations.registration",

@@ -185,10 +185,10 @@ def test_which_ways_there_are(device: FakeDevice) -> None:
     assert set(names) == {*overlap.NAMES, *overlap.PARTITIONED, *overlap.KERNELS}
     assert set(overlap.PARTITIONED) == {"c3_rp", "c3_sp_rp", "c3_target", "conccl_rp"}
     assert [str(way) for way in ways_of(named("c3_rp"), GPU)] == [f"c3_rp with {n} units" for n in (8, 16, 32, 64)]
-    assert [way.units for way in ways_of(named("conccl_rp"), GPU)] == [8]
+    assert [way.units for way in ways_of(named("conccl_rp"), GPU)] == [8, 16, 32, 64]
     assert overlap.possible("c3_rp", GPU).units == 8
     assert overlap._way("c3_rp", 24, GPU).units == 24
-    for name, units in (("conccl", 8), ("conccl_rp", 16), ("c3_rp", 0)):
+    for name, units in (("conccl", 8), ("c3_rp", 0)):
         with pytest.raises(ValueError, match=r"overlap: units \(value="):
             overlap._way(name, units, GPU)
     assert overlap.possible("sm_rp", GPU).units == 8

@@ -30,6 +30,10 @@ def test_few_workgroups_first(pool: RankPool) -> None:
         assert "allowed=2 whole numbers of 0 and more" in told[0]
 
 
+def test_nano_batches_have_gradients(pool: RankPool) -> None:
+    pool.run(overlap_cases.nano_batches_have_gradients, 2, 2)
+
+
 def test_computing_waits_for_nobody(pool: RankPool) -> None:
     pool.run(overlap_cases.computing_waits_for_nobody, 3)
 

@@ -22,6 +22,7 @@ from sweeps import communicator
 
 from sidelane import Communicator
 from sidelane.program.builders import Transport, build, variants
+from sidelane.program.builders.reducing import reduce_on_engines
 from sidelane.program.collective import (
     Collective,
     ReduceOp,
@@ -61,6 +62,20 @@ def definitions(n: int, rng: random.Random) -> list[Collective]:
         reduce_scatter(words, INTS),
         all_reduce(words, INTS, in_place=rng.random() < 0.5),
     ]
+
+
+def engines_that_add(group: dist.ProcessGroup) -> None:
+    """Programs whose copy engines reduce: an engine's thread adds between CPU processes."""
+    words = [8 * (1 + rank) for rank in range(dist.get_world_size(group))]
+    with communicator(group) as comm:
+        for make, variant in itertools.product((reduce_scatter, all_reduce), ("b2b", "pcpy")):
+            case = Case(comm, under_contract(reduce_on_engines(make(words, INTS), variant)))
+            for seed in range(3):
+                case.fill(seed)
+                case.run()
+                comm.synchronize()
+                case.check(seed)
+            case.run.close()
 
 
 class Case:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sidelane import Communicator, Config, Overlap, Session, choose_overlap, overlap
+from sidelane import (
+    Communicator,
+    Config,
+    Overlap,
+    Session,
+    begin_collective,
+    choose_overlap,
+    nano_batches,
+    overlap,
+)
 from sidelane.c3 import auto
 from sidelane.c3.overlap import KERNELS, PARTITIONED
 from sidelane.c3.overlap import NAMES as WAYS
@@ -72,6 +81,43 @@ def several_lanes(group: dist.ProcessGroup, rounds: int) -> None:
             computed, told = overlap(lambda: torch.ones(10).cumsum(0), both, (gather, scatter), strategy=way)
             assert told.unique().tolist() == [n * (1.0 + step)] and computed[-1] == 10
             assert whole[:, 0].tolist() == list(range(n))
+
+
+def nano_batches_have_gradients(group: dist.ProcessGroup, parts: int) -> None:
+    """Parts that take turns have the results and gradients of the whole batch, with a collective of each kind."""
+    device = torch.get_default_device()
+    with Communicator(group, device=device, config=Config(timeout_s=30)) as comm:
+        n, rank = comm.world_size, comm.rank
+
+        def exchange(tensor: torch.Tensor) -> Any:
+            output = torch.empty_like(tensor)
+            return output, comm.all_to_all(output, tensor, async_op=True)
+
+        def gather(tensor: torch.Tensor) -> Any:
+            output = tensor.new_empty(n, *tensor.shape)
+            return output, comm.all_gather(output, tensor, async_op=True)
+
+        def scatter(tensor: torch.Tensor) -> Any:
+            output = tensor.new_empty(tensor.shape[1:])
+            return output, comm.reduce_scatter(output, tensor, async_op=True)
+
+        def forward(x: torch.Tensor) -> Any:
+            for step in range(3):
+                x = (yield begin_collective(exchange, x * (1 + rank + step))).sin()
+            whole = yield begin_collective(gather, x, scatter)
+            return (whole * torch.arange(1.0, n + 1).view(n, *[1] * x.dim())).sum(0)
+
+        torch.manual_seed(rank)
+        batch = torch.randn(n, 6 * parts, 5)
+        found = []
+        for count in (1, parts):
+            halves = [half.clone().requires_grad_() for half in batch.chunk(count, dim=1)]
+            results = nano_batches(map(forward, halves))
+            torch.stack([result.square().sum() for result in results]).sum().backward()
+            gradients = [half.grad for half in halves if half.grad is not None]
+            found.append([torch.cat(each, dim=1) for each in (results, gradients)])
+        torch.testing.assert_close(found[1], found[0])
+        assert found[0][1].abs().sum() > 0
 
 
 def computing_waits_for_nobody(group: dist.ProcessGroup) -> None:

@@ -93,7 +93,7 @@ def _partitions(context: Context) -> list[str]:
         x, w = torch.randn(300, 200, device=device), torch.randn(200, 200, device=device, requires_grad=True)
         for step in range(40):
             name = overlap_cases.PARTITIONED[step % len(overlap_cases.PARTITIONED)]
-            units = None if name == "conccl_rp" else (8, 16, 32, 64)[step // 4 % 4]
+            units = (None, 8, 16, 32, 64)[step // 4 % 5]
             whole, summed = first.empty(n, 5000), torch.full((700,), float(step), device=device)
 
             def both(first: Any, second: Any) -> None:

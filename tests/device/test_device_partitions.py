@@ -121,7 +121,7 @@ def test_pairs_run_under_partitions_and_are_right() -> None:
     )
     assert [(result.strategy, result.failure) for result in outcome.results] == [(name, None) for name in names]
     units = {result.strategy: result.units for result in outcome.results}
-    assert units["serial"] == 0 and units["conccl_rp"] == 8 and units["c3_rp"] >= 8 and units["c3_target"] >= 8
+    assert units["serial"] == 0 and units["conccl_rp"] >= 8 and units["c3_rp"] >= 8 and units["c3_target"] >= 8
 
 
 def test_three_kernels_in_every_order() -> None:

@@ -19,6 +19,7 @@ from sidelane.collectives import backend_cuda
 from sidelane.collectives.arguments import identities, identity
 from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.errors import CommunicatorClosedError, PeerTimeoutError
+from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda import driver as driver_module
 from sidelane.execute.cuda import loaded as loaded_module
 from sidelane.execute.cuda import virtual as mirror_module
@@ -36,7 +37,7 @@ class Ranks:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world = world
         monkeypatch.setattr(backend_cuda, "TorchSymmetricMemory", lambda *_: None)
-        monkeypatch.setattr(backend_cuda, "probe", lambda *_: None)
+        monkeypatch.setattr(backend_cuda, "probe", lambda *_: DriverFeatures("13.0", 3, True, True))
         self.backends = []
         for rank, executor in enumerate(world.executors):
             monkeypatch.setattr(backend_cuda, "CudaExecutor", lambda *_, executor=executor: executor)

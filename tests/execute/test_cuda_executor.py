@@ -11,12 +11,13 @@ import pytest
 from cuda_world import FLAGS, SLOT, SUM, World, programs, world_of
 from fake_driver import Stream
 
-from sidelane.errors import CommunicatorClosedError
+from sidelane.errors import CommunicatorClosedError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import plan
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.builders.alternating import alternating
+from sidelane.program.builders.reducing import reduce_on_engines
 from sidelane.program.collective import Collective
 from sidelane.program.ir import Program
 from sidelane.program.transform import freeze, hold, prelaunch
@@ -148,6 +149,12 @@ def test_a_capture_needs_a_frozen_program() -> None:
         with pytest.raises(ValueError, match=r"transform\.freeze"):
             world.load(loaded.program, frozen=True)
         world.executors[0].check()
+
+
+def test_programs_whose_engines_add_are_refused() -> None:
+    reduction = define.Reduction(define.ReduceOp.SUM, "float32")
+    with world_of(2) as world, pytest.raises(UnavailableError, match="no GPU's copy engines add"):
+        world.load(reduce_on_engines(define.reduce_scatter([8, 8], reduction)))
 
 
 def test_the_default_stream_goes_by_way_of_an_internal_one() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sidelane.config import Config
 from sidelane.errors import CommunicatorClosedError, PeerError, PeerTimeoutError
 from sidelane.integrations.nodes.communicator import NodesCommunicator, _NearError
 from sidelane.integrations.nodes.failures import RollCall
@@ -98,6 +99,7 @@ def test_what_ended_a_call_is_said_once_though_the_thread_ends_while_the_call_se
 
     made.rank, made.device, made.near, made._far = 0, torch.device("cpu"), mock.Mock(), None
     made.lane, made.lookout = mock.Mock(), mock.Mock()
+    made.lane.calls.config = Config()
     made.nodes, made._node = Nodes.named("aabb"), 0
     made._roll = mock.Mock(settle=settle)
     made._failure = made._unsaid = None

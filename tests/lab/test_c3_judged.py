@@ -26,6 +26,7 @@ from sidelane_lab.pairs.heuristics import (
     LAUNCH_ORDER,
     LAUNCH_ORDERS,
     PARTITION,
+    PARTITIONS,
     SPARED,
     Sweep,
     judge,
@@ -166,6 +167,9 @@ def test_a_described_machine(machine: str) -> None:
     assert sum((one.lost_percent or 0.0) <= 2 for one in by[CHOICE]) >= 28
     assert max(one.lost_percent or 0.0 for one in by[CHOICE]) < 5
     assert sum(bool(one.right) for one in by[PARTITION]) >= 24
+    assert sum(bool(one.right) for one in by[PARTITIONS]) >= 20
+    assert max(one.lost_percent or 0.0 for one in by[PARTITIONS]) < 7
+    assert all(one.right for one in by[SPARED]), "strategies and heuristic go by one definition of memory-bound"
     unseen = [one for one in by[CHOICE] if not one.seen]
     assert len(unseen) == 16 and sum(bool(one.right) for one in unseen) / len(unseen) > 0.81
     assert {one.chosen for one in by[LAUNCH_ORDERS]} <= {one.best for one in by[LAUNCH_ORDERS]} | {

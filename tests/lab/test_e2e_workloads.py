@@ -15,6 +15,7 @@ import e2e_steps
 
 WAYS = {
     "experts": ["nccl", "nccl, our sums", "nccl, gathered", "copies", "operators", "operators, routed", "none"],
+    "mlp": ["nccl", "nccl, halves", "copies", "copies, halves", "none"],
     "recommendation": ["nccl", "nccl, a bag a table", "nccl, our bags", "copies", "operators", "none"],
 }
 
@@ -23,5 +24,5 @@ WAYS = {
 def test_ways_of_a_workload_agree(four: Crew, name: str, world_size: int) -> None:
     for found in four.run(e2e_steps.tiny_steps, world_size, name, timeout_s=110):
         assert found["tiny"] == WAYS[name]
-        assert len(found) == {"experts": 7, "recommendation": 3}[name]
-        assert all(ways[0] == "nccl" and "operators" in ways for ways in found.values())
+        assert len(found) == {"experts": 7, "mlp": 2, "recommendation": 3}[name]
+        assert all(ways[0] == "nccl" and {"operators", "copies, halves"} & set(ways) for ways in found.values())

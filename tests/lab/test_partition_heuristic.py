@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -12,6 +15,8 @@ from sidelane.c3.workload import C3Class, Gemm, parse_gemm, parse_workload
 from sidelane.program.collective import Kind
 from sidelane_lab.pairs.partition import (
     Limit,
+    SlowedKernel,
+    UnitAllocation,
     allocate,
     class_of,
     expected_comm_us,
@@ -41,31 +46,78 @@ BY_ENGINES = CollectiveTimes(Kind.ALL_GATHER, 896 << 20, "dma", {0: 1850.0})
 MACHINE = Isolated(800.0, 4000.0, (COMPUTE, MEMORY), (GATHER, SMALL, MEDIUM, BY_ENGINES))
 
 
+def pair(gemm_us: float, comm_us: float, *tables: Mapping[int, float]) -> UnitAllocation:
+    gemm, comm = tables
+    return allocate(SlowedKernel("GEMM", gemm_us, gemm), [SlowedKernel("collective", comm_us, comm)])
+
+
 def test_a_long_gemm_keeps_what_the_collective_can_do_without() -> None:
     # G-long, compute-bound: a quarter of its time for the collective, so that even 16 units are enough.
-    found = allocate(1000.0, 250.0, COMPUTE_BOUND, ALL_GATHER)
-    assert (found.units, found.equal) == (8, (8,))
-    assert allocate(1000.0, 400.0, COMPUTE_BOUND, ALL_GATHER).units == 16
+    found = pair(1000.0, 250.0, COMPUTE_BOUND, ALL_GATHER)
+    assert (found.units, found.equal) == (8, ((8,),))
+    assert pair(1000.0, 400.0, COMPUTE_BOUND, ALL_GATHER).units == 16
 
 
 def test_a_long_collective_gets_what_it_needs_and_no_more() -> None:
     for table, needed in ((ALL_GATHER, 32), (ALL_TO_ALL, 64)):
-        found = allocate(500.0, 1000.0, COMPUTE_BOUND, table)
-        assert found.units == needed == min(found.equal)
-        assert dict(found.expected_us)[needed] == 1000.0
+        found = pair(500.0, 1000.0, COMPUTE_BOUND, table)
+        assert (found.units,) == (needed,) == min(found.equal)
+        assert dict(found.expected_us)[needed,] == 1000.0
     # Memory-bound: nothing is lost by giving 64.
-    assert allocate(1000.0, 990.0, MEMORY_BOUND, ALL_TO_ALL).units == 64
+    assert pair(1000.0, 990.0, MEMORY_BOUND, ALL_TO_ALL).units == 64
 
 
 def test_the_reason_names_the_next_best() -> None:
-    found = allocate(1000.0, 1000.0, COMPUTE_BOUND, ALL_GATHER)
+    found = pair(1000.0, 1000.0, COMPUTE_BOUND, ALL_GATHER)
     assert found.reason == (
         "32 units: GEMM 1000 x 1.17, collective 1000 x 1.00 = 1170 us expected, next 64 units 1270 us"
     )
-    assert "next" not in allocate(1.0, 1.0, {8: 1.0}, {8: 1.0}).reason
-    for tables in (({}, {}), ({8: 1.0}, {16: 1.0})):
-        with pytest.raises(ValueError, match="tables must be of the same units"):
-            allocate(1.0, 1.0, *tables)
+    assert "next" not in pair(1.0, 1.0, {8: 1.0}, {8: 1.0}).reason
+    for tables in (({}, {}), ({}, {8: 1.0}), ({8: 1.0}, {16: 1.0})):
+        with pytest.raises(ValueError, match="allowed=units of collectives that the GEMM has lost"):
+            pair(1.0, 1.0, *tables)
+    with pytest.raises(ValueError, match="allocate: tables"):
+        allocate(SlowedKernel("GEMM", 1.0, {8: 1.0}), [])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_units_of_several_collectives_are_those_of_a_search_by_brute_force(seed: int) -> None:
+    draw = random.Random(seed)
+    gemm = SlowedKernel("GEMM", draw.uniform(500, 2000), dict(zip(range(8, 130, 8), _rising(draw, 16), strict=True)))
+    collectives = [
+        SlowedKernel(
+            f"collective {number}",
+            draw.uniform(100, 2000),
+            dict(zip((8, 16, 32, 64), reversed(list(_rising(draw, 4))), strict=True)),
+        )
+        for number in range(draw.randint(1, 4))
+    ]
+    found = allocate(gemm, collectives)
+    best = (float("inf"), 0, ())
+    for shares in itertools.product((8, 16, 32, 64), repeat=len(collectives)):
+        if sum(shares) <= 128:
+            times = [one.us * one.slowdown[units] for one, units in zip(collectives, shares, strict=True)]
+            best = min(best, (max(gemm.us * gemm.slowdown[sum(shares)], *times), sum(shares), shares))
+    assert dict(found.expected_us)[found.shares] <= best[0] * 1.001 and found.units <= best[1]
+    assert found.shares in found.equal and len(found.shares) == len(collectives)
+
+
+def _rising(draw: random.Random, count: int) -> Iterator[float]:
+    factor = 1.0
+    for _ in range(count):
+        factor += draw.uniform(0.0, 0.2)
+        yield factor
+
+
+def test_what_was_not_profiled_lies_between_its_neighbours() -> None:
+    gemm = SlowedKernel("GEMM", 1000.0, {8: 1.04, 16: 1.08, 32: 1.2})
+    assert gemm.after_loss(0) == 1.0 and gemm.after_loss(33) is None
+    assert gemm.after_loss(24) == pytest.approx(1.14) and gemm.after_loss(4) == pytest.approx(1.02)
+    both = allocate(gemm, [SlowedKernel(name, 500.0, {8: 2.1, 16: 1.1}) for name in ("all_gather", "all_to_all")])
+    assert both.shares == (8, 8), "1080 against more for the GEMM"
+    assert both.reason.startswith(
+        "8 and 8 units: GEMM 1000 x 1.08, all_gather 500 x 2.10, all_to_all 500 x 2.10 = 1080"
+    )
 
 
 def test_eight_units_are_taken_from_a_memory_bound_gemm_beside_copy_engines() -> None:
@@ -99,7 +151,7 @@ def test_classes() -> None:
 def test_units_for_a_collective_come_from_the_tables_that_were_measured() -> None:
     found = units_for(MACHINE, parse_workload("cb1_896M"))
     # 8 units: 2200 x 2, of those who run on units; 64: 1400 x 1.93 = 2700.
-    assert (found.units, dict(found.expected_us)) == (64, {8: pytest.approx(4400), 64: pytest.approx(2700)})
+    assert (found.units, dict(found.expected_us)) == (64, {(8,): pytest.approx(4400), (64,): pytest.approx(2700)})
     assert found.reason == (
         "64 units: GEMM 1400 x 1.93, collective 2200 x 1.00 = 2700 us expected, next 8 units 4400 us; compute-bound "
         "(fewer units cost it 0.99 of their share), as cb1 by split and nccl all_gather 896M"
@@ -131,7 +183,7 @@ def test_a_collective_is_slower_beside_a_gemm() -> None:
     )
     assert slowed_beside(known, Kind.ALL_GATHER, "dma") == slowed_beside(MACHINE, Kind.ALL_GATHER, "nccl") == 1.0
     found = units_for(known, parse_workload("cb1_896M"))
-    assert dict(found.expected_us)[8] == pytest.approx(1.15 * 4400)
+    assert dict(found.expected_us)[8,] == pytest.approx(1.15 * 4400)
     assert "collective 2530 x" in found.reason and "1.15 of its time beside a GEMM" in found.reason
     faster = dataclasses.replace(pair, times_us={("c3_rp", 8): 4000.0})
     assert slowed_beside(dataclasses.replace(known, pairs=(faster,)), Kind.ALL_GATHER, "nccl") == 1.0

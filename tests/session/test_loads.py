@@ -28,6 +28,10 @@ def test_a_built_in_program_is_loaded_like_any_other(pool: RankPool) -> None:
     pool.run(loads.contract_is_the_collectives, 3)
 
 
+def test_engines_that_add(pool: RankPool) -> None:
+    pool.run(loads.engines_that_add, 3)
+
+
 def test_gathers_in_a_ring_with_and_without_entries(pool: RankPool) -> None:
     pool.run(loads.gathers_in_a_ring, 3, 1027)
 

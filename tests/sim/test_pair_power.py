@@ -15,7 +15,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.cli.collectives import PowerOptions
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.power import dma_power, library_power, pair_power, powered
+from sidelane_lab.model.power import choose_for_energy, dma_power, library_power, pair_power, powered
 from sidelane_lab.studies.power.predict import main
 
 H200, MI300X = named("h200x2"), named("mi300x8")
@@ -49,6 +49,23 @@ def test_copy_engines_take_less_than_kernels_and_the_cap_holds():
     assert uncapped.energy_mj > engines.energy_mj and uncapped.slower == (0.0, 0.0)
     alone = dma_power(H200, Kind.ALL_GATHER, pair.nbytes, "pcpy")
     assert engines.idle_w + engines.collective_w == pytest.approx(alone.total_w, rel=0.05)
+
+
+def test_a_strategy_is_chosen_for_its_energy_and_never_one_slower_than_serial():
+    for name, kind in (("cb1_896M", Kind.ALL_GATHER), ("cb4_1G", Kind.ALL_TO_ALL)):
+        draws = [pair_power(H200, parse_workload(name, kind), one, ranges=True) for one in powered(H200)]
+        by_name = {draw.strategy: draw for draw in draws}
+        found = choose_for_energy(draws)
+        chosen, serial = by_name[found.candidate], by_name["serial"]
+        assert chosen.energy_mj < serial.energy_mj and chosen.time_us <= serial.time_us
+        able = [draw for draw in draws if draw.time_us <= serial.time_us]
+        assert chosen.energy_mj <= 1.05 * min(draw.energy_mj for draw in able), found.reason
+        assert found.reason.startswith(f"{found.candidate}: ") and "plausible watts" in found.reason
+    # Others take less by other watts: of those that may be it, the fastest.
+    fast = dataclasses.replace(serial, strategy="fast", time_us=1.0, varied_mj=tuple(0.0 for _ in serial.varied_mj))
+    assert choose_for_energy([serial, chosen, fast]).candidate == "fast"
+    with pytest.raises(ValueError, match="serial too"):
+        choose_for_energy([chosen])
 
 
 def test_what_was_measured_of_a_capped_gpu():

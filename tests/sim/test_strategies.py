@@ -14,7 +14,7 @@ from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import named
 from sidelane_lab.model.collectives import library_us, unit_speed
 from sidelane_lab.model.gemm import gemm_us
-from sidelane_lab.model.heuristic import allocate, isolated_of_machine, judge
+from sidelane_lab.model.heuristic import allocate, isolated_of_machine, judge, split_times
 from sidelane_lab.model.kernels import dma_gangs, dma_us, library_gang, own_gang
 from sidelane_lab.model.pipeline import (
     OPT1,
@@ -132,6 +132,14 @@ def test_the_heuristics_say_why():
     known = isolated_of_machine(MACHINE)
     assert units_to_spare(known, parse_gemm("mb1")).units == 8  # ConCCL paper, VI-G
     assert units_to_spare(known, parse_gemm("cb1")).reason.startswith("no units: the GEMM is compute-bound")
+
+
+def test_units_of_two_collectives_lose_little_to_the_best_of_all_splits():
+    for name in ("cb2_3.25G", "cb4_1G", "mb1_4G"):
+        pair = table_ii_workload(name, Kind.ALL_GATHER)
+        second = dataclasses.replace(pair, collective=Kind.ALL_TO_ALL)
+        found, times = allocate(MACHINE, pair, second), split_times(MACHINE, pair, second)
+        assert len(times) >= 20 and times[found.shares] <= 1.10 * min(times.values()), (name, found.reason)
 
 
 def test_conccl_rp_touches_memory_bound_gemms_only():

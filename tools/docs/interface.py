@@ -86,7 +86,10 @@ TASKS = {
             Section(
                 "sidelane",
                 "Runners and calls submitted ahead",
-                ("overlap", "Overlap", "choose_overlap", "ShapedMatmul", "choose_shaping", "Prelaunched"),
+                (
+                    *("overlap", "Overlap", "choose_overlap", "nano_batches", "begin_collective"),
+                    *("ShapedMatmul", "choose_shaping", "Prelaunched"),
+                ),
             ),
         ),
     ),

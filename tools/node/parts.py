@@ -203,7 +203,7 @@ def studies() -> Iterator[Part]:
             timeout_s=200,
             small=on_cpus(f"layouts --part {part} --shape 1x8x4x8 {TINY_RUN}"),
         )
-    for workload in ("attention", "decode", "experts", "recommendation"):
+    for workload in ("attention", "decode", "experts", "mlp", "recommendation"):
         yield Part(
             name=f"e2e-{workload}",
             file="e2e.json",

@@ -177,8 +177,8 @@ def _partitioned(
         return []
     slower = table.slowdown()
     if not strategy.mover.takes_units:
-        units = strategy.partition.taken(0, bound_by_memory)
-        return [_with(strategy, asked, units, slower[units], comm_us)] if units in slower else []
+        tried = [units for units in slower if strategy.partition.taken(units, bound_by_memory) == units]
+        return [_with(strategy, asked, units, slower[units], comm_us) for units in tried]
     longest = max(asked.moves, key=lambda move: move.nbytes)
     comm = known.comm_table(longest, (implementation,))
     given = {} if comm is None else comm.slowdown()

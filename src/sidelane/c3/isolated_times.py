@@ -7,14 +7,15 @@ of strategies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from sidelane.c3 import heuristic
 from sidelane.c3.workload import Bound, Gemm, Workload
 from sidelane.program.collective import Kind
 
 SENSITIVE = 0.5
-"""Share of the proportional loss below which a GEMM counts as limited by its bytes."""
+"""Share of the proportional loss below which a GEMM is memory-bound: the one definition, of measured times and of
+predicted ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +49,15 @@ class GemmTimes:
             return None
         taken = max(table)
         return (table[taken] - 1) / (self.units / (self.units - taken) - 1)
+
+    def bound(self) -> Bound | None:
+        """Return the limit of the GEMM: memory if fewer units cost it less than half of their share; None if unknown.
+
+        >>> str(GemmTimes(Gemm(8, 8, 8), "split", 100, {0: 10.0, 50: 11.0}).bound())
+        'memory'
+        """
+        share = self.sensitivity()
+        return None if share is None else Bound.COMPUTE if share >= SENSITIVE else Bound.MEMORY
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +112,7 @@ class Isolated:
         gemms: curves of GEMMs; several of one shape by several means.
         collectives: curves of collectives.
         pairs: times of both at once.
+        predicted: function that returns the limit of a GEMM without measured losses, where the machine is described.
     """
 
     tflops: float
@@ -109,6 +120,7 @@ class Isolated:
     gemms: tuple[GemmTimes, ...]
     collectives: tuple[CollectiveTimes, ...]
     pairs: tuple[PairTimes, ...] = ()
+    predicted: Callable[[Gemm], Bound] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def flops_per_byte(self) -> float:
@@ -116,21 +128,21 @@ class Isolated:
         return self.tflops * 1e3 / self.memory_gbps
 
     def bound(self, gemm: Gemm, us: float | None = None) -> tuple[Bound, str]:
-        """Return the limit of a GEMM with the reason: by its measured loss with fewer units, else its operations a
-        byte.
+        """Return the limit of a GEMM with the reason: by its measured loss with fewer units, else by the predicted one.
 
-        The least possible bytes call some memory-bound GEMMs compute-bound; the loss of units does not.
+        Where neither is known, its time or its operations a byte stand in: the least possible bytes call some
+        memory-bound GEMMs compute-bound.
 
         Args:
             gemm: GEMM to classify.
             us: its time alone, if known: then a GEMM without measured losses counts as limited by its bytes also if it
                 is much slower than the fastest.
         """
-        known = [curve.sensitivity() for curve in self.curves(gemm)]
-        found = next((one for one in known if one is not None), None)
-        if found is not None:
-            bound = Bound.COMPUTE if found >= SENSITIVE else Bound.MEMORY
-            return bound, f"fewer units cost it {found:.2f} of their share"
+        for curve in self.curves(gemm):
+            if (limit := curve.bound()) is not None:
+                return limit, f"fewer units cost it {curve.sensitivity():.2f} of their share"
+        if self.predicted is not None:
+            return self.predicted(gemm), "as predicted of the described machine"
         best = max(curve.gemm.flops / curve.times_us[0] for curve in self.gemms) if self.gemms else 0.0
         if us is not None and gemm.flops / us < heuristic.EFFICIENCY * best:
             return Bound.MEMORY, f"{gemm.flops / us / 1e6:.0f} TFLOP/s, the fastest GEMM {best / 1e6:.0f}"

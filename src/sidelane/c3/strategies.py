@@ -47,9 +47,6 @@ def _place(strategy: Strategy) -> tuple[object, ...]:
     return strategy.concurrent, movers.index(strategy.mover), means, strategy.name
 
 
-MEMORY_BOUND_UNITS = 8
-"""Units that the ConCCL paper takes from a memory-bound GEMM on an MI300X (VI-G): one of each of its dies."""
-
 register(
     Strategy(
         name="serial",
@@ -104,7 +101,7 @@ for _name, _order, _recipe, _priority, _partition, _preference in _OF_KERNELS:
 # would wait for the end of a GEMM that was released before it (docs/lab/hardware.md, "Copy engines"). The library's
 # are in their best case in place, if the collective has that.
 _ENGINES, _FEWER = "the collective first, on copy engines", "; memory-bound GEMMs on fewer units"
-_PARTITION = Partition(MEMORY_BOUND_UNITS, memory_bound_only=True)  # VI-F
+_PARTITION = Partition(memory_bound_only=True)  # VI-F; the paper takes 8 on an MI300X, one of each of its dies (VI-G)
 # An all-to-all without the copy of the own part inside a GPU, which serialises with the GEMM: it stays in place
 # (``copy_own_part=False``), or input and output are the same bytes, and sent bytes are staged first, which among two
 # ranks is a copy of as many bytes.

@@ -17,6 +17,9 @@ COMPARABLE = 1.15
 CPU_GEMM_FLOPS = 2_500_000_000
 """Largest GEMM that a CPU rank runs: 25 to 50 milliseconds on one core at 50 to 100 GFLOP/s."""
 
+CPU_GEMM_BYTES = 64 << 20
+"""Most bytes of its operands in bfloat16: twice as many in float32, which a core reads in some 20 milliseconds."""
+
 GEMM_DTYPES = ("bfloat16", "float16", "float32")
 
 # Table I of the ConCCL paper, in its order of dimensions: m x n x k. The paper does not say so; the models do. Every
@@ -34,6 +37,33 @@ TABLE_I: dict[str, tuple[int, int, int]] = {
     "mb1": (8192, 57344, 8192),
     "mb2": (16384, 106496, 8192),
 }
+
+# Kernels that read far more than they compute. An embedding table has as many rows as all bags read, over BAG_READS.
+MEMORY_KERNELS: dict[str, tuple[int, int, int]] = {
+    "add": (65536, 8192, 1),
+    "bag": (65536, 256, 64),
+    "attend": (2048, 128, 2048),
+}
+
+NAMED = TABLE_I | MEMORY_KERNELS
+"""Dimensions of the computations that have names."""
+
+BAG_READS = 4
+"""Number of times that bags read each row of their table on average."""
+
+
+class ComputeKind(StrEnum):
+    """Computation beside a collective. All but ``product`` are limited by the bytes that they read.
+
+    PRODUCT: ``C[m, n] = A[m, k] @ B[k, n]``. ADD: ``C[m, n] = A[m, n] + B[m, n]``, k is 1. BAG: ``m`` embedding bags of
+    ``k`` rows each, of ``n`` elements. ATTEND: ``m`` queries of ``n`` elements, each over ``k`` keys and values of its
+    own, as decoding reads its cache.
+    """
+
+    PRODUCT = "product"
+    ADD = "add"
+    BAG = "bag"
+    ATTEND = "attend"
 
 
 class C3Class(StrEnum):
@@ -53,14 +83,14 @@ class Bound(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gemm:
-    """A matrix product ``C[m, n] = A[m, k] @ B[k, n]``.
+    """A matrix product ``C[m, n] = A[m, k] @ B[k, n]``, or another computation by its tag (:class:`ComputeKind`).
 
     Attributes:
         m: number of rows of the result.
         n: number of columns of the result.
         k: length of the sums.
         dtype: dtype of all three matrices, as torch names it.
-        tag: name in Table I of the ConCCL paper, else empty.
+        tag: name in Table I of the ConCCL paper, or in ``MEMORY_KERNELS``, else empty.
         divisor: number by which every dimension of the named GEMM was divided (1: the GEMM itself).
     """
 
@@ -85,14 +115,27 @@ class Gemm:
         return self.tag if self.divisor == 1 else f"{self.tag}/{self.divisor}"
 
     @property
+    def operation(self) -> ComputeKind:
+        """Computation that is meant."""
+        return ComputeKind(self.tag) if self.tag in MEMORY_KERNELS else ComputeKind.PRODUCT
+
+    @property
     def flops(self) -> int:
         """Number of multiplications and additions."""
-        return 2 * self.m * self.n * self.k
+        each = {ComputeKind.PRODUCT: 2, ComputeKind.ADD: 1, ComputeKind.BAG: 1, ComputeKind.ATTEND: 4}
+        return each[self.operation] * self.m * self.n * self.k
 
     @property
     def nbytes(self) -> int:
-        """Fewest bytes that can move: each input read once, the result written once."""
-        return (self.m * self.k + self.k * self.n + self.m * self.n) * ELEMENT_BYTES[self.dtype]
+        """Fewest bytes that can move: each input read once, of tables as often as they are read; the result written."""
+        result, rows = self.m * self.n, self.m * self.n * self.k
+        inputs = {
+            ComputeKind.PRODUCT: self.m * self.k + self.k * self.n,
+            ComputeKind.ADD: 2 * result,
+            ComputeKind.BAG: rows,
+            ComputeKind.ATTEND: 2 * rows + result,
+        }
+        return (inputs[self.operation] + result) * ELEMENT_BYTES[self.dtype]
 
     def bound(self, machine_flops_per_byte: float, measured_bytes: float | None = None) -> Bound:
         """Return compute if the GEMM does more operations per byte than the machine can (ConCCL paper, section III).
@@ -153,7 +196,7 @@ class Workload:
         'cb1/8_112M all_gather'
         """
         divisor = 1
-        while self.gemm.scaled(divisor).flops > flops:
+        while (made := self.gemm.scaled(divisor)).flops > flops or made.nbytes > CPU_GEMM_BYTES:
             divisor *= 2
         gemm = dataclasses.replace(self.gemm.scaled(divisor), dtype="float32")
         return dataclasses.replace(self, gemm=gemm, nbytes=max(1024, self.nbytes // divisor))
@@ -173,16 +216,16 @@ def classify(gemm_us: float, comm_us: float) -> C3Class:
 
 
 def parse_gemm(text: str, dtype: str = "bfloat16") -> Gemm:
-    """Read a tag of Table I (``cb1``) or ``MxNxK`` (``8192x8192x8192``).
+    """Read a tag of Table I (``cb1``), one of ``MEMORY_KERNELS`` (``bag``) or ``MxNxK`` (``8192x8192x8192``).
 
     Raises:
         ValueError: the text is neither.
     """
-    if text in TABLE_I:
-        return Gemm(*TABLE_I[text], dtype, tag=text)
+    if text in NAMED:
+        return Gemm(*NAMED[text], dtype, tag=text)
     match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
     if not match:
-        raise ValueError(f"parse_gemm: not a GEMM (value={text!r}, allowed={', '.join(TABLE_I)} or MxNxK)")
+        raise ValueError(f"parse_gemm: not a GEMM (value={text!r}, allowed={', '.join(NAMED)} or MxNxK)")
     return Gemm(int(match[1]), int(match[2]), int(match[3]), dtype)
 
 

@@ -124,7 +124,7 @@ class Swap:
 class Reduce:
     """Combine ``srcs`` element by element, in their order, into ``dst``. ``dst`` may be one of ``srcs``.
 
-    Runs on compute units: DMA engines cannot add.
+    Runs on compute units: DMA engines cannot add, but for those of programs whose ``engines_add`` says so.
     """
 
     dst: Span
@@ -252,6 +252,8 @@ class Program:
         prelaunched: queues start before the collective is called; triggers fired by the ``caller`` queue hold them.
         alone: the caller has named no computation that runs next to it. Copies that stay on a rank may then take as
             long as the links do, if that keeps the links at their speed.
+        engines_add: copy engines may reduce, which no GPU's can (ConCCL paper, VII-A2). Such a program runs between CPU
+            ranks and in the simulator only.
     """
 
     collective: Definition
@@ -261,10 +263,11 @@ class Program:
     flag_count: int
     prelaunched: bool = False
     alone: bool = False
+    engines_add: bool = False
 
     def __post_init__(self) -> None:
         settle(self, collective=_DEFINITION, variant=text, queues=_QUEUES, staging_bytes=_SIZES, flag_count=whole)
-        settle(self, prelaunched=switch, alone=switch)
+        settle(self, prelaunched=switch, alone=switch, engines_add=switch)
 
     @property
     def world_size(self) -> int:

@@ -11,7 +11,7 @@ import click
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
-from sidelane.c3.workload import GEMM_DTYPES, TABLE_I, parse_gemm, parse_workload
+from sidelane.c3.workload import GEMM_DTYPES, MEMORY_KERNELS, TABLE_I, ComputeKind, parse_gemm, parse_workload
 from sidelane.cli.help import HOW, MEASURE, WHAT, what
 from sidelane.cli.options import (
     KINDS,
@@ -64,7 +64,8 @@ def _workloads() -> Any:
     """Declare pairs: as they are written, or of every GEMM and every size."""
 
     def decorators(name: str) -> Sequence[Decorator]:
-        gemms = f"{', '.join(TABLE_I)} (paper's Table I), or m,n,k. May be repeated."
+        kernels = ", ".join(MEMORY_KERNELS)
+        gemms = f"{', '.join(TABLE_I)} (paper's Table I), m,n,k, or {kernels} (which read a lot). May be repeated."
         sizes = (
             "Of the collective, with --gemm, such as 1.2G. May be repeated. On CPUs divided as the GEMM is, see "
             "--full-size."
@@ -73,11 +74,22 @@ def _workloads() -> Any:
             click.argument("pairs", nargs=-1),
             what("--gemm", "gemms", multiple=True, help=gemms),
             what("--bytes", "sizes", multiple=True, metavar="SIZE", callback=size, help=sizes),
+            what(
+                "--pairs-by-class",
+                "by_class",
+                metavar="NAME_OR_FILE",
+                help="Pairs of every class, compute- and memory-bound: bytes by the predicted times of that machine.",
+            ),
         )
 
     def read(parameters: Mapping[str, Any], name: str) -> tuple[str, ...]:
         written = parameters["pairs"]
         pairs = (*written, *pairs_of(parameters["gemms"], parameters["sizes"]))
+        if parameters["by_class"] is not None:
+            by_class = loaded("model.pair_classes").pairs_by_class(loaded("machines.load").find(parameters["by_class"]))
+            for pair in by_class:
+                click.echo(f"note: {pair}", err=True)
+            pairs += tuple(pair.name for pair in by_class)
         for pair in pairs:
             parse_workload(pair)
         say_rounding(*(pair.rpartition("_")[2] for pair in written))
@@ -133,7 +145,7 @@ class C3Options(PairOptions):
     """Run a GEMM next to a collective, under every strategy.
 
     PAIRS are written as the paper does: cb1_896M, mb2_3.25G, 4096x4096x4096_64M. --gemm and --bytes give the same, each
-    GEMM with each size. Without any: cb1_896M.
+    GEMM with each size. --pairs-by-class h200x2 chooses pairs of every class for two H200s. Without any: cb1_896M.
 
     With --machine: predict them for a machine that need not be here; without any, the paper's whole study (with
     --report about a minute, for the plausible ranges). Pairs go with --collective, --strategy, --json and --report, the
@@ -145,6 +157,7 @@ class C3Options(PairOptions):
         ("sidelane c3 cb1_896M", "measure one pair on the GPUs that are here"),
         ("sidelane c3 --gemm 8192,8192,8192 --bytes 1.2G", "a GEMM and a size of your own"),
         ("sidelane c3 cb1_896M --study occupancy", "iterations in a pipeline, by the shape of the GEMM"),
+        ("sidelane c3 --pairs-by-class h200x2 --strategy conccl --strategy conccl_rp", "every class, by its bound"),
         ("sidelane c3 --study heuristics --machine mi300x8", "how often each heuristic is right there"),
         ("sidelane c3 --machine mi300x8", "predict the whole study for eight MI300X"),
         ("sidelane c3 --machine h200x4 --results c3.json --report out", "predicted and measured together"),
@@ -246,6 +259,8 @@ class OccupancyOptions(PairOptions):
 
     def __post_init__(self) -> None:
         PairOptions.__post_init__(self)
+        if any(parse_workload(text).gemm.operation is not ComputeKind.PRODUCT for text in self.workloads):
+            raise ValueError(f"OccupancyOptions: workloads (value={self.workloads}, allowed=GEMMs)")
         if self.blocks and min(self.blocks) < 0:
             raise ValueError(f"OccupancyOptions: blocks (value={self.blocks}, allowed=1 or more, 0 for one a tile)")
         if self.iterations < 2:
@@ -329,8 +344,8 @@ def _predict(machine: str, version: str, results: Path | None, values: dict[str,
         loaded("studies.c3.prediction").main(machine, results, report, json)
         return
     workloads = []
-    if any(map(given, ("pairs", "gemms", "sizes"))):
-        refuse_beside_machine("pairs", "gemms", "sizes", "collectives", "strategies", "json", "report")
+    if any(map(given, ("pairs", "gemms", "sizes", "by_class"))):
+        refuse_beside_machine("pairs", "gemms", "sizes", "by_class", "collectives", "strategies", "json", "report")
         workloads = [parse_workload(pair, kind) for kind in values["collectives"] for pair in values["workloads"]]
     else:
         refuse_beside_machine("version", "json", "report")

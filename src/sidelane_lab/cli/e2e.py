@@ -20,7 +20,7 @@ from sidelane_lab.harness.options import (
     study_command,
 )
 
-WORKLOADS = ("attention", "decode", "experts", "recommendation")
+WORKLOADS = ("attention", "decode", "experts", "mlp", "recommendation")
 SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "metavar": "SECONDS"}
 
 
@@ -28,8 +28,9 @@ SECONDS: Any = {"group": HOW, "type": click.FloatRange(min=0, min_open=True), "m
 class EndToEndOptions(StudyOptions):
     """Measure whole workloads from end to end, by who communicates.
 
-    Sequence-parallel attention, decoding, experts and recommendation, at public sizes: by NCCL (Gloo), by the same code
-    on a Sidelane group, by Sidelane's operators, and without communication. Results are compared with those of NCCL.
+    Sequence-parallel attention, decoding, experts, recommendation and a tensor-parallel MLP in half batches, at public
+    sizes: by NCCL (Gloo), by the same code on a Sidelane group, by Sidelane's operators, and without communication.
+    Results are compared with those of NCCL.
     With --machine: predict what they expose on a machine that need not be here.
     """
 

@@ -42,6 +42,7 @@ AT_MOST: tuple[tuple[str, str], ...] = (
     ("dma.engine_gbps", "gpu.memory_gbps"),
     ("dma.local_gbps", "gpu.memory_gbps"),
     ("dma.reduce_gbps", "gpu.memory_gbps"),
+    ("dma.add_gbps", "gpu.memory_gbps"),
     ("dma.next_copy_us", "dma.copy_us"),
     ("library.default_units", "gpu.units"),
     ("library.all_to_all_units", "gpu.units"),

@@ -136,6 +136,8 @@ Count = Annotated[Quantity, NumberLimit(1, 1024, whole=True)]
 Watts = Annotated[Quantity, NumberLimit(0, 3000)]
 
 
+NO_CLASSES = Quantity(0, NumberSource.DATASHEET, "no GPU's memory tells collectives from computations")
+NO_ADDING = Quantity(0, NumberSource.DATASHEET, "no GPU's engines add")
 ONE_NIC = Quantity(1, NumberSource.ASSUMED, "a NIC a GPU")
 ONE_NODE_A_LEAF = Quantity(1, NumberSource.ASSUMED, "spines join all nodes")
 FULL_TREE = Quantity(1, NumberSource.ASSUMED, "as much bandwidth to spines as to nodes")
@@ -203,6 +205,8 @@ class DmaFigures:
     sync_us: Time  # from the last command of a queue until the host knows.
     reduce_us: Time  # of a reduction in the middle of a program: its kernel starts, and the next command sees its end.
     reduce_gbps: MemorySpeed  # bytes that the kernel of a reduction reads and writes.
+    # Bytes that one engine reads when it adds; 0: engines do not add, as on every GPU that there is.
+    add_gbps: Annotated[Quantity, NumberLimit(0.1, 1e5, zero=True)] = NO_ADDING
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -282,6 +286,10 @@ class Interference:
     # 1: of a GEMM and a collective that are released together either may get the units first, whatever the order of
     # their launches.
     either_first: OnOff
+    # What no GPU has (ConCCL paper, VII-A1): traffic that memory serves first (0: none, 1: that of collectives, 2: that
+    # of computations), and the share of memory channels that only collectives use (0: all channels are shared).
+    memory_first: Annotated[Quantity, NumberLimit(0, 2, whole=True)] = NO_CLASSES
+    collective_channels: Annotated[Quantity, NumberLimit(0, 0.95)] = NO_CLASSES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

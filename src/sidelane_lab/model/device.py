@@ -18,6 +18,12 @@ from sidelane_lab.sim import Interval
 
 TINY = 1e-9
 
+COLLECTIVES_FIRST, COMPUTATIONS_FIRST = 1, 2
+"""Values of ``interference.memory_first``."""
+
+LEAST_ROOM = 1e-3
+"""Share of the memory that the class which comes second has in any case."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiled:
@@ -134,6 +140,9 @@ class _Device:
         factors = machine.interference
         self.late_share, self.memory = float(factors.late_share), float(factors.memory)
         self.beside_copies, self.beside_kernels = 1.0 + factors.copies, 1.0 + factors.kernels
+        shares = any(map(_moves, kernels)) and any(isinstance(kernel, Tiled) for kernel in kernels)
+        self.first = int(factors.memory_first) if shares else 0
+        self.channels = float(factors.collective_channels) if shares else 0.0
         self.missing = [len(set(kernel.after)) for kernel in kernels]
         self.followers: dict[str, list[int]] = {}
         for place, kernel in enumerate(kernels):
@@ -297,14 +306,14 @@ class _Device:
                 known = state.alone[state.resident] = self._alone(state)
             alone.append(known)
         peak = self.peak
+        if self.channels or (self.first and len(alone) > 1):
+            return self._times_by_class(alone)
         if len(alone) == 1:  # nothing beside it
             time, gbps = alone[0]
             return [time * max(1.0, gbps / peak)]
         use = [gbps / peak for _, gbps in alone]
         total = sum(use)
-        gangs = [state for state in self.active if not state.tiled]
-        engines = any(not state.started and _moves(state.kernel) for state in gangs)
-        kernels = any(state.resident for state in gangs)
+        clocks = self._clocks()
         times = []
         for state, (time, _), own in zip(self.active, alone, use, strict=True):
             others = total - own
@@ -312,11 +321,41 @@ class _Device:
                 others -= sum(u for s, u in zip(self.active, use, strict=True) if _beside(s.kernel, state.kernel))
             slow = 1.0 + self.memory * own * others
             if state.tiled:
-                if engines:
-                    slow *= self.beside_copies
-                if kernels:
-                    slow *= self.beside_kernels
+                slow *= clocks
             times.append(time * max(slow, own + others))
+        return times
+
+    def _clocks(self) -> float:
+        """Return the factor by which computations are slower beside collectives for other reasons than memory."""
+        gangs = [state for state in self.active if not state.tiled]
+        engines = any(not state.started and _moves(state.kernel) for state in gangs)
+        kernels = any(state.resident for state in gangs)
+        return (self.beside_copies if engines else 1.0) * (self.beside_kernels if kernels else 1.0)
+
+    def _times_by_class(self, alone: Sequence[tuple[float, float]]) -> list[float]:
+        """Return the same where hardware tells traffic of collectives from that of computations (ConCCL paper, VII-A1).
+
+        With channels of their own, no class gets in the other's way, and none has more than its channels. With a
+        priority, one class is served as if the other were not there, and the other has what is left.
+        """
+        use = [gbps / self.peak for _, gbps in alone]
+        totals = {
+            tiled: sum(own for state, own in zip(self.active, use, strict=True) if state.tiled is tiled)
+            for tiled in (False, True)
+        }
+        first = self.first == COMPUTATIONS_FIRST  # the class that is served first: tiled, or not
+        clocks = self._clocks()
+        times = []
+        for state, (time, _), own in zip(self.active, alone, use, strict=True):
+            mine, other = totals[state.tiled], totals[not state.tiled]
+            slow = 1.0 + self.memory * own * (mine - own)
+            room = 1.0
+            if self.channels:
+                room = 1.0 - self.channels if state.tiled else self.channels
+            elif state.tiled is not first:
+                slow += self.memory * own * other
+                room = max(1.0 - other, LEAST_ROOM)
+            times.append(time * max(slow * (clocks if state.tiled else 1.0), mine / room))
         return times
 
     def _alone(self, state: _State) -> tuple[float, float]:

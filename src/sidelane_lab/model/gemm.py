@@ -13,9 +13,12 @@ once fits in the last-level cache:
 
 from __future__ import annotations
 
+import functools
 import math
 
-from sidelane.c3.workload import Gemm
+from sidelane.c3.isolated_times import GemmTimes
+from sidelane.c3.strategy import Means
+from sidelane.c3.workload import Bound, ComputeKind, Gemm
 from sidelane.program.collective import ELEMENT_BYTES
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Tiled, run_device
@@ -41,6 +44,8 @@ def gemm_kernel(machine: Machine, gemm: Gemm, *, limit: int | None = None, name:
     matmul, units = machine.matmul, int(machine.gpu.units)
     usable = units if limit is None else min(limit, units)
     tiles = math.ceil(gemm.m / matmul.tile_m) * math.ceil(gemm.n / matmul.tile_n)
+    if gemm.operation is not ComputeKind.PRODUCT:
+        tiles = 8 * units  # blocks enough for every unit
     loss = float(matmul.partition_loss) * max(0.0, 2 * usable / units - 1) if usable < units else 0.0
     operations_us = compute_us(machine, gemm) * (1 + loss) * (usable / units) ** matmul.partition_gain
     if matmul.persistent or tiles <= units or is_memory_bound(machine, gemm):
@@ -70,8 +75,20 @@ def gemm_us(machine: Machine, gemm: Gemm, units: int | None = None) -> float:
     return run_device(machine, [gemm_kernel(machine, gemm, limit=units)]).time_us
 
 
+@functools.lru_cache(maxsize=1024)
+def bound_of(machine: Machine, gemm: Gemm) -> Bound:
+    """Return the limit of a GEMM by what the loss of half the units is predicted to cost, as of measured ones."""
+    units = int(machine.gpu.units)
+    times = {taken: gemm_us(machine, gemm, units - taken) for taken in (0, units // 2)}
+    found = GemmTimes(gemm, Means.SPLIT, units, times).bound()
+    assert found is not None, "a time with fewer units is there"
+    return found
+
+
 def compute_us(machine: Machine, gemm: Gemm) -> float:
     """Return the time of its operations on all compute units."""
+    if gemm.operation is not ComputeKind.PRODUCT:
+        return 0.0  # its operations are hidden behind its bytes
     matmul, step = machine.matmul, int(machine.matmul.row_step)
     rows = math.ceil(gemm.m / step) * step
     flops = gemm.flops * rows / gemm.m * (1 + matmul.ramp_k / gemm.k)
@@ -93,6 +110,8 @@ def blended_us(operations_us: float, bytes_us: float, blend: float) -> float:
 
 def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
     """Time of adding up a result that is split along k: whole with one tile, nothing where tiles fill a quarter."""
+    if gemm.operation is not ComputeKind.PRODUCT:
+        return 0.0
     matmul = machine.matmul
     tiles = max(1.0, gemm.m / matmul.tile_m) * max(1.0, gemm.n / matmul.tile_n)
     return matmul.split_us * max(0.0, 1 - 4 * tiles / units) * min(1.0, gemm.k / LONG_SUM)
@@ -100,6 +119,8 @@ def split_us(machine: Machine, gemm: Gemm, units: int) -> float:
 
 def traffic_bytes(machine: Machine, gemm: Gemm) -> float:
     """Return the bytes that it moves through memory: by its intensity, and no fewer than its matrices have."""
+    if gemm.operation is not ComputeKind.PRODUCT:
+        return float(gemm.nbytes)
     return max(gemm.flops / intensity(machine, gemm), float(gemm.nbytes))
 
 
@@ -120,5 +141,8 @@ def panel_bytes(machine: Machine, gemm: Gemm) -> float:
 
 
 def is_memory_bound(machine: Machine, gemm: Gemm) -> bool:
-    """True if its bytes take longer than its operations."""
+    """True if its bytes take longer than its operations: so the model makes its kernel.
+
+    What a GEMM counts as is :func:`bound_of`; both agree on all GEMMs of the ConCCL paper.
+    """
     return bytes_us(machine, gemm) > compute_us(machine, gemm)

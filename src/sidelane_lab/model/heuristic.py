@@ -15,18 +15,18 @@ from sidelane.c3.heuristic import KernelDemand
 from sidelane.c3.isolated_times import CollectiveTimes, GemmTimes, Isolated, PairTimes
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover
-from sidelane.c3.workload import Workload, parse_gemm
+from sidelane.c3.workload import Bound, Workload, parse_gemm
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
-from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound, traffic_bytes
+from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us, traffic_bytes
 from sidelane_lab.model.kernels import dma_us, library_gang, wire_peak_gbps
-from sidelane_lab.model.strategies import partitions, predict, predictable
+from sidelane_lab.model.strategies import partitions, predict, predictable, units_tried
 from sidelane_lab.pairs import partition
 from sidelane_lab.pairs.heuristics import Sweep, Way
-from sidelane_lab.pairs.partition import TIE
+from sidelane_lab.pairs.partition import TIE, SlowedKernel
 
-PROFILED_GEMMS = {True: "mb1", False: "cb5"}
+PROFILED_GEMMS = {Bound.MEMORY: "mb1", Bound.COMPUTE: "cb5"}
 PROFILED_SIZES = (1 << 20, 1 << 30)
 KINDS = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
 OTHER_SIZES = (16 << 20, 128 << 20, 896 << 20)
@@ -52,21 +52,42 @@ class AllocationCost:
         return self.loss < TIE - 1
 
 
-def allocate(machine: Machine, workload: Workload) -> partition.UnitAllocation:
-    """Return the units for the collective by the look-up heuristic."""
+def allocate(machine: Machine, workload: Workload, *others: Workload) -> partition.UnitAllocation:
+    """Return the units for the collective by the look-up heuristic, or for those of several workloads of one GEMM."""
     gemm, gpu = workload.gemm, machine.gpu
-    gemm_alone = partition.expected_gemm_us(
+    bound, units = bound_of(machine, gemm), partitions(machine)
+    alone_us = partition.expected_gemm_us(
         gemm.flops, traffic_bytes(machine, gemm), float(gpu.peak_tflops), float(gpu.memory_gbps)
     )
-    sent = workload.nbytes * (machine.gpus - 1) / machine.gpus
-    comm_alone = partition.expected_comm_us(sent, wire_peak_gbps(machine))
-    bound = is_memory_bound(machine, gemm)
     return partition.allocate(
-        gemm_alone,
-        comm_alone,
-        {units: gemm_slowdown(machine, bound, units) for units in partitions(machine)},
-        {units: comm_slowdown(machine, workload.collective, workload.nbytes, units) for units in partitions(machine)},
+        SlowedKernel("GEMM", alone_us, {n: gemm_slowdown(machine, bound, n) for n in units}),
+        [
+            SlowedKernel(
+                "collective" if not others else str(one.collective),
+                partition.expected_comm_us(one.nbytes * (machine.gpus - 1) / machine.gpus, wire_peak_gbps(machine)),
+                {n: comm_slowdown(machine, one.collective, one.nbytes, n) for n in units},
+            )
+            for one in (workload, *others)
+        ],
     )
+
+
+def split_times(machine: Machine, workload: Workload, *others: Workload) -> dict[tuple[int, ...], float]:
+    """Predict a GEMM beside several collectives of the vendor's library, each on units of its own, by these units."""
+    moves, units, found = (workload, *others), int(machine.gpu.units), {}
+    for shares in itertools.product(partitions(machine), repeat=len(moves)):
+        if sum(shares) > units / 2:  # as many as partitions take at most
+            continue
+        gangs = [
+            dataclasses.replace(
+                library_gang(machine, one.collective, one.nbytes, units=n, reserved=True),
+                name=f"{one.collective} {place}",
+            )
+            for place, (one, n) in enumerate(zip(moves, shares, strict=True))
+        ]
+        gemm = gemm_kernel(machine, workload.gemm, limit=units - sum(shares))
+        found[shares] = run_device(machine, [gemm, *gangs]).time_us
+    return found
 
 
 def judge(machine: Machine, workload: Workload) -> AllocationCost:
@@ -74,14 +95,14 @@ def judge(machine: Machine, workload: Workload) -> AllocationCost:
     times = {units: predict(machine, workload, "c3_rp", units=units).time_us for units in partitions(machine)}
     best = min(times, key=lambda units: times[units])
     found = allocate(machine, workload)
-    differ = max(times[units] for units in found.equal) > times[best] * TIE
+    differ = max(times[sum(shares)] for shares in found.equal) > times[best] * TIE
     return AllocationCost(found.units, best, times[found.units] / times[best] - 1, alone=not differ)
 
 
 @functools.lru_cache(maxsize=256)
-def gemm_slowdown(machine: Machine, memory_bound: bool, units_lost: int) -> float:
+def gemm_slowdown(machine: Machine, bound: Bound, units_lost: int) -> float:
     """Return the slowdown of the profiled GEMM that has lost some units."""
-    gemm = parse_gemm(PROFILED_GEMMS[memory_bound])
+    gemm = parse_gemm(PROFILED_GEMMS[bound])
     return gemm_us(machine, gemm, int(machine.gpu.units) - units_lost) / gemm_us(machine, gemm)
 
 
@@ -93,7 +114,7 @@ def comm_slowdown(machine: Machine, kind: Kind, nbytes: int, units: int) -> floa
 
 
 def sweep_of(machine: Machine, workload: Workload) -> Sweep:
-    """Predict a pair under every strategy that the model speaks to, and three kernels in every launch order.
+    """Predict a pair under every strategy that the model speaks to, and three kernels in every order and partition.
 
     The third kernel is the other of all-gather and all-to-all, of as many bytes.
     """
@@ -109,8 +130,16 @@ def sweep_of(machine: Machine, workload: Workload) -> Sweep:
         names: run_device(machine, [kernels[name] for name in names]).time_us
         for names in itertools.permutations(kernels)
     }
+    second = dataclasses.replace(workload, collective=other)
     return Sweep(
-        workload, gemm_us(machine, workload.gemm), _ways(machine, workload), (seen[0], seen[1]), tuple(seen), orders
+        workload,
+        gemm_us(machine, workload.gemm),
+        _ways(machine, workload),
+        (seen[0], seen[1]),
+        tuple(seen),
+        orders,
+        splits_us=split_times(machine, workload, second),
+        second=second,
     )
 
 
@@ -133,7 +162,9 @@ def isolated_of_machine(machine: Machine) -> Isolated:
             collectives.append(CollectiveTimes(kind, nbytes, "nccl", times))
             collectives.append(CollectiveTimes(kind, nbytes, "dma", {0: dma_us(machine, kind, nbytes)}))
     pairs = tuple(pair for curve in gemms for kind in KINDS for pair in _pairs(machine, _as_long(machine, curve, kind)))
-    return Isolated(float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps), gemms, tuple(collectives), pairs)
+    predicted = functools.partial(bound_of, machine)
+    peaks = float(machine.gpu.peak_tflops), float(machine.gpu.memory_gbps)
+    return Isolated(*peaks, gemms, tuple(collectives), pairs, predicted)
 
 
 def _as_long(machine: Machine, curve: GemmTimes, kind: Kind) -> Workload:
@@ -158,10 +189,6 @@ def _pairs(machine: Machine, workload: Workload) -> list[PairTimes]:
 def _ways(machine: Machine, workload: Workload) -> dict[Way, float]:
     times: dict[Way, float] = {}
     for strategy in predictable():
-        if strategy.partition is not None and strategy.partition.units is None:
-            for units in partitions(machine):
-                times[strategy.name, units] = predict(machine, workload, strategy, units=units).time_us
-        else:
-            fixed = 0 if strategy.partition is None else strategy.partition.units or 0
-            times[strategy.name, fixed] = predict(machine, workload, strategy).time_us
+        for units in units_tried(machine, workload, strategy):
+            times[strategy.name, units] = predict(machine, workload, strategy, units=units or None).time_us
     return times

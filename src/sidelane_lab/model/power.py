@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sidelane.c3.strategies import named
 from sidelane.c3.strategy import Mover, Strategy
 from sidelane.c3.workload import Workload
+from sidelane.choice.selection import Selection
 from sidelane.program.collective import REDUCING, Kind
 from sidelane.program.ir import MOVES, Engine, EngineKind, Program, reads, writes
 from sidelane_lab.machines.ranges import ends, variations
@@ -170,6 +171,7 @@ class PairDraw:
         collective_w: that the collective adds while it runs, links that are on included.
         cap_w: that a GPU holds itself to.
         low_mj, high_mj: energy over the plausible values of the description's watts; as ``energy_mj`` where not asked.
+        varied_mj: energy for each of these values, in the same order for all strategies.
     """
 
     strategy: str
@@ -184,6 +186,7 @@ class PairDraw:
     cap_w: float
     low_mj: float = math.nan
     high_mj: float = math.nan
+    varied_mj: tuple[float, ...] = ()
 
     @property
     def gemm_w(self) -> float:
@@ -255,7 +258,36 @@ def pair_power(machine: Machine, workload: Workload, strategy: Strategy | str, *
     found = draw(machine)
     varied = [draw(one.machine).energy_mj for one in variations(machine, ("power",) if ranges else ())]
     low, high = ends(found.energy_mj, varied)
-    return dataclasses.replace(found, low_mj=low, high_mj=high)
+    return dataclasses.replace(found, low_mj=low, high_mj=high, varied_mj=tuple(varied))
+
+
+def choose_for_energy(draws: Sequence[PairDraw]) -> Selection[str]:
+    """Return the strategy that takes the least energy for a pair, of those that take no longer than serial.
+
+    Watts of a description are uncertain, and alike for all strategies. A strategy is taken for its energy if it is the
+    one that takes the least, whatever the plausible watts are; among several that may be it, the fastest is taken.
+
+    Args:
+        draws: of one pair, from :func:`pair_power` with ranges, serial among them.
+
+    Raises:
+        ValueError: serial is missing, or the ranges are.
+    """
+    serial = next((draw for draw in draws if draw.strategy == "serial"), None)
+    if serial is None or len({len(draw.varied_mj) for draw in draws}) > 1 or math.isnan(serial.low_mj):
+        raise ValueError("choose_for_energy: draws (allowed=of every strategy, serial too, over plausible watts)")
+    able = [draw for draw in draws if draw.time_us <= serial.time_us]
+    cases = [[draw.energy_mj for draw in able], *zip(*(draw.varied_mj for draw in able), strict=True)]
+    winners = {case.index(min(case)) for case in map(list, cases)}
+    chosen = min((able[place] for place in winners), key=lambda draw: draw.time_us)
+    fastest = min(able, key=lambda draw: draw.time_us)
+    others = [able[place].strategy for place in sorted(winners) if able[place] is not chosen]
+    sure = f"it may be {', '.join(others)} by other plausible watts" if others else "by all plausible watts"
+    reason = (
+        f"{chosen.strategy}: {chosen.energy_mj:.0f} mJ in {chosen.time_us:.0f} us, serial {serial.energy_mj:.0f} mJ in "
+        f"{serial.time_us:.0f}, the fastest is {fastest.strategy} ({fastest.energy_mj:.0f} mJ); {sure}"
+    )
+    return Selection(chosen.strategy, reason)
 
 
 def powered(machine: Machine) -> tuple[Strategy, ...]:

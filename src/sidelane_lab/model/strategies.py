@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 from sidelane.c3.strategies import named, strategies
 from sidelane.c3.strategy import Means, Mover, Order, Strategy, ideal_speedup, percent_of_ideal
-from sidelane.c3.workload import C3Class, Workload, classify
+from sidelane.c3.workload import Bound, C3Class, Workload, classify
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.device import Gang, Tiled, run_device
 from sidelane_lab.model.gangs import engine_gangs, gangs_us, library_gangs
-from sidelane_lab.model.gemm import gemm_kernel, gemm_us, is_memory_bound
+from sidelane_lab.model.gemm import bound_of, gemm_kernel, gemm_us
 from sidelane_lab.model.kernels import own_chunk_gang, own_gang
 from sidelane_lab.sim import Interval
+
+ROUNDING = 1e-9
+"""Relative difference of times that is none: the fewest units of equal ones are taken."""
 
 MOST_LOST, MOST_WON = -100.0, 105.0
 """Percent of ideal below and above which a number says nothing more."""
@@ -105,12 +108,16 @@ def predict(
     chosen = named(strategy) if isinstance(strategy, str) else strategy
     if reason := objection(chosen, machine):
         raise ValueError(f"predict: strategy (value={chosen.name!r}): {reason}")
-    swept = chosen.partition is not None and chosen.partition.units is None
-    options = ([units] if units is not None else partitions(machine)) if swept else [0]
+    tried = units_tried(machine, workload, chosen)
+    swept = tried != [0]
+    options = [units] if swept and units is not None else tried
     if swept and any(not 0 < option < machine.gpu.units for option in options):
         raise ValueError(f"predict: units (value={options}, allowed=1..{int(machine.gpu.units) - 1})")
     placed = {option: pair_kernels(machine, workload, chosen, option, write_back=write_back) for option in options}
-    best = min(options, key=lambda option: run_device(machine, placed[option][0]).time_us) if swept else 0
+    best = 0
+    if swept:
+        times = {option: run_device(machine, kernels[0]).time_us for option, kernels in placed.items()}
+        best = min(option for option, time_us in times.items() if time_us <= min(times.values()) * (1 + ROUNDING))
     run, *others = (run_device(machine, kernels, record=record) for kernels in placed[best])
     alone, engines = (
         gangs_us(machine, made(machine, workload.collective, workload.nbytes)) for made in (library_gangs, engine_gangs)
@@ -169,6 +176,15 @@ def library_strategies() -> tuple[str, ...]:
 def partitions(machine: Machine) -> list[int]:
     """Return the powers of two of compute units that a collective can be given, from 8 (ConCCL paper, V-B)."""
     return [1 << k for k in range(3, 10) if (1 << k) <= machine.gpu.units / 2]
+
+
+def units_tried(machine: Machine, workload: Workload, strategy: Strategy) -> list[int]:
+    """Return the units that a strategy tries in a sweep; 0 alone if it has none, or takes none from such a GEMM."""
+    partition = strategy.partition
+    if partition is None or partition.units is not None:
+        return [0]
+    keeps_all = partition.memory_bound_only and bound_of(machine, workload.gemm) is Bound.COMPUTE
+    return [0] if keeps_all else partitions(machine)
 
 
 def arrange(strategy: Strategy, gemm: Tiled, gangs: Sequence[Gang]) -> list[Tiled | Gang]:
@@ -254,7 +270,7 @@ def pair_kernels(
         alone: measured times alone; None: those of the description.
     """
     kind, nbytes, partition = workload.collective, workload.nbytes, strategy.partition
-    taken = 0 if partition is None else partition.taken(swept, is_memory_bound(machine, workload.gemm))
+    taken = 0 if partition is None else partition.taken(swept, bound_of(machine, workload.gemm) is Bound.MEMORY)
     # Masks hold for the whole run: the GEMM does not get the units back when the collective has ended.
     gemm = gemm_kernel(machine, workload.gemm, limit=int(machine.gpu.units) - taken if taken else None)
     on_units, own_units = strategy.mover.takes_units, taken > 0 and not _targets(strategy)

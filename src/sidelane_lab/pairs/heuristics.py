@@ -20,9 +20,11 @@ from sidelane_lab.pairs.partition import units_for, units_to_spare
 RIGHT_WITHIN = 0.005
 """A choice that loses less is right: medians of a few rounds repeat no better."""
 
-LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, CHOICE = "launch_order", "launch_order_3", "partition", "spared", "auto"
-HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, SPARED, CHOICE)
-"""The first of two kernels and of more, units for the collective, units that a GEMM spares, and the strategy."""
+LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS = "launch_order", "launch_order_3", "partition", "partition_3"
+SPARED, CHOICE = "spared", "auto"
+HEURISTICS = (LAUNCH_ORDER, LAUNCH_ORDERS, PARTITION, PARTITIONS, SPARED, CHOICE)
+"""The first of two kernels and of more, units for one collective and for two, units that a GEMM spares, and the
+strategy."""
 
 Way = tuple[str, int]
 """Name of a strategy, and units taken from the GEMM."""
@@ -39,6 +41,8 @@ class Sweep:
         kernels: the GEMM and the library's collective, as a runtime sees them before their launch.
         others: the same with further kernels.
         orders_us: times of the latter, by the names in the order of their launches.
+        splits_us: times of the GEMM and two collectives, each of which has units of its own, by these units.
+        second: workload with the second of them.
         why_not: no such times.
     """
 
@@ -49,6 +53,8 @@ class Sweep:
     others: tuple[KernelDemand, ...] = ()
     orders_us: Mapping[tuple[str, ...], float] = dataclasses.field(default_factory=dict)
     why_not: str = ""
+    splits_us: Mapping[tuple[int, ...], float] = dataclasses.field(default_factory=dict)
+    second: Workload | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ def judge(sweep: Sweep, known: Isolated, constants: Mapping[str, float]) -> Iter
         _launch_order(sweep),
         _launch_orders(sweep),
         _partition(sweep, known),
+        _partitions(sweep, known),
         _spared(sweep, known),
         _choice(sweep, known, constants),
     ):
@@ -135,14 +142,30 @@ def _partition(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
     if not times:
         return HeuristicVerdict(PARTITION, False, reason="no partition was run")
     try:
-        library = [c.implementation for c in known.collectives if c.implementation in Mover.LIBRARY.implementations]
-        found = units_for(known, sweep.workload, library[0] if library else None)
+        found = units_for(known, sweep.workload, _library(known))
     except ValueError as problem:
         return HeuristicVerdict(PARTITION, False, reason=str(problem))
     chosen = (names[0], found.units)
     if chosen not in times:
         return HeuristicVerdict(PARTITION, False, reason=f"{found.units} units were not run: {found.reason}")
     return _verdict(PARTITION, chosen, times, found.reason)
+
+
+def _partitions(sweep: Sweep, known: Isolated) -> HeuristicVerdict:
+    """Units of two collectives of the library beside one GEMM."""
+    if not sweep.splits_us or sweep.second is None:
+        return HeuristicVerdict(PARTITIONS, False, reason="no second collective was run on units of its own")
+    found = units_for(known, sweep.workload, _library(known), (sweep.second,))
+    best = min(sweep.splits_us, key=sweep.splits_us.__getitem__)
+    chosen, most = (" and ".join(map(str, shares)) for shares in (found.shares, best))
+    times = sweep.splits_us[found.shares], sweep.splits_us[best]
+    return HeuristicVerdict(PARTITIONS, False, chosen, most, *times, found.reason)
+
+
+def _library(known: Isolated) -> str | None:
+    """Return the implementation of the vendor's library that was profiled."""
+    measured = {curve.implementation for curve in known.collectives}
+    return next((name for name in Mover.LIBRARY.implementations if name in measured), None)
 
 
 def _is_swept(strategy: Strategy) -> bool:

@@ -8,8 +8,9 @@ library chooses by expected times instead (``c3.expected_times``).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from sidelane.c3.heuristic import EFFICIENCY
@@ -35,55 +36,95 @@ class Limit(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class UnitAllocation:
-    """Units for a collective.
+class SlowedKernel:
+    """A kernel with its look-up table.
 
     Attributes:
-        units: chosen number of units: the fewest of ``equal``.
+        name: name of the kernel in reasons.
+        us: expected time in microseconds, with all units that it takes alone.
+        slowdown: slowdown of a profiled kernel like it; of a collective by the units that it has, of a GEMM by those
+            that it lost.
+    """
+
+    name: str
+    us: float
+    slowdown: Mapping[int, float]
+
+    def after_loss(self, lost: int) -> float | None:
+        """Return the slowdown by a loss of units, between two that were profiled in proportion; None beyond them."""
+        table = {0: 1.0, **self.slowdown}
+        fewer, more = [n for n in table if n <= lost], [n for n in table if n >= lost]
+        if not more:
+            return None
+        low, high = max(fewer), min(more)
+        share = 0.0 if high == low else (lost - low) / (high - low)
+        return table[low] + share * (table[high] - table[low])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnitAllocation:
+    """Units for collectives beside a GEMM, which gets the rest.
+
+    Attributes:
+        shares: chosen number of units of each collective: of ``equal`` the fewest in all.
         equal: allocations that are expected to be best, and equally good.
-        expected_us: expected time of both together in microseconds, by allocation.
+        expected_us: expected time of all together in microseconds, by allocation.
         reason: reason of the choice, in words.
     """
 
-    units: int
-    equal: tuple[int, ...]
-    expected_us: tuple[tuple[int, float], ...]
+    shares: tuple[int, ...]
+    equal: tuple[tuple[int, ...], ...]
+    expected_us: tuple[tuple[tuple[int, ...], float], ...]
     reason: str
 
+    @property
+    def units(self) -> int:
+        """Number of units that the GEMM does without."""
+        return sum(self.shares)
 
-def allocate(
-    gemm_us: float, comm_us: float, gemm_slowdown: Mapping[int, float], comm_slowdown: Mapping[int, float]
-) -> UnitAllocation:
-    """Take the allocation with the least ``max(GEMM, collective)`` (ConCCL paper, V-C).
+
+def allocate(gemm: SlowedKernel, collectives: Sequence[SlowedKernel]) -> UnitAllocation:
+    """Take the allocation whose slowest kernel is expected to be the fastest (ConCCL paper, V-C; for several, VII-B1).
+
+    Every number of units of every collective's table is combined with those of all others. The GEMM loses their sum; no
+    more is taken than it was profiled with. Memory interference is not part of the model.
 
     Args:
-        gemm_us: expected time of the GEMM with all units (:func:`expected_gemm_us`).
-        comm_us: expected time of the collective with the units that it takes alone (:func:`expected_comm_us`).
-        gemm_slowdown: slowdown of a profiled GEMM of the same bound, by the units that it lost; the look-up table.
-        comm_slowdown: slowdown of the profiled collective of the nearer size, by the units that it has.
+        gemm: GEMM, with the table of a profiled one of the same bound (:func:`expected_gemm_us`).
+        collectives: one collective or several that run at once, each with the table of the profiled one of the nearer
+            size (:func:`expected_comm_us`).
 
     Raises:
-        ValueError: the two tables are empty, or not of the same units.
+        ValueError: a table is empty, or the GEMM was not profiled with so few units.
 
-    >>> allocate(1000.0, 900.0, {32: 1.1, 64: 1.25}, {32: 1.5, 64: 1.0}).reason
+    >>> table = {32: 1.5, 64: 1.0}
+    >>> allocate(SlowedKernel("GEMM", 1000.0, {32: 1.1, 64: 1.25}), [SlowedKernel("collective", 900.0, table)]).reason
     '64 units: GEMM 1000 x 1.25, collective 900 x 1.00 = 1250 us expected, next 32 units 1350 us'
     """
-    if not gemm_slowdown or set(gemm_slowdown) != set(comm_slowdown):
-        units = sorted(gemm_slowdown), sorted(comm_slowdown)
-        raise ValueError(f"allocate: tables must be of the same units (value={units[0]}, {units[1]})")
-    expected = {n: max(gemm_us * gemm_slowdown[n], comm_us * comm_slowdown[n]) for n in sorted(gemm_slowdown)}
+    expected: dict[tuple[int, ...], float] = {}
+    for shares in itertools.product(*(sorted(one.slowdown) for one in collectives)):
+        lost = gemm.after_loss(sum(shares))
+        if lost is not None and shares:
+            slowed = (one.us * one.slowdown[units] for one, units in zip(collectives, shares, strict=True))
+            expected[shares] = max(gemm.us * lost, *slowed)
+    if not gemm.slowdown or not expected:
+        tables = [sorted(one.slowdown) for one in (gemm, *collectives)]
+        raise ValueError(f"allocate: tables (value={tables}, allowed=units of collectives that the GEMM has lost)")
     least = min(expected.values())
-    equal = tuple(n for n, us in expected.items() if us <= least * TIE)
-    chosen = equal[0]
-    reason = (
-        f"{chosen} units: GEMM {gemm_us:.0f} x {gemm_slowdown[chosen]:.2f}, "
-        f"collective {comm_us:.0f} x {comm_slowdown[chosen]:.2f} = {expected[chosen]:.0f} us expected"
-    )
-    others = [n for n in expected if n != chosen]
+    equal = tuple(shares for shares, us in expected.items() if us <= least * TIE)
+    chosen = min(equal, key=lambda shares: (sum(shares), shares))
+    words = [f"{gemm.name} {gemm.us:.0f} x {gemm.after_loss(sum(chosen)):.2f}"]
+    words += [f"{one.name} {one.us:.0f} x {one.slowdown[n]:.2f}" for one, n in zip(collectives, chosen, strict=True)]
+    reason = f"{_units(chosen)}: {', '.join(words)} = {expected[chosen]:.0f} us expected"
+    others = [shares for shares in expected if shares != chosen]
     if others:
-        following = min(others, key=lambda n: expected[n])
-        reason += f", next {following} units {expected[following]:.0f} us"
+        following = min(others, key=lambda shares: expected[shares])
+        reason += f", next {_units(following)} {expected[following]:.0f} us"
     return UnitAllocation(chosen, equal, tuple(expected.items()), reason)
+
+
+def _units(shares: tuple[int, ...]) -> str:
+    return f"{' and '.join(map(str, shares))} units"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,34 +165,38 @@ def expected_comm_us(sent_bytes: float, peak_gbps: float) -> float:
     return sent_bytes / (peak_gbps * EFFICIENCY * 1e3)
 
 
-def units_for(known: Isolated, workload: Workload, implementation: str | None = None) -> UnitAllocation:
-    """Return the units for a collective next to a GEMM, by the measured look-up tables (ConCCL paper, V-C).
+def units_for(
+    known: Isolated, workload: Workload, implementation: str | None = None, others: Sequence[Workload] = ()
+) -> UnitAllocation:
+    """Return the units for collectives next to a GEMM, by the measured look-up tables (ConCCL paper, V-C, VII-B1).
 
     Args:
         known: measurements of the machine.
         workload: pair to run.
-        implementation: implementation of the collective; None: the fastest that has a table.
+        implementation: implementation of the collectives; None: the fastest that has a table.
+        others: workloads whose collectives run at the same time; their GEMM is that of ``workload``.
 
     Raises:
-        ValueError: no GEMM of its bound, or no size of the collective, was measured with fewer units.
+        ValueError: no GEMM of its bound, or no size of a collective, was measured with fewer units.
     """
     bound, why = known.bound(workload.gemm)
     gemm = known.gemm_table(workload.gemm)
-    comm = known.comm_table(workload, None if implementation is None else (implementation,))
-    if gemm is None or comm is None:
-        what = "GEMM" if gemm is None else f"{workload.collective}"
-        raise ValueError(f"allocate: no {what} was measured with fewer units (value={workload.name})")
-    shared = sorted(set(gemm.slowdown()) & set(comm.slowdown()))
-    slower = slowed_beside(known, workload.collective, comm.implementation)
-    found = allocate(
-        expected_time_us(known, workload.gemm),
-        slower * known.comm_us(workload, (comm.implementation,)),
-        {units: gemm.slowdown()[units] for units in shared},
-        {units: comm.slowdown()[units] for units in shared},
-    )
-    like = f"{comm.implementation} {comm.collective} {format_bytes(comm.nbytes)}"
-    beside = f", which takes {slower:.2f} of its time beside a GEMM" if slower > 1 else ""
-    reason = f"{found.reason}{beside}; {bound}-bound ({why}), as {gemm.gemm.name} by {gemm.means} and {like}"
+    kernels, notes = [], []
+    for one in (workload, *others):
+        comm = known.comm_table(one, None if implementation is None else (implementation,))
+        if gemm is None or comm is None:
+            what = "GEMM" if gemm is None else f"{one.collective}"
+            raise ValueError(f"allocate: no {what} was measured with fewer units (value={one.name})")
+        slower = slowed_beside(known, one.collective, comm.implementation)
+        table = {units: ratio for units, ratio in comm.slowdown().items() if units in gemm.slowdown()}
+        name = str(one.collective) if others else "collective"
+        kernels.append(SlowedKernel(name, slower * known.comm_us(one, (comm.implementation,)), table))
+        beside = f", which takes {slower:.2f} of its time beside a GEMM" if slower > 1 else ""
+        notes.append((beside, f"{comm.implementation} {comm.collective} {format_bytes(comm.nbytes)}"))
+    assert gemm is not None
+    found = allocate(SlowedKernel("GEMM", expected_time_us(known, workload.gemm), gemm.slowdown()), kernels)
+    slowed, like = "".join(dict.fromkeys(note for note, _ in notes)), " and ".join(like for _, like in notes)
+    reason = f"{found.reason}{slowed}; {bound}-bound ({why}), as {gemm.gemm.name} by {gemm.means} and {like}"
     return dataclasses.replace(found, reason=reason)
 
 

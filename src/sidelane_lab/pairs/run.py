@@ -36,12 +36,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.nn import functional
 
 from sidelane.c3.isolated_times import Isolated
 from sidelane.c3.lanes import Lanes, Partitions, shares
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import Mover, Order, Strategy
-from sidelane.c3.workload import Gemm, Workload
+from sidelane.c3.workload import BAG_READS, ComputeKind, Gemm, Workload
 from sidelane.choice.hidden import hidden_shares
 from sidelane_lab.harness.measure import Job, Meter, Problem
 from sidelane_lab.pairs.outcome import GEMM, Configuration, PairOutcome, judge, pair_label
@@ -130,26 +131,47 @@ class Instruments:
 
 
 class GemmRun:
-    """A GEMM with its matrices, a reference and a check."""
+    """A GEMM, or another computation, with its operands, a reference and a check."""
 
     def __init__(self, gemm: Gemm, device: torch.device) -> None:
         dtype = getattr(torch, gemm.dtype)
         self.gemm = gemm
-        self.a = torch.empty(gemm.m, gemm.k, dtype=dtype, device=device)
-        self.b = torch.empty(gemm.k, gemm.n, dtype=dtype, device=device)
+        rows = max(1, gemm.m * gemm.k // BAG_READS)
+        shapes = {
+            ComputeKind.PRODUCT: ((gemm.m, gemm.k), (gemm.k, gemm.n)),
+            ComputeKind.ADD: ((gemm.m, gemm.n), (gemm.m, gemm.n)),
+            ComputeKind.BAG: ((gemm.m, gemm.k), (rows, gemm.n)),
+            ComputeKind.ATTEND: ((gemm.m, 1, 1, gemm.n), (2, gemm.m, 1, gemm.k, gemm.n)),
+        }
+        of_a, of_b = shapes[gemm.operation]
+        indices = gemm.operation is ComputeKind.BAG
+        self.a = torch.zeros(of_a, dtype=torch.int64 if indices else dtype, device=device)
+        self.b = torch.empty(of_b, dtype=dtype, device=device)
         self.c = torch.empty(gemm.m, gemm.n, dtype=dtype, device=device)
         self._expected = torch.empty_like(self.c)
 
     def run(self) -> None:
-        """Multiply, on the current stream."""
-        torch.mm(self.a, self.b, out=self.c)
+        """Compute, on the current stream."""
+        match self.gemm.operation:
+            case ComputeKind.PRODUCT:
+                torch.mm(self.a, self.b, out=self.c)
+            case ComputeKind.ADD:
+                torch.add(self.a, self.b, out=self.c)
+            case ComputeKind.BAG:
+                self.c = functional.embedding_bag(self.a, self.b, mode="sum")
+            case ComputeKind.ATTEND:
+                self.c = functional.scaled_dot_product_attention(self.a, *self.b).view(self.c.shape)
 
     def fill(self, seed: int) -> None:
         """Put in fresh normal inputs, their product with nothing else running, and a poisoned result."""
         generator = torch.Generator(device=self.a.device).manual_seed(seed)
-        self.a.normal_(generator=generator)
+        if self.a.is_floating_point():
+            self.a.normal_(generator=generator)
+        else:
+            self.a.random_(len(self.b), generator=generator)
         self.b.normal_(generator=generator)
-        torch.mm(self.a, self.b, out=self._expected)
+        self.run()
+        self._expected.copy_(self.c)
         self.poison()
 
     def poison(self) -> None:

@@ -18,6 +18,7 @@ from sidelane_lab.explain.nodes import predict_collectives
 from sidelane_lab.machines.load import find
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, dma_run
+from sidelane_lab.model.engine_add import engine_add_tables
 from sidelane_lab.model.strategies import Prediction, library_strategies, objection, predict
 from sidelane_lab.model.study import COLLECTIVES, SIZES, TABLE_II, C3Study, DmaStudy, c3_study, dma_study, pair_name
 from sidelane_lab.papers import conccl, dma
@@ -98,6 +99,8 @@ def collective_main(options: PredictionOptions) -> None:
     study = dma_study(machine)
     for kind in COLLECTIVES:
         console.print(sizes_table(study, machine, kind).to_rich())
+    for table in engine_add_tables(machine):
+        console.print(table.to_rich())
     files = write_report(options.json, options.report, "collectives_predicted", machine, dma_rows(study))
     if options.report is not None:
         with progress_console().status("drawing, over the plausible values of the machine's numbers"):

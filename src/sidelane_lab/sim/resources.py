@@ -67,6 +67,14 @@ class Resources:
             case Swap(a, src):
                 self._carry(weights, a, src)
                 self._carry(weights, src, a)
+            case Reduce(dst, srcs) if engine.kind is EngineKind.DMA:
+                # An engine that adds reads every operand and writes the sum: by links, from its memory and to it.
+                for src in srcs:
+                    self._carry(weights, src, dst)
+                    self._add(weights, self._adder(rank, engine), 1.0)
+                weights[self._memory(dst.rank)] -= len(srcs) - 1.0  # the sum is written once
+                self._add(weights, self._engine(rank, engine), 1.0)
+                return Demand(float(dst.nbytes), weights, self._latency_us(command))
             case Reduce(dst, srcs):
                 # A kernel on a few compute units: they and the memory hold it.
                 for span in (dst, *srcs):
@@ -97,7 +105,15 @@ class Resources:
             self._add(weights, self._of(("port out", a), links.usable_gbps), self._per_link)
             self._add(weights, self._of(("port in", b), links.usable_gbps), self._per_link)
 
-    def _latency_us(self, command: Move) -> float:
+    def _adder(self, rank: int, engine: Engine) -> int:
+        dma = self._machine.dma
+        if not dma.add_gbps:
+            raise ValueError(
+                f"simulate: dma.add_gbps (value=0, allowed=above 0 for this program): {self._machine.name}"
+            )
+        return self._of(("adder", rank, engine.index % max(1, int(dma.engines))), dma.add_gbps)
+
+    def _latency_us(self, command: Move | Reduce) -> float:
         """Return the latency of the longest way that bytes of a command take between nodes; 0 inside of one."""
         ranks, node_of = [span.rank for span in spans(command)], self._machine.node_of
         pairs = {(a, b) for a in ranks for b in ranks if node_of(a) != node_of(b)}

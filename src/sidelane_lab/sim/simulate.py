@@ -296,7 +296,7 @@ class _Simulation:
                         continue
                     self._begin(lane, move, self.now)
                     return
-                if isinstance(command, Reduce):
+                if isinstance(command, Reduce) and lane.queue.engine.kind is EngineKind.COMPUTE:
                     issue = dma.reduce_us
                 else:
                     issue = dma.next_copy_us if lane.behind_move else dma.copy_us

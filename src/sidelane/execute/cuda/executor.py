@@ -10,6 +10,7 @@ armed program must live until it was started.
 
 from __future__ import annotations
 
+from sidelane.errors import UnavailableError
 from sidelane.execute.base import Addresses, Capabilities, LoadedProgram
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.loaded import CudaProgram
@@ -46,6 +47,9 @@ class CudaExecutor(CudaSite):
         Works while a stream is being captured. ``addresses`` are used as they are: the caller keeps the memory.
         """
         self.check_open("load")
+        if program.engines_add:
+            raise UnavailableError(f"no GPU's copy engines add (value={program.variant!r}); CPU ranks and sidelane's "
+                                   "simulator run such programs")  # fmt: skip
         known: CudaProgram | None = None if captured else self.programs.find(program, addresses)
         if known is not None:
             return known.at(addresses)

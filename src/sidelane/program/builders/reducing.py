@@ -41,6 +41,9 @@ PIECES_FROM = (32 << 20, 64 << 20, 256 << 20)
 piece's reduction shows, so each is smaller than the one before it; the results of an all_reduce's first half hide the
 second's, and more pieces would only let the ranks fall out of step (docs/lab/probes.md)."""
 
+ENGINE_ADD = "engine_add"
+"""Name of the variant for engines that add. It is not registered: no communicator chooses it."""
+
 
 def reduce(
     collective: Collective,
@@ -71,6 +74,57 @@ def reduce(
     if collective.world_size == 1:
         return Program(collective, variant, tuple(_copy_alone(collective)), (0,), 0)
     return _Reducing(collective, variant, pieces, pushes=transport is Transport.PUSH).program()
+
+
+def reduce_on_engines(collective: Collective, variant: str = "b2b") -> Program:
+    """Build a reduce_scatter or all_reduce for copy engines that add, which no GPU has (ConCCL paper, VII-A2).
+
+    One engine of each rank reads its shard of everyone's input and writes the sum. In an all_reduce that engine, or one
+    for each peer, then copies it to the peers. Nothing is staged, and no compute unit is used. Under ``pcpy``::
+
+        dma:0    entries | reduce | all_reduce: result to the first peer | exits
+        dma:1                wait ^ result to the second peer, exit
+
+    Args:
+        collective: made by ``reduce_scatter`` or ``all_reduce``.
+        variant: ``pcpy`` (results of an all_reduce go by an engine for each peer) or ``b2b`` (by one engine).
+
+    Raises:
+        ValueError: the collective or the variant is another one.
+    """
+    if collective.kind not in REDUCING or collective.reduction is None:
+        raise ValueError(f"reduce_on_engines: collective (value={collective.kind}, allowed={', '.join(REDUCING)})")
+    if variant not in ("pcpy", "b2b"):
+        raise ValueError(f"reduce_on_engines: variant (value={variant!r}, allowed='pcpy', 'b2b')")
+    world_size = collective.world_size
+    if world_size == 1:
+        return Program(collective, ENGINE_ADD, tuple(_copy_alone(collective)), (0,), 0, engines_add=True)
+    built = _Reducing(collective, "b2b", (1,), pushes=collective.kind is Kind.ALL_REDUCE)
+    flags, queues = FlagPlan(world_size, phases=1), []
+    for rank in range(world_size):
+        peers = list(rotation(rank, world_size))
+        movers = [peer for peer in peers if built.shards[peer]]
+        adding: list[Command] = [flags.signal_entry(partner=rank, mover=peer) for peer in movers]
+        for piece in built.pieces[rank]:
+            adding += [flags.wait_entry(partner=peer, mover=rank) for peer in peers]
+            srcs = tuple(built.input_span(src, rank, piece) for src in range(world_size))
+            result = built.output_span(rank, rank, piece)
+            adding.append(Reduce(result, srcs, collective.reduction))
+            ends: list[list[Command]] = [[flags.signal_exit(partner=peer, mover=rank)] for peer in peers]
+            if built.pushes:
+                for commands, peer in zip(ends, peers, strict=True):
+                    commands.insert(0, Copy(built.output_span(rank, peer, piece), result))
+            if built.pushes and variant == "pcpy":
+                for number, commands in enumerate(ends[1:], 1):
+                    added = flags.local(rank, number)
+                    adding.append(Signal(added, EPOCH))
+                    queues.append(Queue(rank, Engine(EngineKind.DMA, number), (Wait(added, EPOCH), *commands)))
+                ends = ends[:1]
+            adding += itertools.chain.from_iterable(ends)
+        adding += [flags.wait_exit(partner=rank, mover=peer) for peer in movers]
+        queues.append(Queue(rank, Engine(EngineKind.DMA), tuple(adding)))
+    count = flags.handshakes + (world_size if built.pushes else 0)
+    return Program(collective, ENGINE_ADD, tuple(queues), (0,) * world_size, count, engines_add=True)
 
 
 def worthwhile_pieces(collective: Collective) -> tuple[int, ...]:
@@ -132,7 +186,7 @@ class _Reducing:
         commands += [flags.wait_entry(partner=peer, mover=rank) for peer in reducers]
         for phase in range(self.phases):
             moved = [(peer, piece) for peer in reducers for piece in self.pieces[peer] if piece.phase == phase]
-            commands += [Copy(self._slot_span(peer, rank, p), self._input_span(rank, peer, p)) for peer, p in moved]
+            commands += [Copy(self._slot_span(peer, rank, p), self.input_span(rank, peer, p)) for peer, p in moved]
             if phase >= self.announced:
                 commands += [flags.signal_exit(partner=peer, mover=rank, phase=phase) for peer, _ in moved]
             elif moved:
@@ -163,10 +217,10 @@ class _Reducing:
         for piece in self.pieces[rank]:
             commands += [flags.wait_exit(partner=rank, mover=peer, phase=piece.phase) for peer in peers]
             srcs = tuple(
-                self._input_span(rank, rank, piece) if src == rank else self._slot_span(rank, src, piece)
+                self.input_span(rank, rank, piece) if src == rank else self._slot_span(rank, src, piece)
                 for src in range(collective.world_size)
             )
-            output = Reduce(self._output_span(rank, rank, piece), srcs, collective.reduction)
+            output = Reduce(self.output_span(rank, rank, piece), srcs, collective.reduction)
             if not self.pulls:
                 commands.append(output)
                 if self.pushes:
@@ -189,8 +243,8 @@ class _Reducing:
         commands: list[Command] = []
         for piece in self.pieces[rank]:
             commands.append(Wait(self._reduced(rank, number, piece.phase), EPOCH))
-            result = self._output_span(rank, rank, piece)
-            commands += [Copy(self._output_span(rank, peer, piece), result) for peer in group]
+            result = self.output_span(rank, rank, piece)
+            commands += [Copy(self.output_span(rank, peer, piece), result) for peer in group]
         if self.shards[rank]:
             commands += [flags.signal_exit(partner=peer, mover=rank, phase=self.phases) for peer in group]
         return commands + [
@@ -205,7 +259,7 @@ class _Reducing:
             ready = [(peer, piece) for peer in group for piece in self.pieces[peer] if piece.phase == phase]
             commands += [flags.wait_entry(partner=peer, mover=rank, phase=self.phases + phase) for peer, _ in ready]
             commands += [
-                Copy(self._output_span(peer, rank, piece), self._result_span(peer, piece)) for peer, piece in ready
+                Copy(self.output_span(peer, rank, piece), self._result_span(peer, piece)) for peer, piece in ready
             ]
         commands += [
             flags.signal_exit(partner=peer, mover=rank, phase=self.phases) for peer in group if self.shards[peer]
@@ -235,11 +289,11 @@ class _Reducing:
         offset = self._slot(rank, self.collective.world_size - 1) + piece.offset
         return Span(rank, Buffer.STAGING, offset, piece.nbytes)
 
-    def _input_span(self, rank: int, shard: int, piece: _Piece) -> Span:
+    def input_span(self, rank: int, shard: int, piece: _Piece) -> Span:
         offset = self.chunks[rank, shard].src_offset + piece.offset
         return self.collective.input_span(rank, offset, piece.nbytes)
 
-    def _output_span(self, shard: int, rank: int, piece: _Piece) -> Span:
+    def output_span(self, shard: int, rank: int, piece: _Piece) -> Span:
         offset = self.chunks[shard, shard].dst_offset + piece.offset
         return self.collective.output_span(rank, offset, piece.nbytes)
 

@@ -119,7 +119,8 @@ def _command(program: Program, sizes: Sizes, queue: Queue, command: Command) -> 
             yield from _disjoint((*dsts, src))
         case Reduce():
             yield from _reduce(command)
-            if queue.engine.kind is not EngineKind.COMPUTE:
+            adds = program.engines_add and queue.engine.kind is EngineKind.DMA
+            if queue.engine.kind is not EngineKind.COMPUTE and not adds:
                 yield "only compute engines reduce; copy engines cannot add"
         case Signal(flag):
             yield from _flag(program, flag)

@@ -44,8 +44,8 @@ class HeuristicRow(FlatRow):
 
     Attributes:
         heuristic: name of the heuristic. ``launch_order``: order of two kernels by workgroups; ``launch_order_3``: of
-            three kernels; ``partition``: units for the collective, by look-up tables; ``spared``: units that a GEMM
-            beside copy engines does without; ``auto``: the strategy.
+            three kernels; ``partition``: units for the collective, by look-up tables; ``partition_3``: units for two
+            collectives at once; ``spared``: units that a GEMM beside copy engines does without; ``auto``: the strategy.
         gemm: GEMM as in :class:`C3Row`.
         bytes: bytes of the collective as in :class:`C3Row`.
         seen: True if the GEMM was profiled.
@@ -311,9 +311,9 @@ STUDY = Study(
     title="Heuristics against the best of a sweep",
     legend=(
         "launch_order: who of a GEMM and a collective is first, by workgroups; launch_order_3: of three kernels; "
-        "partition: units for the collective, by look-up tables; spared: units that a GEMM beside copy engines "
-        "does without; auto: the strategy, over all. Right: within half a percent of the best of the sweep. "
-        "Reasons are in the file."
+        "partition: units for the collective, by look-up tables; partition_3: units for two collectives; spared: "
+        "units that a GEMM beside copy engines does without; auto: the strategy, over all. Right: "
+        "within half a percent of the best of the sweep. Reasons are in the file."
     ),
     row=HeuristicRow,
     tables=heuristic_tables,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from sidelane.cli.table import Table, grouped, notes_of, number
+from sidelane.cli.table import Line, Table, grouped, notes_of, number
 from sidelane.sizes import format_bytes
 from sidelane_lab.harness.report import Cell, table_of
 from sidelane_lab.harness.study import FlatRow, Results
@@ -59,10 +60,11 @@ class C3Row(PairRow):
         sweep: times of a sweep over units, as ``8 1234.5, 16 1300.2``; empty also in files without this key.
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
             all_gather 1234.5, ...`` (``pairs.thirds``), in the first row of a pair; empty in files without this key.
+        bound: what limits the GEMM: compute or memory, by the loss of units; empty in files without this key.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
-    allowed = (("c3_class", CLASSES),)
+    allowed = (("c3_class", CLASSES), ("bound", ("compute", "memory", "")))
     figures = ("time_us", "speedup")
 
     c3_class: str
@@ -81,6 +83,7 @@ class C3Row(PairRow):
     units: int = 0
     sweep: str = ""
     orders: str = ""
+    bound: str = ""
 
 
 TOGETHER_COLUMNS: Mapping[str, Cell] = {
@@ -129,7 +132,26 @@ def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
         title = f"{pair_words(first)}: {first.c3_class}, {alone_words(first)}"
         notes = notes_of([(row.strategy, row.note) for row in same])
         tables.append(table_of(title, shown, columns, value=lost_percent, noted=lambda row: False, notes=notes))
-    return tables
+    return [*tables, *_class_tables(rows)]
+
+
+def _class_tables(rows: Sequence[C3Row]) -> list[Table]:
+    """Make one table of the pairs of each class and bound under every strategy, if there are several such cells."""
+    judged = [row for row in rows if row.bound and row.c3_class and not row.chosen]
+    cells = grouped(judged, lambda row: (row.bound, row.c3_class), ordered=False)
+    if len(cells) < 2:
+        return []
+    lines = []
+    for (bound, c3_class), alike in cells:
+        for strategy, same in grouped(alike, lambda row: row.strategy, ordered=False):
+            found = [row.percent_of_ideal for row in same if row.percent_of_ideal is not None]
+            if not found:
+                continue
+            taken = ", ".join(map(str, sorted({row.units for row in same})))
+            means = f"{statistics.fmean(found):.0f}", f"{min(found):.0f}"
+            lines.append(Line((f"{bound}-bound, {c3_class}", strategy, f"{len(found)}", taken, *means)))
+    columns = ("<GEMM and class", "<strategy", "pairs", "units\ntaken", "% of ideal\nmean", "worst")
+    return [Table("pairs by what limits the GEMM, and by class", columns, tuple(lines), keys=2)]
 
 
 def too_few_cores(results: Results) -> str:

@@ -17,13 +17,13 @@ from sidelane.c3.measured_curves import isolated_times
 from sidelane.c3.strategies import named
 from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import LIBRARY, percent_of_ideal
-from sidelane.c3.workload import Bound, Gemm, Workload, parse_workload
+from sidelane.c3.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
 from sidelane.cli.launch import Rank, choose_target
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
 from sidelane.machine.inventory import machine_name
-from sidelane.program.collective import ELEMENT_BYTES, Kind
+from sidelane.program.collective import Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
@@ -32,7 +32,7 @@ from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
 from sidelane_lab.machines.load import named as machine_named
-from sidelane_lab.model.gemm import is_memory_bound
+from sidelane_lab.model.gemm import bound_of
 from sidelane_lab.pairs.outcome import PairOutcome, StrategyResult
 from sidelane_lab.pairs.partition import units_for
 from sidelane_lab.pairs.run import Instruments, run_workload
@@ -116,6 +116,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     for number, (workload, case) in enumerate(roster.meter.within(pairs, options.budget_s or math.inf, over, 1)):
         sender.step(workload.name)
         runs = list(_runs(roster, case, options))
+        memory_bound = is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size)
         outcome = run_workload(
             workload,
             runs,
@@ -124,7 +125,7 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
             lanes=lanes,
             partitions=partitions,
             no_partitions=no_partitions,
-            memory_bound=is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size),
+            memory_bound=memory_bound,
             strategies=[named(name) for name in options.strategies] or None,
             unavailable=roster.unavailable | ({} if workload.collective is Kind.ALL_TO_ALL else NO_OWN_PARTS),
             seed=options.seed + 1_000_000 * number,
@@ -134,7 +135,8 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
             if options.timeline is None
             else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
         )
-        rows = rows_of(outcome, options.known)
+        bound = str(Bound.MEMORY if memory_bound else Bound.COMPUTE)
+        rows = [dataclasses.replace(row, bound=bound) for row in rows_of(outcome, options.known)]
         if options.third:
             orders = _orders(outcome, runs, instruments, rank.device, options.seed + 1_000_000 * number + 500_000)
             rows[0] = dataclasses.replace(rows[0], orders=orders)
@@ -168,13 +170,14 @@ def scaled_workload(text: str, kind: Kind, *, dtype: str, full_size: bool, rank:
 
 
 def is_bound_by_memory(gemm: Gemm, known: Isolated | None, device_name: str, devices: int) -> bool:
-    """Tell if bytes limit a GEMM: as measured, by the device's description, or as the ConCCL paper's table has it."""
-    if known is not None:
-        return known.bound(gemm)[0] is Bound.MEMORY
+    """Tell if a GEMM is memory-bound: as measured, by the device's description, or by its name in the paper's table."""
     machine = machine_name(device_name, devices) if device_name else ""
-    if machine in machine_names():
-        return is_memory_bound(machine_named(machine), gemm)
-    return gemm.tag.startswith("mb")
+    predicted = functools.partial(bound_of, machine_named(machine)) if machine in machine_names() else None
+    if known is not None:
+        return dataclasses.replace(known, predicted=predicted).bound(gemm)[0] is Bound.MEMORY
+    if predicted is not None:
+        return predicted(gemm) is Bound.MEMORY
+    return gemm.tag.startswith("mb") or gemm.operation is not ComputeKind.PRODUCT
 
 
 def _scaled(texts: Sequence[tuple[str, Kind]], options: C3Options, rank: Rank) -> list[Workload]:
@@ -266,8 +269,7 @@ def too_large(workload: Workload, case: Case, memory_bytes: float | None) -> str
     Every implementation has buffers of its own, so that a pair that passes may still have no room.
     """
     gemm = workload.gemm
-    elements = gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n
-    needed = elements * ELEMENT_BYTES[gemm.dtype] + case.output_bytes + case.input_bytes
+    needed = gemm.nbytes + case.output_bytes + case.input_bytes
     if memory_bytes is None or needed <= memory_bytes:
         return None
     return f"its buffers take {needed / 1e9:.0f} GB at least, and the device has {memory_bytes / 1e9:.0f}"

@@ -26,7 +26,7 @@ class WorkloadRow(FlatRow):
     """A step of a workload, by who communicates.
 
     Attributes:
-        workload: ``attention``, ``decode``, ``experts`` or ``recommendation``.
+        workload: ``attention``, ``decode``, ``experts``, ``mlp`` or ``recommendation``.
         size: name of the size, as ``--sizes`` takes it.
         way: ``nccl``, on CPUs ``gloo``; ``group``: the same code on ``dist.new_group(backend="sidelane")``;
             ``operators``: Sidelane's fused operators or layouts; others as the workload says; ``none``: no

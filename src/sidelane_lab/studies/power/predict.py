@@ -24,7 +24,16 @@ from sidelane_lab.machines.load import find
 from sidelane_lab.machines.ranges import bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.collectives import IN_PLACE
-from sidelane_lab.model.power import PairDraw, PowerDraw, dma_power, hybrid_power, library_power, pair_power, powered
+from sidelane_lab.model.power import (
+    PairDraw,
+    PowerDraw,
+    choose_for_energy,
+    dma_power,
+    hybrid_power,
+    library_power,
+    pair_power,
+    powered,
+)
 from sidelane_lab.papers.figures import BANDS
 from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.papers.row_predictions import PREDICTED_VARIANTS
@@ -155,6 +164,7 @@ def pair_table(machine: Machine, workload: Workload, draws: Sequence[PairDraw]) 
     notes = (
         f"idle {idle:.0f} W, the GEMM by itself {draws[0].gemm_w:.0f} W, the cap {cap:.0f} W; what is above it is cut",
         "slower: by how much operations last longer beside the collective to keep to the cap; times do not have it",
+        f"for the least energy: {choose_for_energy(draws).reason}",
         "plausible: over the ranges of the description's watts; times as sidelane c3 --machine predicts them",
     )
     return Table(title, COLUMNS, tuple(lines), notes)

@@ -1,0 +1,63 @@
+"""Pairs of every class: their bytes, what limits their GEMMs, and the one definition of that."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+
+from sidelane.c3.workload import MEMORY_KERNELS, TABLE_I, Bound, C3Class, ComputeKind, Workload, parse_gemm
+from sidelane_lab.machines.load import named
+from sidelane_lab.model.gemm import bound_of, gemm_us, is_memory_bound
+from sidelane_lab.model.heuristic import isolated_of_machine
+from sidelane_lab.model.pair_classes import COMPUTATIONS, KINDS, class_of, pairs_by_class
+from sidelane_lab.model.strategies import predict
+from sidelane_lab.pairs.partition import units_to_spare
+
+MI300X, H200 = named("mi300x8"), named("h200x2")
+
+
+@pytest.mark.parametrize("name", ["h100x2", "h200x2", "mi300x8"])
+def test_every_class_and_bound_has_four_pairs_or_more(name: str) -> None:
+    machine, cells = named(name), collections.Counter[tuple[Bound, C3Class]]()
+    for pair in pairs_by_class(machine):
+        for kind in KINDS:
+            assert class_of(machine, Workload(pair.gemm, kind, pair.nbytes)) is pair.c3_class, pair
+            cells[pair.bound, pair.c3_class] += 1
+        assert bound_of(machine, pair.gemm) is pair.bound
+    assert len(cells) == 6 and min(cells.values()) >= 4 and cells.total() >= 24
+
+
+def test_what_has_no_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="two GPUs or more"):
+        pairs_by_class(dataclasses.replace(H200, gpus=1))
+    with pytest.raises(ValueError, match="nodes"):
+        pairs_by_class(named("h100x8x2"))
+
+
+@pytest.mark.parametrize("name", ["mi300x8", "h200x2", "h100x2"])
+def test_the_loss_of_units_agrees_with_the_bytes_of_a_gemm(name: str) -> None:
+    machine = named(name)
+    for gemm in map(parse_gemm, (*TABLE_I, *COMPUTATIONS)):
+        assert (bound_of(machine, gemm) is Bound.MEMORY) == is_memory_bound(machine, gemm), gemm.name
+
+
+def test_heuristic_and_strategies_agree_on_mb2_of_the_described_mi300x() -> None:
+    known = isolated_of_machine(MI300X)
+    assert known.bound(parse_gemm("mb2")) == (Bound.MEMORY, "as predicted of the described machine")
+    assert units_to_spare(known, parse_gemm("mb2")).units == 8
+    pair = Workload(parse_gemm("mb2"), KINDS[0], 3 << 30)
+    assert predict(MI300X, pair, "conccl_rp").units == 8
+    assert predict(MI300X, dataclasses.replace(pair, gemm=parse_gemm("cb1")), "conccl_rp").units == 0
+    assert predict(MI300X, pair, "conccl_rp", units=64).units == 64
+
+
+def test_memory_kernels_take_the_time_of_their_bytes() -> None:
+    for tag in MEMORY_KERNELS:
+        kernel = parse_gemm(tag)
+        assert kernel.operation is ComputeKind(tag) and bound_of(H200, kernel) is Bound.MEMORY
+        least_us = kernel.nbytes / (float(H200.gpu.memory_gbps) * 1e3)
+        assert least_us <= gemm_us(H200, kernel) <= 1.3 * least_us
+    assert parse_gemm("add").nbytes == 3 * 65536 * 8192 * 2
+    assert parse_gemm("bag").nbytes == (65536 * 64 + 65536) * 256 * 2
