@@ -92,7 +92,8 @@ def main() -> int:
     ]
     failed = False
     for python, torch in pairs:
-        row = rows[python, torch] = try_versions(python, torch, given.pip.split(), keep=given.keep)
+        row = try_versions(python, torch, given.pip.split(), keep=given.keep)
+        keep_row(rows, row)
         failed |= bool(row.get("failed"))
         print(f"[sidelane] Python {python}, torch {torch}: {describe(row)} {row.get('not_tried', '')}", flush=True)
         content = {
@@ -103,6 +104,13 @@ def main() -> int:
         write_json(RESULTS, content)
         write_text(PAGE, page(content))
     return int(failed)
+
+
+def keep_row(rows: dict[tuple[str, str], Row], row: Row) -> None:
+    """Take a row into the results, unless it says that another machine's tests could not be repeated on this one."""
+    place = row["python"], row["torch"]
+    if "not_tried" not in row or "passed" not in rows.get(place, {}):
+        rows[place] = row
 
 
 def load() -> Results:
@@ -136,6 +144,7 @@ def try_versions(python: str, torch: str, pip: list[str], *, keep: bool) -> Row:
             make_environment(folder, python, torch, pip)
         return row | installed(folder) | run_tests(folder)
     except NotTried as reason:
+        keep = False  # what is half installed would be taken for an environment the next time
         return row | {"not_tried": str(reason)}
     finally:
         if not keep and not folder.is_symlink():

@@ -21,7 +21,7 @@ ON_CPUS = "--device cpu --ranks 2"
 RESULTS = Path(__file__).resolve().parents[2] / "results/h100x2/fused.json"
 COMMANDS: dict[str, set[str]] = {
     "info --no-probe": {"machine", "software", "uses"},
-    "info --versions": {"sidelane", "commit", "python", "torch", "driver", "gpus", "os", "compiler"},
+    "info --versions": {"sidelane", "commit", "python", "torch", "driver", "rocm", "gpus", "os", "compiler"},
     "machines": {"name", "sources"},
     f"demo {ON_CPUS} --report REPORT": {"proof", "checked", "percent_of_ideal", "choices"},
     f"collective {ON_CPUS} --collective all_gather --variants b2b --max-bytes 1K --iterations 1 --warmup 0": STUDY,
@@ -44,6 +44,7 @@ COMMANDS: dict[str, set[str]] = {
     "explain all_gather 64K --machine mi300x8 --packets": {"submitted", "packets"},
     "verify --nodes 2,3 --elements 3": {"nodes", "rows"},
     "claims --no-ranges": {"id", "claimed", "predicted", "role"},
+    "figure 003/6 --no-ranges": {"study", "machine", "commit", "command", "rows"},
     "pipeline --machine mi300x8": PREDICTED,
     "plan --model llama-8b-like --machine h200x2 --fsdp": PREDICTED,
     "fused --machine mi210x4 --ops gemv_all_reduce --shape 8192,8192,1": PREDICTED,

@@ -46,6 +46,7 @@ def die_on_rank_1(rank: Rank) -> None:
 
 def die_after_the_others_failed(rank: Rank, folder: str) -> None:
     seen = Path(folder, "seen")
+    dist.barrier()  # else rank 1 may still be connecting when rank 0 is gone
     if rank.rank == 1:
         assert until(seen.exists)
         time.sleep(0.2)  # what rank 0 raised is on its way

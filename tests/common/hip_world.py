@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -47,13 +48,28 @@ def standin() -> ctypes.CDLL:
 
 
 class StandinDriver(HipDriver):
-    """A driver whose runtime is the stand-in; what torch for ROCm would say is made up."""
+    """A driver whose runtime is the stand-in; what torch for ROCm would say is made up.
 
-    def __init__(self) -> None:
+    Args:
+        queues: number of hardware queues that the streams of a priority share; None: each stream has its own.
+    """
+
+    numbers = itertools.count()
+
+    def __init__(self, queues: int | None = None) -> None:
         self.library = standin()
-        self.caller, self.captured = 0, False
+        self.number, self.queues = next(self.numbers), queues or 0
+        self.caller, self.captured, self.spares = 0, False, 0
         self.allocated: list[int] = []
         super().__init__(torch.device("cuda", 0), Runtime(self.library))
+
+    def make_stream(self, priority: int) -> int:
+        self.library.standin_share(self.number, self.queues)
+        return super().make_stream(priority)
+
+    def second_context(self) -> Any:
+        self.spares += 1
+        return super().second_context()
 
     def current(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -146,7 +162,7 @@ class HipWorld(World):
     executor_type = HipExecutor
 
     def make_driver(self, channels: int | None) -> StandinDriver:
-        return StandinDriver()
+        return StandinDriver(channels)
 
     def features(self, peer_writes: bool) -> DriverFeatures:
         return DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=peer_writes)

@@ -19,6 +19,7 @@ from sidelane.execute.cuda import plan as planning
 from sidelane.execute.cuda.calls import DeviceWord, HostWord, MemOps, StreamCall, WaitEvent, WaitValue, WriteValue
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.plan import plan_calls
+from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.collective import Buffer
@@ -28,6 +29,8 @@ from sidelane.program.transform import hold
 
 class Caller:
     """What a handle asks of the backend of a rank: where its caller stands."""
+
+    channels = CUDA_CHANNELS
 
     def __init__(self, executor: CudaExecutor, stream: int) -> None:
         self.executor, self.last = executor, stream

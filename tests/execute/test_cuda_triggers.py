@@ -18,7 +18,7 @@ from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.base import Addresses
 from sidelane.execute.cuda import CudaProgram
 from sidelane.execute.cuda.plan import _triggers, submission_order
-from sidelane.execute.cuda.prelaunch import require_free_channel
+from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.program.ir import Flag, Program, has_epochs
 from sidelane.program.pieces import gathering_program, parts_of
 from sidelane.program.transform import freeze
@@ -47,7 +47,7 @@ class Sliced:
         self.triggers = [
             [
                 CudaBackend.bind_trigger(
-                    SimpleNamespace(executor=executor),
+                    SimpleNamespace(executor=executor, channels=CUDA_CHANNELS),
                     [(flags[rank] + 4 * s.flag.index, s.value) for s in signals],
                     self.ranks[rank],
                 )
@@ -223,7 +223,7 @@ def test_what_has_arrived_is_read_while_the_rest_travels(seed: int, captured: bo
                     loaded[rank].follow(number, own)
                 else:
                     words = [(flags[rank] + 4 * wait.flag.index, wait.value) for wait in waits]
-                    backend = SimpleNamespace(executor=world.executors[rank])
+                    backend = SimpleNamespace(executor=world.executors[rank], channels=CUDA_CHANNELS)
                     CudaBackend.bind_arrival(backend, words, loaded[rank]).follow(epoch, (own, False))
                 driver.submit([(read(rank, own, number), ())])
             driver.submit([driver.bind_record(join, aside), driver.bind_wait(join, own)])

@@ -10,17 +10,20 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 from cuda_world import programs
 from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
 
+from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
 from sidelane.execute.boxes import Box
 from sidelane.execute.cuda import DriverFeatures
 from sidelane.execute.cuda.driver import DriverError
+from sidelane.execute.cuda.prelaunch import require_free_channel
 from sidelane.execute.hip.cu_mask import CuSplit, mask_words
 from sidelane.execute.hip.executor import LAST_EPOCH
-from sidelane.execute.hip.probe import graph_problem
+from sidelane.execute.hip.probe import graph_problem, probe_graphs
 from sidelane.program import collective as define
 from sidelane.program.builders import build
 from sidelane.program.ir import Program
@@ -83,8 +86,38 @@ def launch(world: HipWorld, graphs: list[int]) -> None:
             time.sleep(1e-4)
 
 
-def test_a_rank_that_does_not_come_is_named_and_streams_drain() -> None:
-    with hip_world(3, timeout_s=0.5) as world:
+def test_streams_that_share_a_hardware_queue_do_not_hold_each_other_up() -> None:
+    with hip_world(3, channels=1) as world:
+        for seed, program in enumerate(programs(3)):
+            loaded = world.load(program)
+            expected = loaded.fill(seed)
+            for pending in loaded.start():
+                pending.wait()
+            loaded.check(expected)
+
+
+def test_a_trigger_needs_one_of_four_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_MAX_HW_QUEUES", raising=False)
+    require_free_channel("all_gather", "pcpy", 3, HipBackend.channels)
+    with pytest.raises(UnavailableError, match=r"4 streams back, of 4 hardware channels \(GPU_MAX_HW_QUEUES\)"):
+        require_free_channel("all_gather", "pcpy", 4, HipBackend.channels)
+    monkeypatch.setenv("GPU_MAX_HW_QUEUES", "8")
+    require_free_channel("all_gather", "pcpy", 7, HipBackend.channels)
+
+
+def hang(driver: StandinDriver, *, urgent: bool) -> np.ndarray:
+    """Let a stream wait for a word, which is returned."""
+    word, ops = driver.array(4).view(np.uint32), driver.memory_ops()
+    ops.wait(word.ctypes.data, 1, equal=True)
+    driver.submit([driver.bind_memory_ops(ops, driver.create_stream(urgent=urgent))])
+    return word
+
+
+@pytest.mark.parametrize("queues", [None, 1])
+def test_a_rank_that_does_not_come_is_named_and_streams_drain(queues: int | None) -> None:
+    """With one queue, in which a stream of another program hangs, only the spare stream still gets to the flags."""
+    with hip_world(3, timeout_s=0.5, channels=queues) as world:
+        others = [hang(driver, urgent=True) for driver in world.drivers]
         loaded = world.load(programs(3)[0])
         loaded.fill(0)
         (first, second) = loaded.start(ranks=[0, 1])
@@ -97,6 +130,9 @@ def test_a_rank_that_does_not_come_is_named_and_streams_drain() -> None:
             while not driver.is_idle(stream.cuda_stream):
                 assert time.monotonic() < deadline, "released waits did not end"
                 time.sleep(1e-3)
+        assert [driver.spares for driver in world.drivers] == [queues or 0, queues or 0, 0]
+        for word in others:
+            word[0] = 1
 
 
 @pytest.mark.parametrize("name", ["hipStreamWriteValue32", "hipStreamWaitValue32", "hipMemcpyAsync", "hipEventRecord"])
@@ -107,6 +143,7 @@ def test_a_refused_call_is_named_as_hip_names_it(name: str) -> None:
         world.drivers[0].library.standin_fail_next(name.encode(), 2)
         with pytest.raises(DriverError, match="hipErrorOutOfMemory"):
             loaded.start(ranks=[0])
+        assert world.drivers[0].library.hipGetLastError() == 0, "torch would raise it after its next launch"
 
 
 def test_flags_do_not_wrap_around() -> None:
@@ -137,6 +174,30 @@ def test_graphs_are_probed() -> None:
         driver.library.standin_set_early(0)
     driver.library.standin_fail_next(b"hipStreamBeginCapture", 801)
     assert "hipErrorNotSupported" in graph_problem(driver)
+
+
+def test_a_rank_that_cannot_probe_tells_its_peers() -> None:
+    told = []
+
+    def exchange(what: str, make: Callable[[], str]) -> list[str]:
+        with pytest.raises(UnavailableError, match="no HIP runtime") as caught:
+            make()
+        told.append(what)
+        raise caught.value
+
+    def no_driver(device: object) -> StandinDriver:
+        raise UnavailableError("there is no HIP runtime")
+
+    features = DriverFeatures("6.4", 16, stream_memory_ops=True, peer_writes=True)
+    with pytest.raises(UnavailableError):
+        probe_graphs(torch.device("cuda", 0), features, exchange, no_driver)  # type: ignore[arg-type]
+    assert told == ["probe of graphs"]
+    found = probe_graphs(torch.device("cuda", 0), features, lambda _, make: [make(), "graphs: not there"], driver_of)  # type: ignore[arg-type]
+    assert not found.graphs and found.note == "graphs: not there"
+
+
+def driver_of(device: object) -> StandinDriver:
+    return StandinDriver()
 
 
 def test_a_capture_is_refused_where_graphs_do_not_work() -> None:
@@ -213,6 +274,16 @@ def test_what_the_driver_tells_of_memory() -> None:
     driver.free(second)
     assert driver.allocation_at(second) is None and driver.allocation_number(second) == 0
     assert driver.allocation_number(driver.allocate(5000)) > number, "numbers are never given twice"
+    assert driver.library.hipGetLastError() == 0, "torch would raise it after its next launch"
+
+
+def test_large_allocations_are_told_whole() -> None:
+    """The attribute of a pointer that holds the size of its allocation has 32 bits in HIP."""
+    driver = StandinDriver()
+    address = driver.allocate((1 << 32) + 4096)  # no page of it is touched
+    assert driver.allocation_at(address + (1 << 32)) == (driver.allocation_number(address), address, (1 << 32) + 4096)
+    assert [place for place, _ in driver.allocations_in(address, 1 << 32)] == [address]
+    driver.free(address)
 
 
 def test_versions_read_as_those_of_cuda() -> None:

@@ -15,12 +15,14 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 import triton.language as tl
-from every_kernel import moving, reducing
+from every_kernel import MB, moving, reducing
 from triton.backends.compiler import GPUTarget
 
 from sidelane.device import stamps
 from sidelane.device.launch import Launch
+from sidelane.execute.cuda import reduce
 from sidelane.execute.cuda.kernel_launch import KernelBinary, compile_for
+from sidelane.program.collective import Reduction
 
 
 @triton.jit
@@ -32,6 +34,7 @@ FLAGLESS = ("_cells",)
 """Kernels whose data carry their own flags: no fence orders them, each word is stored as a whole."""
 
 LOCAL_MEMORY_BYTES = 64 << 10
+MOST_THREADS = 1024
 
 
 @pytest.mark.parametrize("architecture", ["gfx942", long("gfx950")])
@@ -61,6 +64,18 @@ def test_every_kernel_compiles_with_its_fences(
             until = next(i for i, line in enumerate(after) if re.match(r"(global|flat)_(atomic|store)", line))
             assert any(line.startswith("s_waitcnt vmcnt(0)") for line in after[:until]), f"{name}: {after[:until]}"
     assert len(found) > 5
+
+
+@pytest.mark.parametrize("architecture", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(("sources", "dtype"), [(8, "bfloat16"), (16, "float32"), (2, "int64")])
+def test_the_kernel_that_adds_what_engines_have_moved_compiles(sources: int, dtype: str, architecture: str) -> None:
+    """The one kernel of a communicator's own on AMD GPUs: its blocks have as many threads as one may have there."""
+    launch = reduce.arrange(16 * MB, [32 * MB * n for n in range(1, sources + 1)], MB, Reduction("sum", dtype), 32)
+    binary = KernelBinary.of(
+        compile_for(GPUTarget("hip", architecture, 64), launch.kernel, launch.constants, launch.warps)
+    )
+    assert binary.image.startswith(b"\x7fELF") and 64 * binary.warps <= MOST_THREADS
+    assert binary.shared_bytes <= LOCAL_MEMORY_BYTES
 
 
 def test_stamps_read_the_constant_clock() -> None:

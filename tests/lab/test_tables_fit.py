@@ -19,6 +19,9 @@ from sidelane.cli import info, terminal
 from sidelane.cli.output import STDOUT
 from sidelane.cli.table import Line, Table
 from sidelane.program.collective import Kind
+from sidelane_lab.comparisons.catalogue import COMPARISONS
+from sidelane_lab.comparisons.command import list_table, summary_table
+from sidelane_lab.comparisons.figure import ClaimPredictions
 from sidelane_lab.explain import call as explain
 from sidelane_lab.explain import nodes
 from sidelane_lab.harness import study as files
@@ -136,6 +139,13 @@ def of_claims() -> list[Table]:
     return [claims.measured_table(compare(named("h200x4"), RESULTS / "h200x4", ranges=False))]
 
 
+def of_figures() -> list[Table]:
+    values = [COMPARISONS[number].evaluate([RESULTS]) for number in ("000/8", "000/T1", "003/13", "004/2")]
+    predictions = ClaimPredictions()
+    tables = [table for one in values for table in one.tables(predictions.of(one.comparison.claims))]
+    return [*tables, list_table(), summary_table(values)]
+
+
 def of_replay() -> list[Table]:
     times = dict.fromkeys(replaying.CLASSES, 12_345_678.0)
     found = [replaying.Replay("c3_sp_rp", 128, 12_345_678.0, 1e7, 2_345_678.0, times, (), ())]
@@ -245,6 +255,7 @@ MADE: dict[str, Callable[[], list[Table]]] = {
     "claims, sensitivity": of_sensitivity,
     "machines": lambda: [machine_list.machines_table([named(name) for name in machine_names()])],
     "claims --machine": of_claims,
+    "figure": of_figures,
     "demo": of_the_demo,
     "tune": of_tune,
     "ordinary": of_ordinary,

@@ -77,6 +77,10 @@ def test_a_torch_for_cuda_has_no_amd_gpus() -> None:
     assert torch.version.hip is None and amd.device_count() == 0 and amd.software_versions() == {}
 
 
+def test_a_bug_report_names_rocm_and_cuda(rocm: Path) -> None:
+    assert {"cuda": None, "rocm": "6.4.43484"}.items() <= local.reported_versions().items()
+
+
 class MadeUpSmi:
     def __init__(self, **power: object) -> None:
         self.power = power

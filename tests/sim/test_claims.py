@@ -275,6 +275,16 @@ def test_speedups_of_fused_operators_are_within_a_quarter(verdicts):
         assert verdict.role is ClaimRole.HELD_OUT
 
 
+@pytest.mark.parametrize("claim_id", fused.OPEN)
+def test_what_a_text_lacks_decides_its_claim(claim_id, verdicts):
+    check = next(check for check in fused.PAPER.checks if check.claim_id == claim_id)
+    _, argument, ends = fused.OPEN[claim_id]
+    low, high = sorted(check.predict(fused.open_study(named("mi210x4"), claim_id, value)) for value in ends)
+    assert low < published()[claim_id]["value"] < high
+    assert argument in ("pooling", "columns", "widths")
+    assert all(str(value) in verdicts[claim_id].incomparable for value in ends)
+
+
 def test_citations():
     assert cited_claims("CC-02: at par, and C3-T2") >= {"CC-02", "C3-T2-cb1-896M"}
     assert cited_claims("nothing") == set()

@@ -208,7 +208,7 @@ def test_recomputed_layers_take_their_forward_pass_once_more():
         ),
         ("h200x8", LARGE, ("does not fit", "on 16 such GPUs", "here with 8-bit moments of Adam")),
         ("h200x4", SMALL, ("llama-8b-like fits", "(measured on such machines)", "tokens a second with Sidelane")),
-        ("mi300x8", LARGE, ("fits", "predicted; Sidelane cannot run there yet", "what copy engines could give")),
+        ("mi300x8", LARGE, ("fits", "predicted; Sidelane has never run on AMD GPUs", "what copy engines could give")),
     ],
 )
 def test_the_answer_says_whether_it_fits_what_it_gives_and_what_to_write(machine: str, model: Transformer, words):

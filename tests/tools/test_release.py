@@ -46,6 +46,18 @@ def test_what_is_not_tried_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> No
     assert "- Python 3.12 with torch 2.14: `test_x::test_y` failed." in text
 
 
+def test_a_result_is_not_lost_where_it_cannot_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    versions = importlib.import_module("versions")
+    monkeypatch.delitem(sys.modules, "versions")
+    here = {"python": "3.12", "torch": "2.14"}
+    passed, missing = here | {"passed": 7, "failed": [], "skipped": 0}, here | {"not_tried": "as there is no Python"}
+    rows: dict[tuple[str, str], dict[str, object]] = {}
+    for given, kept in ((missing, missing), (passed, passed), (missing, passed)):
+        versions.keep_row(rows, given)
+        assert rows == {("3.12", "2.14"): kept}
+
+
 def test_every_file_of_the_packages_is_in_the_wheel() -> None:
     """`make wheel` looks into the wheel; this is what a new kind of file would be missing from."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]

@@ -24,7 +24,7 @@ from sidelane.execute.base import Addresses, LoadedProgram, Place, Runnable
 from sidelane.execute.cuda import CudaExecutor, CudaProgram, DriverFeatures, probe
 from sidelane.execute.cuda.driver import DriverError
 from sidelane.execute.cuda.ordinary import ExportedMemory
-from sidelane.execute.cuda.prelaunch import require_free_channel
+from sidelane.execute.cuda.prelaunch import CUDA_CHANNELS, require_free_channel
 from sidelane.execute.cuda.trigger import CudaArrival, CudaTrigger
 from sidelane.execute.cuda.virtual import DriverVirtualMemory, Mirror
 from sidelane.memory.base import SymmetricBlock
@@ -50,10 +50,12 @@ class CudaBackend:
 
     Attributes:
         kernels_move_bytes: collectives may run in Triton kernels, if Triton is installed.
+        channels: hardware channels of the streams of a process.
     """
 
     hosts_meet = False
     kernels_move_bytes = True
+    channels = CUDA_CHANNELS
 
     def __init__(
         self,
@@ -109,7 +111,8 @@ class CudaBackend:
 
     def bind_trigger(self, words: Sequence[tuple[int, Value]], loaded: Runnable) -> CudaTrigger:
         assert isinstance(loaded, CudaProgram)
-        require_free_channel(str(loaded.program.collective), loaded.program.variant, loaded.held_streams)
+        title = (str(loaded.program.collective), loaded.program.variant)
+        require_free_channel(*title, loaded.held_streams, self.channels)
         loaded.is_triggered = True
         return CudaTrigger(self.executor, words, f"a trigger of {loaded.program.collective}")
 
@@ -264,7 +267,8 @@ class CudaHeld:
         self._backend, self._executor = backend, backend.executor
         executor, title = backend.executor, f"{program.collective} {program.variant}"
         executor.check_usable("prelaunch")
-        require_free_channel(str(program.collective), program.variant, executor.plans.of(program).held_streams)
+        held = executor.plans.of(program).held_streams
+        require_free_channel(str(program.collective), program.variant, held, backend.channels)
         flag = held_by(program, executor.rank)
         assert flag is not None, "made by transform.hold"
         word = self.trigger_address = executor.host_trigger.address if host_trigger else executor.trigger_word

@@ -6,6 +6,7 @@ import torch
 
 from sidelane.collectives.backend_cuda import CudaBackend
 from sidelane.execute.cuda.ordinary import ExportedMemory
+from sidelane.execute.cuda.prelaunch import HardwareChannels
 from sidelane.execute.cuda.probe import DriverFeatures, probe
 from sidelane.execute.cuda.virtual import Mirror
 from sidelane.execute.hip import HipDriver, HipExecutor, probe_graphs
@@ -22,9 +23,10 @@ class HipBackend(CudaBackend):
     """
 
     kernels_move_bytes = False
+    channels = HardwareChannels("GPU_MAX_HW_QUEUES", 4)  # for the streams of one priority
 
     def _probe(self, exchange: Exchange, device: torch.device) -> DriverFeatures:
-        return probe_graphs(HipDriver(device), probe(exchange, device, self.memory, HipDriver), exchange)
+        return probe_graphs(device, probe(exchange, device, self.memory, HipDriver), exchange, HipDriver)
 
     def _make_executor(self, rank: int, device: torch.device, control: ControlBlock, timeout_s: float) -> HipExecutor:
         return HipExecutor(rank, device, control, timeout_s, self.features, driver=HipDriver(device))

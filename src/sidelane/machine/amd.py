@@ -123,6 +123,11 @@ def software_versions() -> dict[str, str]:
     return {"rocm": str(torch.version.hip), "rccl": _rccl_version()} if device_count() else {}
 
 
+def reported_versions() -> dict[str, str | None]:
+    """Return what torch was built with, also where no GPU can be used; None with any other torch."""
+    return {"rocm": torch.version.hip}
+
+
 @functools.cache
 def engine_counts() -> Mapping[int, int]:
     """Return the number of SDMA engines by GPU, those for XGMI links included; empty without a topology."""

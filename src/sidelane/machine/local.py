@@ -7,16 +7,37 @@ import platform
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol
 
 from sidelane.errors import UnavailableError
 from sidelane.machine import amd, nvidia
-from sidelane.machine.inventory import Inventory
+from sidelane.machine.inventory import Accelerators, Inventory
 from sidelane.machine.power_sensor import PowerSensor
+
+
+class Vendor(Protocol):
+    """A module with the GPUs of one vendor; each function does what its namesake here does."""
+
+    DEVICE_TYPE: str
+
+    def device_count(self) -> int: ...
+
+    def device_names(self) -> tuple[str, ...]: ...
+
+    def inspect(self) -> Accelerators: ...
+
+    def software_versions(self) -> dict[str, str]: ...
+
+    def reported_versions(self) -> dict[str, str | None]: ...
+
+    def power_problem(self) -> str | None: ...
+
+    def power_sensor(self, index: int) -> PowerSensor: ...
+
 
 SHARED_MEMORY = Path("/dev/shm")
 # Vendors whose devices Sidelane has an executor for. torch may know others; they do not count here.
-VENDORS = (nvidia, amd)
+VENDORS: tuple[Vendor, ...] = (nvidia, amd)
 
 
 def device_type_and_count() -> tuple[str, int]:
@@ -83,10 +104,9 @@ def power_sensor(index: int) -> PowerSensor:
     vendor = _vendor()
     if vendor is None:
         raise UnavailableError("power: there is no GPU here")
-    sensor: PowerSensor = vendor.power_sensor(index)
-    return sensor
+    return vendor.power_sensor(index)
 
 
-def _vendor() -> ModuleType | None:
+def _vendor() -> Vendor | None:
     """Return the module of the vendor whose GPUs torch sees; None without any."""
     return next((vendor for vendor in VENDORS if vendor.device_count()), None)

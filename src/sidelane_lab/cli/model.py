@@ -44,6 +44,7 @@ def machines(json: Path | None) -> None:
     examples=(
         ("sidelane claims --no-ranges", "every published figure, in seconds"),
         ("sidelane claims --machine h200x4 --no-ranges", "what was measured on four H200s, in a checkout"),
+        ("sidelane claims --measured", "what papers claim beside what was measured here, in a checkout"),
     ),
 )
 @where("--machine", type=MACHINE_NAME, default=DEMO_MACHINE, help="mi300x8 is the papers' machine; others: measured.")
@@ -62,10 +63,21 @@ def machines(json: Path | None) -> None:
     help="Also predict over the plausible values of the machine's numbers: a minute on two processors instead of "
     "seconds, some minutes with --machine of a measured one.",
 )
+@what(
+    "--measured",
+    is_flag=True,
+    help="Predict nothing: print what result files say of each claim, or why they say nothing.",
+)
 @json_option
 @report_option
 def claims(
-    machine: str, json: Path | None, results: Path, version: str, report: Path | None, ranges: bool | None
+    machine: str,
+    json: Path | None,
+    results: Path,
+    version: str,
+    report: Path | None,
+    ranges: bool | None,
+    measured: bool,
 ) -> None:
     """Hold predictions against every figure that papers publish, or against your measurements.
 
@@ -73,9 +85,79 @@ def claims(
     shown, not punished.
     """
     with plain_errors():
+        if measured:
+            if wrong := [name for name in ("version", "report", "ranges") if given(name)]:
+                raise ValueError(f"--{wrong[0]} does not go with --measured (allowed=--machine, --results, --json)")
+            where = results / machine if given("machine") else results
+            loaded("papers.claim_measurements").show_measured((where,), json)
+            return
         command = loaded("papers.command")
         with_ranges = (json is None or report is not None) if ranges is None else ranges
         sys.exit(command.main(command.ClaimsOptions(machine, json, results, version, report, with_ranges)))
+
+
+@click.command(
+    cls=Command,
+    heading=LABORATORY,
+    examples=(
+        ("sidelane figure", "all figures and tables, and who predicts and measures each"),
+        ("sidelane figure 003/13", "the DMA collectives paper's figure 13"),
+        ("sidelane figure 000/T2 --machine h200x4", "a table, predicted for four H200s"),
+        ("sidelane figure 000/8 --results c3.json", "beside a file of one's own"),
+        ("sidelane figure --all --report out", "a page of all, in a minute"),
+    ),
+)
+@click.argument("numbers", nargs=-1, metavar="[PAPER/FIGURE]...")
+@what("--all", "everything", is_flag=True, help="All figures and tables.")
+@what("--version", type=click.Choice(VERSIONS), default=None, help="Version of the ConCCL paper.")
+@where(
+    "--machine",
+    type=MACHINE_NAME,
+    show_default="the paper's own",
+    help="Predict for this one: of `sidelane machines`, or a TOML or JSON file.",
+)
+@where(
+    "--results",
+    multiple=True,
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE",
+    show_default="results",
+    help="Result file, or a folder of them; may be repeated.",
+)
+@how(
+    "--ranges/--no-ranges",
+    default=None,
+    show_default="with them for one figure",
+    help="Also predict over the plausible values of the machine's numbers: up to a minute a figure.",
+)
+@json_option
+@output(
+    "--report",
+    type=Written(is_folder=True),
+    metavar="FOLDER",
+    show_default="figures, with --json none",
+    help="Write the pictures here, and a page.",
+)
+def figure(
+    numbers: tuple[str, ...],
+    everything: bool,
+    version: str | None,
+    machine: str | None,
+    results: tuple[Path, ...],
+    ranges: bool | None,
+    json: Path | None,
+    report: Path | None,
+) -> None:
+    """Draw a paper's figure: published, predicted and measured values in one picture.
+
+    Its numbers are printed. PAPER/FIGURE is 003/13 for figure 13 of the text 003 (docs/papers.md), or 000/T2 for a
+    table. Where one of the three sources is missing, a line says why. Without a number, all are listed.
+    """
+    with plain_errors():
+        command = loaded("comparisons.command")
+        with_ranges = (len(numbers) == 1 and json is None) if ranges is None else ranges
+        asked = (numbers, everything, machine, results, version or "", with_ranges, json, report)
+        command.main(command.FigureOptions(*asked))
 
 
 @click.command(

@@ -151,7 +151,7 @@ def main(options: ExplainOptions) -> None:
     found = explain(options)
     if options.json is not None:
         write_json(options.json, found.to_dict())
-    show(found, tables_console(options.json), commands=options.commands)
+    show(found, tables_console(options.json), commands=options.commands or options.packets)
 
 
 def explain(options: ExplainOptions) -> Explanation:

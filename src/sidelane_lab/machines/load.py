@@ -27,7 +27,7 @@ from sidelane_lab.machines.spec import Machine, NetworkTopology, NumberLimit, Nu
 
 TOP_LEVEL = ("name", "title", "gpus", "nodes", "base", "runs")
 RUNS = {"measured": RunStatus.MEASURED, "never": RunStatus.UNRUN, "unsupported": RunStatus.UNSUPPORTED}
-"""Values of ``runs``. A machine takes over from its base only that Sidelane cannot run on its GPUs."""
+"""Values of ``runs``. A machine takes over only ``unsupported`` from its base: AMD GPUs, which never ran Sidelane."""
 MOST_NODES = 1024
 """Nodes at the most of a machine that the catalogue describes with two."""
 OF_ONE_GPU = ("power",)  # optional sections that a machine with other GPUs does not take over from its base

@@ -86,7 +86,7 @@ class RunStatus(StrEnum):
 
     MEASURED = "measured on such machines"
     UNRUN = "predicted: never run there"
-    UNSUPPORTED = "predicted; Sidelane cannot run there yet"
+    UNSUPPORTED = "predicted; Sidelane has never run on AMD GPUs"
 
 
 UNITS = {

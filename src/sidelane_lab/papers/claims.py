@@ -326,6 +326,17 @@ def numbers(value: Any, path: str = "") -> dict[str, float]:
     return {key: number for name, part in items for key, number in numbers(part, f"{path}/{name}").items()}
 
 
+def value_text(value: Any) -> str:
+    """Write a value for readers: its numbers to four digits, with the names or the order that they have."""
+    if value is None or isinstance(value, bool | str | int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {value_text(part)}" for name, part in value.items())
+    return "[" + ", ".join(value_text(part) for part in value) + "]"
+
+
 def error_of(claimed: Any, predicted: Any, *, points: bool = False) -> float | None:
     """Return the largest error of the numbers: relative to the published ones, or in their unit."""
     wanted, found = numbers(claimed), numbers(predicted)

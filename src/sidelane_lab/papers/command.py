@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from sidelane_lab.papers.claims import (
     numbers,
     problems,
     published,
+    value_text,
     with_ranges,
 )
 from sidelane_lab.papers.figures import draw_all
@@ -283,9 +284,9 @@ def _show_published(verdicts: Sequence[ClaimVerdict], console: rich.console.Cons
     """Print a line or two for what a claim says; what is held against it stands below, indented."""
     for verdict in verdicts:
         console.print(rich.text.Text(f"{verdict.claim_id}  {verdict.text}", "bold"))
-        parts = [f"published {_text(verdict.claimed)}", f"predicted {_text(verdict.predicted)}"]
+        parts = [f"published {value_text(verdict.claimed)}", f"predicted {value_text(verdict.predicted)}"]
         if verdict.low is not None and verdict.low != verdict.high:
-            parts.append(f"plausible {_text(verdict.low)} .. {_text(verdict.high)}")
+            parts.append(f"plausible {value_text(verdict.low)} .. {value_text(verdict.high)}")
         if verdict.error is not None:
             parts.append(f"error {verdict.error:.3g}" + (" points" if verdict.points else ""))
         mark = ("not comparable", "yellow") if verdict.incomparable else ("yes", "") if verdict.ok else ("NO", "red")
@@ -430,13 +431,3 @@ def _ratios(verdict: ClaimVerdict) -> Iterator[tuple[str, ClaimRole, float, floa
             name = f"{verdict.claim_id.partition('/')[2] or verdict.claim_id} {key.strip('/')}".strip()
             least = max(low.get(key, found), 1e-3 * value)
             yield name, verdict.role, found / value, least / value, high.get(key, found) / value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return str(value)
-    if isinstance(value, int | float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_text(part)}" for name, part in value.items())
-    return "[" + ", ".join(_text(part) for part in value) + "]"

@@ -9,6 +9,7 @@ import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sidelane.c3.heuristic import KernelDemand, launch_order
 from sidelane.c3.strategy import ideal_speedup
@@ -279,7 +280,8 @@ def _units_panels(machine: Machine, ranges: bool) -> list[Panel]:
         found: dict[tuple[str, str], list[float]] = {}
         for gemm in map(parse_gemm, TABLE_I):
             alone, units = gemm_us(changed, gemm), int(changed.gpu.units)
-            found["gemm", gemm.tag] = [gemm_us(changed, gemm, units - lost) / alone for lost in options]
+            slower_by = [gemm_us(changed, gemm, units - lost) / alone for lost in options]
+            found[BOUNDS[gemm.tag in MB], gemm.tag] = slower_by
         for kind in COLLECTIVES:
             for nbytes in GIVEN_BYTES:
                 alone = library_gang(changed, kind, nbytes).alone_us
@@ -288,21 +290,36 @@ def _units_panels(machine: Machine, ranges: bool) -> list[Panel]:
         return found
 
     found = bands(machine, slower, ("matmul", "library") if ranges else ())
-    titles = {"gemm": "GEMM, compute units lost", **{str(k): f"{k}, compute units given" for k in COLLECTIVES}}
-    slow = tuple(1 + percent / 100 for percent in published()["C3-CU-07"]["value"])
-    mark = PublishedValue("published, compute-bound, up to", slow, (32, 64), line="")
+    marks = {BOUNDS[False]: [slowdown_mark()]} if machine.name == MI300X else {}
     return [
         Panel(
             curves={name[1]: band for name, band in found.items() if name[0] == panel},
-            x=options,
-            ticks={float(units): str(units) for units in options},
-            title=title,
-            xlabel="compute units",
-            ylabel="time over that with all of them",
-            marks=[mark] if panel == "gemm" and machine.name == MI300X else [],
+            marks=marks.get(panel, ()),
+            **units_axes(panel, options),
         )
-        for panel, title in titles.items()
+        for panel in (*BOUNDS, *map(str, COLLECTIVES))
     ]
+
+
+BOUNDS = ("compute-bound GEMM", "memory-bound GEMM")
+"""Panels of GEMMs."""
+
+
+def units_axes(panel: str, units: Sequence[int]) -> dict[str, Any]:
+    """Return the axes of a panel of times by compute units (figure 5): of GEMMs, or of a collective."""
+    return {
+        "x": units,
+        "ticks": {float(count): str(count) for count in units},
+        "title": panel,
+        "xlabel": "compute units lost" if panel in BOUNDS else "compute units given",
+        "ylabel": "time over that with all of them",
+    }
+
+
+def slowdown_mark(units: Sequence[int] = (32, 64)) -> PublishedValue:
+    """Return the mark of how much slower compute-bound GEMMs are at most, without so many compute units."""
+    slow = tuple(1 + percent / 100 for percent in published()["C3-CU-07"]["value"])
+    return PublishedValue("published, up to", slow, tuple(map(float, units)), line="")
 
 
 def _bandwidth_panels(machine: Machine, ranges: bool) -> list[Panel]:
@@ -313,11 +330,11 @@ def _bandwidth_panels(machine: Machine, ranges: bool) -> list[Panel]:
         moved = [gemm_gbps(changed, tag) for tag in TABLE_I]
         for kind in COLLECTIVES:
             moved += [library_gang(changed, kind, LARGE).memory_gbps, dma_gangs(changed, kind, LARGE)[0].memory_gbps]
-        return {"peak": [100 * gbps / changed.gpu.memory_gbps for gbps in moved]}
+        return {"predicted": [100 * gbps / changed.gpu.memory_gbps for gbps in moved]}
 
     curves = bands(machine, percents, ("matmul", "library", "dma", "links") if ranges else ())
     gather, exchange = (names.index(f"{kind}\nkernel") for kind in COLLECTIVES)
-    less = (1 - published()["C3-BW-01"]["value"] / 100) * curves["peak"].values[exchange]
+    less = (1 - published()["C3-BW-01"]["value"] / 100) * curves["predicted"].values[exchange]
     marks = (
         [PublishedValue("published: below all-to-all", (less,), (gather,), line="")] if machine.name == MI300X else []
     )

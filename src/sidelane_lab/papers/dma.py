@@ -21,6 +21,7 @@ from sidelane_lab.model.power import dma_power, library_power
 from sidelane_lab.model.study import COLLECTIVES, SIZES, DmaStudy, dma_study
 from sidelane_lab.papers.claims import TOLERANCE, Check, ClaimRole, Paper, published
 from sidelane_lab.papers.figures import COLOURS, Panel, PaperFigure, PublishedValue, over_sizes
+from sidelane_lab.papers.measurements import PRELAUNCHED
 from sidelane_lab.sim import simulate
 
 MI300X = "mi300x8"
@@ -431,10 +432,42 @@ def _phase_panels(machine: Machine, ranges: bool) -> list[Panel]:
     ]
 
 
+def variant_words(kind: Kind) -> dict[tuple[str, bool], str]:
+    """Return what curves are called, by variant and whether it is prelaunched."""
+    variants = [(variant, prelaunched) for variant in PUBLISHED_VARIANTS[kind] for prelaunched in (False, True)]
+    return {key: key[0] + (PRELAUNCHED if key[1] else "") for key in variants}
+
+
+def variant_styles(kind: Kind) -> dict[str, tuple[str, int]]:
+    """Return a colour for each variant and a dash for its prelaunched form, by the words of curves."""
+    words = variant_words(kind)
+    return {words[key]: (COLOURS[place // 2], int(key[1])) for place, key in enumerate(words)}
+
+
+SPEEDUP: dict[str, Any] = {
+    "level": 1,
+    "roomy": True,
+    "ylabel": "speedup over the library",
+    "legend": {"ncols": 3, "loc": "upper center"},
+}
+"""Axis of panels of speedups over the library."""
+
+
+def speedup_marks(kind: Kind) -> list[PublishedValue]:
+    """Return marks of the published mean speedups over the library (figures 13 and 14)."""
+    word = next(name for name, known in NAMES.items() if known is kind)
+    gap, slow, faster = (published()[claim]["value"][word] for claim in ("DM-BB-05", "DM-PC-02", "DM-PC-01"))
+    small, large = (float(SIZES[0]), float(UP_TO)), (float(FROM), float(SIZES[-1]))
+    return [
+        PublishedValue("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
+        PublishedValue("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
+        PublishedValue("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
+    ]
+
+
 def _speedup_panels(kind: Kind) -> Callable[[Machine, bool], list[Panel]]:
     """Every variant, with and without prelaunch, over the library."""
-    variants = [(v, prelaunched) for v in PUBLISHED_VARIANTS[kind] for prelaunched in (False, True)]
-    words = {key: key[0] + ("+prelaunch" if key[1] else "") for key in variants}
+    words = variant_words(kind)
 
     def gains(changed: Machine) -> Curves[str]:
         study = dma_study(changed)
@@ -443,32 +476,54 @@ def _speedup_panels(kind: Kind) -> Callable[[Machine, bool], list[Panel]]:
             words[variant, prelaunched]: [
                 us / study.dma_us[kind, variant, prelaunched, n] for us, n in zip(library, SIZES, strict=True)
             ]
-            for variant, prelaunched in variants
+            for variant, prelaunched in words
         }
 
     def panels(machine: Machine, ranges: bool) -> list[Panel]:
-        word = next(name for name, known in NAMES.items() if known is kind)
-        gap, slow, faster = (published()[claim]["value"][word] for claim in ("DM-BB-05", "DM-PC-02", "DM-PC-01"))
-        small, large = (float(SIZES[0]), float(UP_TO)), (float(FROM), float(SIZES[-1]))
-        marks = [
-            PublishedValue("published: best without prelaunch, mean to 32 MB", (1 / gap,), small),
-            PublishedValue("published: pcpy, mean to 32 MB", (1 / slow,), small, line="--"),
-            PublishedValue("published: pcpy, mean from 64 MB", (1 + faster / 100,), large, line="-."),
-        ]
         return [
             Panel(
                 curves=bands(machine, gains, NUMBERS if ranges else ()),
-                styles={words[key]: (COLOURS[place // 2], int(key[1])) for place, key in enumerate(variants)},
-                marks=marks if machine.name == MI300X else [],
-                level=1,
-                roomy=True,
-                ylabel="speedup over the library",
-                legend={"ncols": 4, "loc": "upper center"},
+                styles=variant_styles(kind),
+                marks=speedup_marks(kind) if machine.name == MI300X else [],
+                **SPEEDUP,
                 **over_sizes(SIZES),
             )
         ]
 
     return panels
+
+
+def gap_marks() -> list[PublishedValue]:
+    """Return marks of the published means below 32 MB, first and in the end (figure 1)."""
+    slow = published()["DM-PC-02"]["value"]["allgather"]
+    final = _ratio(published()["DM-FIN-01"]["value"]["allgather"])
+    small = (float(SIZES[0]), float(UP_TO))
+    return [
+        PublishedValue("published: baseline, mean to 32 MB", (1 / slow,), small, line="--"),
+        PublishedValue("published: optimized, mean to 32 MB", (1 / final,), small),
+    ]
+
+
+def _gap_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    """The baseline and the best of all variants, over the library."""
+
+    def gains(changed: Machine) -> Curves[str]:
+        study = dma_study(changed)
+        library = [study.library_us[AG, n] for n in SIZES]
+        ways = {
+            "baseline (pcpy)": [study.dma_us[AG, "pcpy", False, n] for n in SIZES],
+            "optimized (best of all)": [study.best_us(AG, n) for n in SIZES],
+        }
+        return {name: [us / mine for us, mine in zip(library, times, strict=True)] for name, times in ways.items()}
+
+    marks = gap_marks() if machine.name == MI300X else []
+    return [Panel(curves=bands(machine, gains, NUMBERS if ranges else ()), marks=marks, **SPEEDUP, **over_sizes(SIZES))]
+
+
+def producer_mark(most: int) -> PublishedValue:
+    """Return the mark of the bytes from which a GEMM and an all-gather on copy engines are as good, up to ``most``."""
+    start = published()["DM-SY-01"]["value"]
+    return PublishedValue(f"published: as good or better above {start} MB", (1,), (float(start * MB), float(most)))
 
 
 def _producer_panels(machine: Machine, ranges: bool) -> list[Panel]:
@@ -479,11 +534,12 @@ def _producer_panels(machine: Machine, ranges: bool) -> list[Panel]:
             found[f"GEMM {side}"] = [library[n] / engines[n] for n in SIZES]
         return found
 
-    start = float(published()["DM-SY-01"]["value"] * MB)
-    marks = [PublishedValue("published: as good or better above 4 MB", (1,), (start, float(SIZES[-1])))]
     curves = bands(machine, ratios, NUMBERS if ranges else ())
-    here = marks if machine.name == MI300X else []
+    here = [producer_mark(SIZES[-1])] if machine.name == MI300X else []
     return [Panel(curves=curves, marks=here, level=1, ylabel="library / DMA", **over_sizes(SIZES))]
+
+
+POWER_STYLES = {"library": (VERMILLION, 0), "best DMA": (BLUE, 1)}
 
 
 def _power_panels(machine: Machine, ranges: bool) -> list[Panel]:
@@ -505,7 +561,7 @@ def _power_panels(machine: Machine, ranges: bool) -> list[Panel]:
     return [
         Panel(
             curves=found,
-            styles={"library": (VERMILLION, 0), "best DMA": (BLUE, 1)},
+            styles=POWER_STYLES,
             marks=marks if machine.name == MI300X else [],
             low=0,
             ylabel="W a GPU",
@@ -519,6 +575,7 @@ def _figures() -> tuple[PaperFigure, ...]:
     gathers, exchanges = (f"DMA {kind} over the library: {title}" for kind in COLLECTIVES)
     producer = f"GEMM, then all_gather: time with the library over time with DMA, {title}"
     declared: tuple[tuple[str, str, str, Callable[[Machine, bool], list[Panel]]], ...] = (
+        ("1", "dma-gap", f"DMA all_gather over the library, first and in the end: {title}", _gap_panels),
         ("6", "dma-phases", f"Phases of one DMA copy: {title}", _phase_panels),
         ("13", "dma-all_gather", gathers, _speedup_panels(AG)),
         ("14", "dma-all_to_all", exchanges, _speedup_panels(AA)),

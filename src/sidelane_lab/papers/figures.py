@@ -6,6 +6,8 @@ Curves and bars have bands of plausible values around them (``machines/ranges.py
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,39 +216,60 @@ def mark_cut(axes: Axes) -> None:
 
 def _curve(axes: Axes, x: Sequence[Any], band: Band, name: str, colour: str, style: int) -> None:
     dash, marker = STYLES[style % len(STYLES)]
+    known = [place for place, value in enumerate(band.values) if not math.isnan(value)]
+    if len(known) < len(x):  # a line goes on over places that it has no value of
+        x = [x[place] for place in known]
+        band = Band(*(tuple(end[place] for place in known) for end in (band.values, band.low, band.high)))
     axes.fill_between(x, band.low, band.high, color=colour, alpha=0.14, linewidth=0)
     axes.plot(x, band.values, color=colour, linestyle=dash, marker=marker, markersize=3.5, linewidth=1.3, label=name)
 
 
 def _whiskers(axes: Axes, places: Sequence[float], band: Band) -> None:
+    if band.low == band.values == band.high:
+        return
     below = [max(0.0, value - low) for value, low in zip(band.values, band.low, strict=True)]
     above = [max(0.0, high - value) for value, high in zip(band.values, band.high, strict=True)]
     axes.errorbar(places, band.values, [below, above], fmt="none", ecolor=BLACK, elinewidth=0.8, capsize=2)
 
 
-def draw_timeline(
-    intervals: Sequence[Interval], title: str, folder: Path, name: str, *, end_us: float | None = None
-) -> Path:
-    """Draw one lane for each queue, engine or kernel, over time: the GEMM's first, each kind in a colour of its own.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimelinePanel:
+    """One lane for each queue, engine or kernel, over time: the GEMM's first, each kind in a colour of its own.
 
-    Args:
+    Attributes:
         intervals: what ran.
-        title: of the picture.
-        folder: for the files, made if need be.
-        name: of the files.
+        title: of the panel.
         end_us: end of the axis, which pictures to be compared have in common; None ends it with the last interval.
     """
-    intervals = _joined(intervals)
-    lanes = list(dict.fromkeys((interval.group, interval.lane) for interval in intervals))
-    lanes.sort(key=lambda lane: lane[1] != "gemm")
-    kinds = list(dict.fromkeys(_kind_of(interval) for interval in intervals))
-    others = iter([colour for colour in COLOURS if colour not in KIND_COLOURS.values()] * len(kinds))
-    colours = {kind: KIND_COLOURS.get(kind) or next(others) for kind in kinds}
-    end = end_us or max((interval.end_us for interval in intervals), default=1.0)
-    scale, unit = (1e3, "ms") if end > 10_000 else (1.0, "us")
-    with mpl.rc_context(RC):
-        figure = Figure(figsize=(11, 1.2 + 0.24 * len(lanes)), layout="constrained")
-        axes = figure.subplots()
+
+    intervals: Sequence[Interval]
+    title: str = ""
+    end_us: float | None = None
+
+    @functools.cached_property
+    def joined(self) -> list[Interval]:
+        """The intervals, with neighbours that say the same as one."""
+        return _joined(self.intervals)
+
+    @property
+    def lanes(self) -> list[tuple[str, str]]:
+        """Groups and lanes, from the top."""
+        lanes = dict.fromkeys((interval.group, interval.lane) for interval in self.joined)
+        return sorted(lanes, key=lambda lane: lane[1] != "gemm")
+
+    @property
+    def height(self) -> float:
+        """Height in inches at which lanes can be told apart."""
+        return 1.2 + 0.24 * len(self.lanes)
+
+    def draw(self, axes: Axes) -> None:
+        """Draw into axes."""
+        intervals, lanes = self.joined, self.lanes
+        kinds = list(dict.fromkeys(_kind_of(interval) for interval in intervals))
+        others = iter([colour for colour in COLOURS if colour not in KIND_COLOURS.values()] * len(kinds))
+        colours = {kind: KIND_COLOURS.get(kind) or next(others) for kind in kinds}
+        end = self.end_us or max((interval.end_us for interval in intervals), default=1.0)
+        scale, unit = (1e3, "ms") if end > 10_000 else (1.0, "us")
         for kind, colour in colours.items():
             for place, lane in enumerate(lanes):
                 mine = [i for i in intervals if (i.group, i.lane) == lane and _kind_of(i) == kind]
@@ -264,8 +287,21 @@ def draw_timeline(
         axes.invert_yaxis()
         axes.set_xlim(0, 1.02 * end / scale)
         axes.set_xlabel(f"time, {unit}")
-        axes.set_title(title)
+        axes.set_title(self.title)
         axes.legend(ncols=len(kinds), fontsize=7, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=0.1)
+
+    def limit(self, axes: Axes) -> None:
+        """Change nothing: the axes end where the intervals do."""
+
+
+def draw_timeline(
+    intervals: Sequence[Interval], title: str, folder: Path, name: str, *, end_us: float | None = None
+) -> Path:
+    """Write a picture of a timeline, and return the PNG; the arguments are those of :class:`TimelinePanel`."""
+    panel = TimelinePanel(intervals=intervals, title=title, end_us=end_us)
+    with mpl.rc_context(RC):
+        figure = Figure(figsize=(11, panel.height), layout="constrained")
+        panel.draw(figure.subplots())
         return drawing.save_both(figure, name, folder)
 
 

@@ -7,9 +7,11 @@ paper's Table I. Nothing was fitted to this paper: how blocks share a unit was f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import say_written, tables_console
 from sidelane.program.collective import Kind
 from sidelane_lab.machines.load import find, named
-from sidelane_lab.machines.ranges import Curves, bands
+from sidelane_lab.machines.ranges import Band, Curves, bands
 from sidelane_lab.machines.spec import Machine
 from sidelane_lab.model.pipeline import (
     OPT1,
@@ -33,7 +35,7 @@ from sidelane_lab.model.pipeline import (
 from sidelane_lab.papers.claims import Check, ClaimRole, Paper
 from sidelane_lab.papers.figures import BANDS, Panel, PaperFigure, PublishedValue, draw_all, draw_timeline
 from sidelane_lab.papers.numbers import write_numbers
-from sidelane_lab.sim import write_chrome_trace
+from sidelane_lab.sim import Interval, write_chrome_trace
 
 PLATFORMS = {"A40": "a40x4", "A100": "a100x4", "H100": "h100x4", "MI250X": "mi250x8"}
 NVIDIA = ("A40", "A100", "H100")
@@ -184,50 +186,104 @@ MARKS: dict[tuple[str, str], list[PublishedValue]] = {
 """Values in the text, by figure and platform; "" stands for the others."""
 
 
-def curves_of(machine: Machine, key: str) -> Curves[str]:
+TILES_KEY = "tiles"
+"""Key of the time with the larger tiles over that with the smaller ones, with priority (figures 5 and 6)."""
+
+
+def curves_of(machine: Machine, key: str, pairs: Sequence[str] = tuple(PAIRS)) -> Curves[str]:
     """Return a figure of :func:`measure` over the numbers of blocks, by pair."""
-    return {pair: [measure(machine, pair, blocks)[key] for blocks in BLOCKS] for pair in PAIRS}
+    return {pair: [_value(machine, key, pair, blocks) for blocks in BLOCKS] for pair in pairs}
 
 
-def _panels(key: str, words: str, ranges: bool) -> list[Panel]:
-    panels = []
-    for platform, name in PLATFORMS.items():
-        machine = named(name)
+def _value(machine: Machine, key: str, pair: str, blocks: int) -> float:
+    if key != TILES_KEY:
+        return measure(machine, pair, blocks)[key]
+    small, large = (measure(machine, pair, blocks, tile)["priority_us"] for tile in (OPT1, OPT2))
+    return large / small
 
-        def curves(changed: Machine, machine: Machine = machine) -> Curves[str]:
-            try:
-                return curves_of(changed, key)
-            except ValueError:  # a block that no unit can hold: the library would have another
-                return curves_of(machine, key)
 
-        panels.append(
-            Panel(
-                curves=bands(machine, curves, NUMBERS if ranges else ()),
-                x=BLOCKS,
-                marks=MARKS.get((key, platform), MARKS.get((key, ""), [])),
-                low=None if key == "reduction" else 0,
-                title=platform,
-                xlabel="thread blocks",
-                ylabel=words if platform == next(iter(PLATFORMS)) else "",
-            )
+@dataclasses.dataclass(frozen=True, slots=True)
+class OverlapFigure:
+    """A figure of the paper over the numbers of thread blocks.
+
+    Attributes:
+        number, name: of the figure, and of its picture.
+        key: in :func:`measure`, or ``TILES_KEY``.
+        words: of the axis of values.
+        platforms: that it has.
+        pairs: that it has.
+        level: of a line across; None: none.
+        from_zero: the axis of values begins at 0.
+    """
+
+    number: str
+    name: str
+    key: str
+    words: str
+    platforms: Sequence[str] = tuple(PLATFORMS)
+    pairs: Sequence[str] = tuple(PAIRS)
+    level: float | None = None
+    from_zero: bool = True
+
+    def panels(self, machine: Machine | None = None, ranges: bool = False) -> list[Panel]:
+        """Return a panel for each platform of the paper; or one for another machine."""
+        chosen = {name: named(PLATFORMS[name]) for name in self.platforms}
+        if machine is not None:
+            chosen = {machine.title: machine}
+        return [
+            self.panel(self._bands(one, ranges), BLOCKS, name, self.words if place == 0 else "")
+            for place, (name, one) in enumerate(chosen.items())
+        ]
+
+    def panel(self, curves: Mapping[str, Band], x: Sequence[int], title: str, words: str) -> Panel:
+        """Return a panel of curves by pair."""
+        return Panel(
+            curves=curves,
+            x=x,
+            marks=MARKS.get((self.key, title), MARKS.get((self.key, ""), [])),
+            level=self.level,
+            low=0 if self.from_zero else None,
+            title=title,
+            xlabel="thread blocks",
+            ylabel=words,
         )
-    return panels
+
+    def _bands(self, machine: Machine, ranges: bool) -> dict[str, Band]:
+        def curves(changed: Machine) -> Curves[str]:
+            try:
+                return curves_of(changed, self.key, self.pairs)
+            except ValueError:  # a block that no unit can hold: the library would have another
+                return curves_of(machine, self.key, self.pairs)
+
+        return bands(machine, curves, NUMBERS if ranges else ())
 
 
+AR, A2A = ("cb-ar", "mb-ar"), ("cb-a2a", "mb-a2a")
+OVERLAP_FIGURES = (
+    OverlapFigure("2", "base", "base", "overlapped over sequential time"),
+    OverlapFigure("3", "reduction", "reduction", "time saved by priority, %", from_zero=False),
+    OverlapFigure("4", "overlap", "overlap", "overlap rate, %"),
+    OverlapFigure("5", "tiles-ar", TILES_KEY, "time of opt2 over opt1", ("A100", "H100"), AR, level=1),
+    OverlapFigure("6", "tiles-a2a", TILES_KEY, "time of opt2 over opt1", ("A40", "A100"), A2A, level=1),
+)
 FIGURES = tuple(
     PaperFigure(
-        numbers=(number,),
-        name=f"overlap-{key}",
+        numbers=(one.number,),
+        name=f"overlap-{one.name}",
         title=f"Pipelined GEMM and collective, predicted ({BANDS})",
-        panels=lambda machine, ranges, key=key, words=words: _panels(key, words, ranges),  # type: ignore[misc]
+        panels=lambda machine, ranges, one=one: one.panels(None, ranges),  # type: ignore[misc]
         shared=True,
     )
-    for number, key, words in (
-        ("2", "base", "overlapped over sequential time"),
-        ("3", "reduction", "time saved by priority, %"),
-        ("4", "overlap", "overlap rate, %"),
-    )
+    for one in OVERLAP_FIGURES
 )
+
+
+def timeline_of(machine: Machine, pair: str, blocks: int, *, priority: bool, iterations: int = 4) -> list[Interval]:
+    """Return which iterations ran when (figure 1(c))."""
+    tag, kind = PAIRS[pair]
+    pipeline = Pipeline(parse_gemm(tag), kind, NBYTES, OPT1, blocks, iterations=iterations)
+    return list(run_pipeline(machine, pipeline, priority=priority, record=True).timeline)
+
 
 PAPER = Paper(
     numbers=("004",),
@@ -264,13 +320,12 @@ def main(machine_name: str, report: Path | None = None, json: Path | None = None
     write_numbers(json, "pipeline_predicted", machine, [row for some in rows.values() for row in some])
     if report is not None:
         draw_all(FIGURES, machine, report)
-        tag, kind = PAIRS["cb-ar"]
-        pipeline = Pipeline(parse_gemm(tag), kind, NBYTES, OPT1, BLOCKS[2], iterations=4)
+        blocks = BLOCKS[2]
         for priority in (False, True):
             name = "timeline-pipeline" + ("-priority" if priority else "")
-            timeline = run_pipeline(machine, pipeline, priority=priority, record=True).timeline
+            timeline = timeline_of(machine, "cb-ar", blocks, priority=priority)
             write_chrome_trace(report / f"{name}.trace.json", timeline)
-            draw_timeline(timeline, f"cb-ar on {machine.title}, {pipeline.blocks} blocks", report, name)
+            draw_timeline(timeline, f"cb-ar on {machine.title}, {blocks} blocks", report, name)
     say_written([path for path in (json, report) if path is not None])
 
 

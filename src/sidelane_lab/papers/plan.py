@@ -225,7 +225,7 @@ def answer(
         f"Exposed communication: {_exposed(best)} of a step with Sidelane, {_exposed(usual)} with the library.",
     ]
     if machine.runs is RunStatus.UNSUPPORTED:
-        lines.append("Sidelane cannot run there yet: the plan says what copy engines could give.")
+        lines.append("Sidelane has never run on AMD GPUs: the plan says what copy engines could give.")
     elif strategy not in CODE:
         lines.append("Leave the vendor's library: copy engines would not be faster.")
     else:

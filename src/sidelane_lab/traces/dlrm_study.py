@@ -21,10 +21,11 @@ from sidelane.cli.table import Line, Table
 from sidelane.cli.terminal import progress, say, say_written, tables_console
 from sidelane_lab.harness.drawing import BLACK, BLUE, COLOURS, RC, STYLES, VERMILLION, save_both
 from sidelane_lab.machines.load import find, with_nodes
-from sidelane_lab.machines.ranges import ends, predict_each, variations
+from sidelane_lab.machines.ranges import bands, ends, predict_each, variations
 from sidelane_lab.machines.spec import Machine, NetworkTopology
 from sidelane_lab.papers.claims import published
-from sidelane_lab.papers.fused import BATCHES, SECTIONS, TABLES
+from sidelane_lab.papers.figures import Panel, PublishedValue
+from sidelane_lab.papers.fused import BATCHES, FUSED_WORDS, NORMALISED, SECTIONS, TABLES
 from sidelane_lab.papers.numbers import write_report
 from sidelane_lab.papers.plan import parse_nodes
 from sidelane_lab.traces.chakra import write_chakra
@@ -171,6 +172,25 @@ def dlrm_study(
         return high - low
 
     return DlrmStudy(usual, tuple(sorted(found, key=moved, reverse=True)), swept)
+
+
+def pass_panels(machine: Machine, ranges: bool) -> list[Panel]:
+    """Return Figure 15: the fused pass over the unfused one, a bar for each number of samples and tables of a node."""
+    shapes = [(max(1, batch // machine.nodes), count) for batch in BATCHES for count in TABLES]
+
+    def normalised(changed: Machine) -> dict[str, list[float]]:
+        return {FUSED_WORDS: [1 - dlrm_times(changed, _pass(shape)).lower_percent / 100 for shape in shapes]}
+
+    mean = 1 - published()["FU-SIM-01"]["value"] / 100
+    return [
+        Panel(
+            curves=bands(machine, normalised, SECTIONS if ranges else ()),
+            x=[f"{batch}\n{count}" for batch, count in shapes],
+            marks=[PublishedValue("published: mean", (mean,), line="--")],
+            xlabel="samples, and tables a node",
+            **NORMALISED,
+        )
+    ]
 
 
 def _pass(shape: tuple[int, int], **fields: Any) -> DlrmPass:

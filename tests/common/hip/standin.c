@@ -1,8 +1,10 @@
-/* A stand-in for the HIP runtime: streams are threads, device memory is host memory, graphs are lists of operations.
+/* A stand-in for the HIP runtime: hardware queues are threads, device memory is host memory, graphs are lists of
+ * operations. A stream has a queue of its own, or the streams of a device and a priority share some (standin_share).
  *
  * It has the entry points that sidelane.execute.hip calls, with HIP's prototypes, and does what ROCm's sources say
- * where that differs from CUDA: waits for "at least" compare unsigned numbers, and memory operations can be told to run
- * at once in a capture (standin_set_early), as older runtimes do. It shares no code with the library.
+ * where that differs from CUDA: waits for "at least" compare unsigned numbers, a thread's last error stays until it is
+ * read, and memory operations can be told to run at once in a capture (standin_set_early), as older runtimes do. It
+ * shares no code with the library.
  *
  * Memory of hipMalloc is a memory file, so that another process maps it through its file descriptor in /proc.
  */
@@ -19,10 +21,10 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, NOT_READY = 600, NOT_SUPPORTED = 801,
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801,
        CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { COPY, COPY_2D, COPY_3D, WRITE, WAIT, RECORD, AWAIT, RUN_GRAPH, ADD };
-enum { MOST_STREAMS = 512, MOST_ALLOCATIONS = 4096 };
+enum { MOST_STREAMS = 512, MOST_ALLOCATIONS = 4096, MOST_QUEUES = 256 };
 
 typedef struct event {
     pthread_mutex_t lock;
@@ -46,6 +48,7 @@ typedef struct operation {
     struct graph *graph;
     uintptr_t sources[16]; /* of ADD; their number is in value */
     int branch;
+    struct stream *stream; /* in which it was submitted */
     struct operation *next;
 } operation_t;
 
@@ -57,13 +60,17 @@ typedef struct graph { /* also of an executable one */
     pthread_mutex_t lock;
 } graph_t;
 
-typedef struct stream {
-    pthread_t thread;
+typedef struct queue { /* of one stream, or of those of a device and a priority */
     pthread_mutex_t lock;
     pthread_cond_t more;
     operation_t *first, **last;
-    uint64_t submitted, done;
-    int priority, stopped;
+    int device, priority, streams, stopped;
+} queue_t;
+
+typedef struct stream {
+    queue_t *queue;
+    uint64_t submitted, done; /* under the queue's lock */
+    int priority;
     graph_t *capture;
     int branch;
     uint32_t mask[32];
@@ -87,12 +94,13 @@ typedef struct {
 
 static pthread_mutex_t global = PTHREAD_MUTEX_INITIALIZER;
 static stream_t *streams[MOST_STREAMS];
+static queue_t *shared[MOST_QUEUES];
 static allocation_t allocations[MOST_ALLOCATIONS];
 static uint64_t numbers = 1;
 static atomic_int early, is_ending;
 static char failing[64];
 static int failure;
-static __thread int capture_mode;
+static __thread int capture_mode, last_error, shared_device, most_shared;
 
 static int refused(const char *name) {
     int found = SUCCESS;
@@ -102,6 +110,7 @@ static int refused(const char *name) {
         failure = 0;
     }
     pthread_mutex_unlock(&global);
+    if (found) last_error = found;
     return found;
 }
 #define CHECK_REFUSAL() do { int error_ = refused(__func__); if (error_) return error_; } while (0)
@@ -113,6 +122,16 @@ void standin_fail_next(const char *name, int error) {
     pthread_mutex_unlock(&global);
 }
 void standin_set_early(int value) { early = value; }
+/* Streams that this thread makes from now on share hardware queues, so many for each priority; 0: none does. */
+void standin_share(int device, int most) {
+    shared_device = device;
+    most_shared = most;
+}
+int hipGetLastError(void) {
+    int found = last_error;
+    last_error = SUCCESS;
+    return found;
+}
 unsigned standin_mask(stream_t *stream, uint32_t *words, unsigned most) {
     for (unsigned i = 0; i < stream->mask_words && i < most; i++) words[i] = stream->mask[i];
     return stream->mask_words;
@@ -180,24 +199,24 @@ static void run(operation_t *op) {
     }
 }
 
-static void *stream_main(void *argument) {
-    stream_t *stream = argument;
+static void *queue_main(void *argument) {
+    queue_t *queue = argument;
     for (;;) {
-        pthread_mutex_lock(&stream->lock);
-        while (!stream->first && !stream->stopped) pthread_cond_wait(&stream->more, &stream->lock);
-        operation_t *op = stream->first;
+        pthread_mutex_lock(&queue->lock);
+        while (!queue->first && !queue->stopped) pthread_cond_wait(&queue->more, &queue->lock);
+        operation_t *op = queue->first;
         if (!op) {
-            pthread_mutex_unlock(&stream->lock);
+            pthread_mutex_unlock(&queue->lock);
             return NULL;
         }
-        stream->first = op->next;
-        if (!stream->first) stream->last = &stream->first;
-        pthread_mutex_unlock(&stream->lock);
+        queue->first = op->next;
+        if (!queue->first) queue->last = &queue->first;
+        pthread_mutex_unlock(&queue->lock);
         run(op);
+        pthread_mutex_lock(&queue->lock);
+        op->stream->done++;
+        pthread_mutex_unlock(&queue->lock);
         free(op);
-        pthread_mutex_lock(&stream->lock);
-        stream->done++;
-        pthread_mutex_unlock(&stream->lock);
     }
 }
 
@@ -265,18 +284,20 @@ static int submit(stream_t *stream, operation_t given) {
     operation_t *op = malloc(sizeof *op);
     *op = given;
     op->next = NULL;
+    op->stream = stream;
     if (stream->capture) {
         op->branch = stream->branch;
         *stream->capture->last = op;
         stream->capture->last = &op->next;
         return SUCCESS;
     }
-    pthread_mutex_lock(&stream->lock);
-    *stream->last = op;
-    stream->last = &op->next;
+    queue_t *queue = stream->queue;
+    pthread_mutex_lock(&queue->lock);
+    *queue->last = op;
+    queue->last = &op->next;
     stream->submitted++;
-    pthread_cond_signal(&stream->more);
-    pthread_mutex_unlock(&stream->lock);
+    pthread_cond_signal(&queue->more);
+    pthread_mutex_unlock(&queue->lock);
     return SUCCESS;
 }
 
@@ -342,17 +363,47 @@ int hipStreamWaitValue32(stream_t *stream, void *word, uint32_t value, unsigned 
 
 /* --- streams and events ------------------------------------------------------------------------------------------- */
 
-static int make_stream(stream_t **made, int priority) {
+static queue_t *make_queue(int priority) {
+    pthread_t thread;
+    queue_t *queue = calloc(1, sizeof *queue);
+    pthread_mutex_init(&queue->lock, NULL);
+    pthread_cond_init(&queue->more, NULL);
+    queue->last = &queue->first;
+    queue->device = shared_device;
+    queue->priority = priority;
+    if (pthread_create(&thread, NULL, queue_main, queue)) {
+        free(queue);
+        return NULL;
+    }
+    pthread_detach(thread);
+    return queue;
+}
+
+/* The queue with the fewest streams, or a new one: what ROCr's runtime does. The global lock is held. */
+static queue_t *share_queue(int priority) {
+    queue_t *found = NULL;
+    int count = 0, place = -1;
+    for (int i = 0; i < MOST_QUEUES; i++) {
+        if (!shared[i] && place < 0) place = i;
+        if (!shared[i] || shared[i]->device != shared_device || shared[i]->priority != priority) continue;
+        if (!found || shared[i]->streams < found->streams) found = shared[i];
+        count++;
+    }
+    if (count < most_shared && place >= 0 && (found = make_queue(priority))) shared[place] = found;
+    if (found) found->streams++;
+    return found;
+}
+
+static int make_stream(stream_t **made, int priority, int shares) {
     stream_t *stream = calloc(1, sizeof *stream);
-    pthread_mutex_init(&stream->lock, NULL);
-    pthread_cond_init(&stream->more, NULL);
-    stream->last = &stream->first;
     stream->priority = priority;
-    if (pthread_create(&stream->thread, NULL, stream_main, stream)) {
+    pthread_mutex_lock(&global);
+    stream->queue = shares && most_shared ? share_queue(priority) : make_queue(priority);
+    if (!stream->queue) {
+        pthread_mutex_unlock(&global);
         free(stream);
         return OUT_OF_MEMORY;
     }
-    pthread_mutex_lock(&global);
     for (int i = 0; i < MOST_STREAMS; i++)
         if (!streams[i]) {
             streams[i] = stream;
@@ -366,7 +417,7 @@ static int make_stream(stream_t **made, int priority) {
 int hipStreamCreateWithPriority(stream_t **made, unsigned flags, int priority) {
     CHECK_REFUSAL();
     if (flags != 1 || priority < -1 || priority > 1) return INVALID_VALUE;
-    return make_stream(made, priority);
+    return make_stream(made, priority, 1);
 }
 
 int hipExtStreamCreateWithCUMask(stream_t **made, unsigned words, const uint32_t *mask) {
@@ -374,7 +425,7 @@ int hipExtStreamCreateWithCUMask(stream_t **made, unsigned words, const uint32_t
     uint32_t all = 0;
     for (unsigned i = 0; i < words; i++) all |= mask[i];
     if (!words || words > 32 || !all) return INVALID_VALUE;
-    int error = make_stream(made, 0);
+    int error = make_stream(made, 0, 0);
     if (!error) {
         memcpy((*made)->mask, mask, words * sizeof *mask);
         (*made)->mask_words = words;
@@ -393,20 +444,24 @@ int hipStreamDestroy(stream_t *stream) {
         }
     pthread_mutex_unlock(&global);
     if (!found) return INVALID_HANDLE;
-    pthread_mutex_lock(&stream->lock);
-    stream->stopped = 1; /* after what it has */
-    pthread_cond_signal(&stream->more);
-    pthread_mutex_unlock(&stream->lock);
-    pthread_detach(stream->thread);
+    queue_t *queue = stream->queue;
+    pthread_mutex_lock(&global);
+    int is_own = !queue->streams;
+    if (!is_own) queue->streams--; /* others may come to it: it lives as long as the process */
+    pthread_mutex_unlock(&global);
+    pthread_mutex_lock(&queue->lock);
+    queue->stopped = is_own; /* after what it has */
+    pthread_cond_signal(&queue->more);
+    pthread_mutex_unlock(&queue->lock);
     return SUCCESS;
 }
 
 int hipStreamQuery(stream_t *stream) {
     CHECK_REFUSAL();
     if (stream->capture) return CAPTURE_UNSUPPORTED;
-    pthread_mutex_lock(&stream->lock);
+    pthread_mutex_lock(&stream->queue->lock);
     int busy = stream->done < stream->submitted;
-    pthread_mutex_unlock(&stream->lock);
+    pthread_mutex_unlock(&stream->queue->lock);
     return busy ? NOT_READY : SUCCESS;
 }
 
@@ -637,11 +692,23 @@ int hipPointerGetAttribute(void *value, int kind, void *address) {
     allocation_t *found = holding((uintptr_t)address);
     int error = found ? SUCCESS : INVALID_VALUE;
     if (found && kind == 7) *(uint64_t *)value = found->number;
-    else if (found && kind == 11) *(uint64_t *)value = found->start;
-    else if (found && kind == 12) *(uint64_t *)value = found->bytes;
     else error = INVALID_VALUE;
     pthread_mutex_unlock(&global);
+    if (error) last_error = error;
     return error;
+}
+
+int hipMemGetAddressRange(void **start, size_t *bytes, void *address) {
+    CHECK_REFUSAL();
+    pthread_mutex_lock(&global);
+    allocation_t *found = holding((uintptr_t)address);
+    if (found) {
+        *start = (void *)found->start;
+        *bytes = found->bytes;
+    }
+    pthread_mutex_unlock(&global);
+    if (!found) last_error = NOT_FOUND;
+    return found ? SUCCESS : NOT_FOUND;
 }
 
 int hipIpcGetMemHandle(ipc_handle_t *handle, void *address) {
@@ -678,7 +745,6 @@ int hipIpcCloseMemHandle(void *address) {
 /* --- the device, and kernels, which are not made up ---------------------------------------------------------------- */
 
 int hipSetDevice(int device) { return device ? INVALID_VALUE : SUCCESS; }
-int hipDeviceGetAttribute(int *value, int kind, int device) { return NOT_SUPPORTED; }
 int hipDriverGetVersion(int *version) { *version = 60443484; return SUCCESS; }
 int hipModuleLoadData(void **module, const void *image) { return NOT_SUPPORTED; }
 int hipModuleGetFunction(void **function, void *module, const char *name) { return NOT_SUPPORTED; }

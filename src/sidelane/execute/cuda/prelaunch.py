@@ -12,6 +12,7 @@ They cannot be disarmed, only fired.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
@@ -28,8 +29,26 @@ from sidelane.execute.cuda.calls import (
 )
 from sidelane.program.ir import EPOCH, Flag
 
-DEFAULT_CONNECTIONS = 8
-"""Number of hardware channels to which a context maps its streams, unless ``CUDA_DEVICE_MAX_CONNECTIONS`` sets it."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HardwareChannels:
+    """The hardware channels to which a vendor's driver maps the streams of a process.
+
+    Attributes:
+        variable: environment variable that sets their number.
+        default: number of them without it.
+    """
+
+    variable: str
+    default: int
+
+    def count(self) -> int:
+        """Return the number of channels of this process."""
+        text = os.environ.get(self.variable, "")
+        return int(text) if text.isdigit() and int(text) else self.default
+
+
+CUDA_CHANNELS = HardwareChannels("CUDA_DEVICE_MAX_CONNECTIONS", 8)
 
 
 def hold_back(plan: StreamPlan, trigger: Flag) -> StreamPlan:
@@ -59,22 +78,18 @@ def hold_back(plan: StreamPlan, trigger: Flag) -> StreamPlan:
     return StreamPlan(plan.streams + 1, plan.events, plan.cells, ahead, (StreamCall(0, fire),), is_held=True)
 
 
-def most_connections() -> int:
-    """Return the number of hardware channels of this process, which the environment may set."""
-    text = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return int(text) if text.isdigit() and int(text) else DEFAULT_CONNECTIONS
-
-
-def require_free_channel(collective: str, variant: str, streams: int) -> None:
+def require_free_channel(
+    collective: str, variant: str, streams: int, channels: HardwareChannels = CUDA_CHANNELS
+) -> None:
     """Refuse a program that would wait for its trigger on every hardware channel, so that it could not be set.
 
     Raises:
         UnavailableError: it needs too many channels; the allowed number is named.
     """
-    if streams >= most_connections():
+    if streams >= channels.count():
         raise UnavailableError(
-            f"prelaunch: {collective} {variant} holds {streams} streams back, of {most_connections()} hardware "
-            "channels (CUDA_DEVICE_MAX_CONNECTIONS), so that no trigger would get through; allowed: a variant with "
+            f"prelaunch: {collective} {variant} holds {streams} streams back, of {channels.count()} hardware "
+            f"channels ({channels.variable}), so that no trigger would get through; allowed: a variant with "
             "fewer engines, such as b2b, or more channels"
         )
 

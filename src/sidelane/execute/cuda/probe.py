@@ -60,7 +60,7 @@ class DriverFeatures:
     """The features of a driver that the probe found.
 
     Attributes:
-        cuda_version: newest CUDA that the driver supports, ``13.0``.
+        cuda_version: newest CUDA that the driver supports, ``13.0``; on AMD GPUs the version of ROCm.
         copy_engines: number of asynchronous engines that the driver reports. Behind NVSwitch all peers share one.
         stream_memory_ops: a stream can write and wait for words of its own device.
         peer_writes: a stream can write a word of a peer's memory, on all ranks; None if it was not tried. Without it a
@@ -93,7 +93,7 @@ class DriverFeatures:
             None: "stream writes to peers: not tried (needs two ranks)",
         }
         return [
-            f"driver: CUDA {self.cuda_version}",
+            f"driver: {'CUDA' if torch.version.hip is None else 'ROCm'} {self.cuda_version}",
             f"copy engines: {self.copy_engines}",
             f"stream memory operations: {'yes' if self.stream_memory_ops else 'no (collectives cannot run here)'}",
             signals[self.peer_writes],

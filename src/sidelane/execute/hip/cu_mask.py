@@ -30,6 +30,7 @@ class CuSplit:
     """The CUs of a device, divided into two sets (see ``execute.cuda.partition.UnitSplit``).
 
     A masked stream has normal priority only, since the runtime takes a mask or a priority: ``urgent`` is a second one.
+    It is ordered with the legacy default stream in both directions: the runtime has no flag to prevent that.
 
     Args:
         runtime: the HIP runtime; its device is current.
@@ -68,7 +69,7 @@ class CuSplit:
 
 
 def masked_stream(runtime: Runtime, words: list[int]) -> int:
-    """Make a stream whose kernels run on the CUs of a mask. It has a hardware queue that no other stream uses.
+    """Make a stream whose kernels run on the CUs of a mask.
 
     Raises:
         DriverError: the runtime refused the mask.

@@ -4,8 +4,10 @@ Three things differ from CUDA, as ROCm's sources have it:
 
 - A batch of memory operations may run in any order, so that each is a call of its own.
 - A wait for "at least" compares unsigned numbers. Flags therefore never wrap around: see ``HipExecutor.renew``.
-- Streams share a few hardware queues, and a stream with a CU mask has one of its own. A wait is a kernel of one thread
+- The streams of a priority share four hardware queues (``GPU_MAX_HW_QUEUES``). A wait is a kernel of one thread
   (``GPU_STREAMOPS_CP_WAIT=0``, the default), and so is a write. Bytes are moved by SDMA engines alone.
+
+A call that fails is remembered for its thread (``hipGetLastError``), where torch finds it. So it is forgotten here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.kernel_launch import KernelTarget, kernels_of
 from sidelane.execute.cuda.native import Bound, MemoryOps, Pointer
 from sidelane.execute.hip import runtime as hip
-from sidelane.execute.hip.cu_mask import CuSplit, mask_words, masked_stream
+from sidelane.execute.hip.cu_mask import CuSplit
 from sidelane.execute.hip.runtime import Runtime, load_runtime
 
 _HANDLE, _INT = ctypes.c_void_p, ctypes.c_int
@@ -63,8 +65,11 @@ class HipMemoryOps(MemoryOps):
         return 0
 
 
-class OwnQueueStream:
-    """A stream with a hardware queue of its own, for writes that must run even if all other streams hang.
+class SpareStream:
+    """A stream of lowest priority, for writes that must run even if all other streams hang.
+
+    Nothing else has that priority, of Sidelane or of torch, and each priority has hardware queues of its own. A stream
+    with a CU mask has one, too, but waits for the legacy default stream, which waits for the streams that hang.
 
     Args:
         driver: driver of the device.
@@ -72,8 +77,7 @@ class OwnQueueStream:
 
     def __init__(self, driver: HipDriver) -> None:
         self._driver = driver
-        units = driver.attribute("MULTIPROCESSOR_COUNT")
-        self._stream = masked_stream(driver.runtime, mask_words(range(units), units))
+        self._stream = driver.make_stream(driver.lowest_priority)
 
     def submit(self, batches: Sequence[MemoryOps]) -> None:
         """Run batches in order."""
@@ -101,13 +105,17 @@ class HipDriver(Driver):
         with self.current():
             low, high = _INT(), _INT()
             self.runtime.call("hipDeviceGetStreamPriorityRange", ctypes.addressof(low), ctypes.addressof(high))
+        self.lowest_priority = low.value
         self._normal_priority, self._highest_priority = min(0, low.value), high.value
         self._kernels = None
 
     # --- made once ----------------------------------------------------------------------------------------------------
 
     def create_stream(self, *, urgent: bool = False) -> int:
-        priority = self._highest_priority if urgent else self._normal_priority
+        return self.make_stream(self._highest_priority if urgent else self._normal_priority)
+
+    def make_stream(self, priority: int) -> int:
+        """Make a stream of a priority that does not synchronise with the legacy default stream."""
         return int(self.runtime.ask(_HANDLE, "hipStreamCreateWithPriority", hip.STREAM_NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
@@ -136,15 +144,24 @@ class HipDriver(Driver):
             address = max(address + 1, found[1] + found[2])
 
     def allocation_at(self, address: int) -> tuple[int, int, int] | None:
-        found = [self._attribute_of(kind, address) for kind in (hip.BUFFER_ID, hip.RANGE_START, hip.RANGE_SIZE)]
-        return None if None in found else (found[0] or 0, found[1] or 0, found[2] or 0)
+        number = self.allocation_number(address)
+        start, nbytes = _HANDLE(), ctypes.c_size_t()
+        arguments = (ctypes.addressof(start), ctypes.addressof(nbytes), address)
+        if not number or self.runtime.functions["hipMemGetAddressRange"](*arguments):
+            self.runtime.forget_error()
+            return None
+        return number, start.value or 0, nbytes.value
 
     def piece_at(self, address: int) -> tuple[int, int] | None:
         """Return None: memory that is composed of pieces is not exported here, it is staged."""
         return None
 
     def allocation_number(self, address: int) -> int:
-        return self._attribute_of(hip.BUFFER_ID, address) or 0
+        number = ctypes.c_uint64()
+        if self.runtime.functions["hipPointerGetAttribute"](ctypes.addressof(number), hip.BUFFER_ID, address):
+            self.runtime.forget_error()
+            return 0
+        return number.value
 
     def export(self, start: int) -> bytes:
         with self.relaxed_capture():
@@ -299,7 +316,7 @@ class HipDriver(Driver):
             self._exchange_mode(previous)
 
     def second_context(self) -> Any:
-        return OwnQueueStream(self)
+        return SpareStream(self)
 
     def split_units(self, units: int) -> Any:
         return CuSplit(self.runtime, units, self.attribute("MULTIPROCESSOR_COUNT"))
@@ -333,11 +350,6 @@ class HipDriver(Driver):
         function = self.runtime.functions[name]
         values = (kind(value) for kind, value in zip(function.argtypes, arguments, strict=True))
         return function, tuple(values)
-
-    def _attribute_of(self, kind: int, address: int) -> int | None:
-        value = ctypes.c_uint64()
-        error = self.runtime.functions["hipPointerGetAttribute"](ctypes.addressof(value), kind, address)
-        return None if error else value.value
 
     def _is_over(self, name: str, handle: int) -> bool:
         error = self.runtime.functions[name](handle)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
+
+import torch
 
 from sidelane.execute.cuda.driver import Driver, DriverError
 from sidelane.execute.cuda.probe import DriverFeatures
@@ -13,14 +16,19 @@ _PATIENCE_S = 5.0
 _MARK = 7
 
 
-def probe_graphs(driver: Driver, features: DriverFeatures, exchange: Exchange | None) -> DriverFeatures:
-    """Return the features with ``graphs`` as found on all ranks. Collective if there is an exchange.
+def probe_graphs(
+    device: torch.device, features: DriverFeatures, exchange: Exchange, make_driver: Callable[[torch.device], Driver]
+) -> DriverFeatures:
+    """Return the features with ``graphs`` as found on all ranks. Collective.
 
     Raises:
-        PeerError, PeerTimeoutError: a rank did not take part.
+        PeerError, PeerTimeoutError: a rank did not take part, or could not.
     """
-    problem = graph_problem(driver) if features.stream_memory_ops else features.note
-    problems = [problem] if exchange is None else exchange("probe of graphs", lambda: problem)
+
+    def problem() -> str:
+        return graph_problem(make_driver(device)) if features.stream_memory_ops else features.note
+
+    problems = exchange("probe of graphs", problem)
     first = next((text for text in problems if text), "")
     return dataclasses.replace(features, graphs=not first, note=features.note or first)
 

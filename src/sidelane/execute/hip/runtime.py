@@ -30,7 +30,7 @@ WAIT_GREATER_OR_EQUAL, WAIT_EQUAL = 0, 1
 """Comparisons of ``hipStreamWaitValue32``. The first is one of unsigned numbers and not cyclic, unlike CUDA's."""
 
 ALL_BITS = 0xFFFFFFFF
-BUFFER_ID, RANGE_START, RANGE_SIZE = 7, 11, 12  # of hipPointer_attribute
+BUFFER_ID = 7  # of hipPointer_attribute; the size of a range has only 32 bits there
 
 _INT, _UINT, _SIZE, _POINTER = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
 _OUT = _POINTER  # an address to which a result is written
@@ -64,7 +64,6 @@ class PlaneCopy(ctypes.Structure):
 
 
 PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "hipDeviceGetAttribute": (_OUT, _INT, _INT),
     "hipDeviceGetStreamPriorityRange": (_OUT, _OUT),
     "hipDriverGetVersion": (_OUT,),
     "hipEventCreateWithFlags": (_OUT, _UINT),
@@ -75,6 +74,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "hipEventRecordWithFlags": (_POINTER, _POINTER, _UINT),
     "hipExtStreamCreateWithCUMask": (_OUT, _UINT, _POINTER),
     "hipFree": (_POINTER,),
+    "hipGetLastError": (),
     "hipGraphDestroy": (_POINTER,),
     "hipGraphExecDestroy": (_POINTER,),
     "hipGraphInstantiate": (_OUT, _POINTER, _POINTER, _POINTER, _SIZE),
@@ -83,6 +83,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "hipIpcGetMemHandle": (_OUT, _POINTER),
     "hipIpcOpenMemHandle": (_OUT, IpcHandle, _UINT),
     "hipMalloc": (_OUT, _SIZE),
+    "hipMemGetAddressRange": (_OUT, _OUT, _POINTER),
     "hipMemcpy2DAsync": (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE, _INT, _POINTER),
     "hipMemcpy3DAsync": (_POINTER, _POINTER),
     "hipMemcpyAsync": (_POINTER, _POINTER, _SIZE, _INT, _POINTER),
@@ -125,7 +126,7 @@ class Runtime:
             try:
                 function = getattr(library, name)
             except AttributeError as problem:
-                raise UnavailableError(f"the HIP runtime has no {name}: ROCm 6 or newer is needed") from problem
+                raise UnavailableError(f"the HIP runtime is too old: it has no {name}") from problem
             function.argtypes, function.restype = arguments, ctypes.c_int
             self.functions[name] = function
         self._name = library.hipGetErrorName
@@ -147,8 +148,13 @@ class Runtime:
         self.call(name, ctypes.addressof(found), *arguments)
         return found if isinstance(found, ctypes.Structure) else found.value
 
+    def forget_error(self) -> None:
+        """Forget that a call of this thread failed: torch asks for that behind its launches, and would raise it."""
+        self.functions["hipGetLastError"]()
+
     def error(self, code: int, name: str) -> DriverError:
         """Return the exception for an error code of a function."""
+        self.forget_error()
         text = self._name(code)
         return DriverError(text.decode() if text else f"error {code}", name)
 

@@ -1,0 +1,1 @@
+"""Figures and tables of the papers: published, predicted and measured values in one picture."""

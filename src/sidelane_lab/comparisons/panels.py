@@ -1,0 +1,317 @@
+"""Panels of what was measured, in the form of the papers' figures: a function a figure, of the rows of one file."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sidelane.c3.workload import TABLE_I, parse_gemm
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane_lab.machines.ranges import Band
+from sidelane_lab.model.operators import ORDERS
+from sidelane_lab.model.study import COLLECTIVES, TABLE_II
+from sidelane_lab.papers.conccl import BOUNDS, MB, SHADES, slowdown_mark, units_axes
+from sidelane_lab.papers.dma import (
+    POWER_STYLES,
+    SPEEDUP,
+    gap_marks,
+    producer_mark,
+    speedup_marks,
+    variant_styles,
+    variant_words,
+)
+from sidelane_lab.papers.figures import Panel, PublishedValue
+from sidelane_lab.papers.fused import FUSED_WORDS, NORMALISED, lower_marks
+from sidelane_lab.papers.measurements import (
+    FIFTH,
+    PRELAUNCHED,
+    ChainReadings,
+    CollectiveReadings,
+    FusedReadings,
+    PairReadings,
+    PhaseReadings,
+    PipelineReadings,
+    PowerReadings,
+    ResultFile,
+    UnitReadings,
+    normalised_between_nodes,
+    pair_name,
+    table_i_times,
+)
+from sidelane_lab.papers.overlap import OverlapFigure
+
+X = TypeVar("X", int, float, str)
+PROGRAMS = 16
+"""Programs on a compute unit that count as full occupancy: the most that are measured."""
+
+
+MOST_TICKS = 6
+"""Number of sizes that can be named below a panel of a row."""
+
+
+def exact(values: Sequence[float]) -> Band:
+    """Return a band without width."""
+    return Band(tuple(values), tuple(values), tuple(values))
+
+
+def aligned(
+    curves: Mapping[str, Mapping[X, float]], order: Sequence[X] | None = None
+) -> tuple[list[X], dict[str, Band]]:
+    """Return the places that any curve has, and each curve there; where it has none, its value is not a number."""
+    known = {x for points in curves.values() for x in points}
+    places = sorted(known) if order is None else [x for x in order if x in known]
+    return places, {name: exact([points.get(x, math.nan) for x in places]) for name, points in curves.items() if points}
+
+
+def by_size(curves: Mapping[str, Mapping[int, float]], **fields: Any) -> list[Panel]:
+    """Return a panel of curves over bytes; none where there is no point."""
+    sizes, bands = aligned(curves)
+    ticks = {float(n): format_bytes(n) for n in sizes[:: -(-len(sizes) // MOST_TICKS)]} if sizes else {}
+    return [Panel(curves=bands, x=sizes, xlabel="bytes", ticks=ticks, **fields)] if sizes else []
+
+
+def compute_units(file: ResultFile) -> list[Panel]:
+    """Figure 5 of the ConCCL paper."""
+    readings = UnitReadings(file)
+    curves: dict[str, dict[str, dict[int, float]]] = {name: {} for name in (*BOUNDS, *map(str, COLLECTIVES))}
+    for tag, curve in readings.gemms.items():
+        curves[BOUNDS[tag in MB]][tag] = readings.slowdown(curve)
+    for kind, curve in readings.collectives.items():
+        curves[kind][f"NCCL, {format_bytes(readings.nbytes)}"] = readings.slowdown(curve)
+    panels = []
+    for name, found in curves.items():
+        units, bands = aligned(found)
+        if units:
+            share = [round(lost / 304 * readings.units) for lost in (32, 64)]
+            marks = [slowdown_mark(share)] if name == BOUNDS[False] else []
+            panels.append(Panel(curves=bands, marks=marks, **units_axes(name, units)))
+    return panels
+
+
+def ideal(file: ResultFile) -> list[Panel]:
+    """Figure 7 of the ConCCL paper."""
+    pairs = PairReadings.of(file)
+    curves = {str(kind): {pair_name(pair): pairs.ideal(pair) for pair in pairs.pairs(kind)} for kind in COLLECTIVES}
+    others = [name for points in curves.values() for name in points if name not in TABLE_II]
+    names, bands = aligned(curves, [*TABLE_II, *dict.fromkeys(others)])
+    if not names:
+        return []
+    words = "GEMM and bytes of the collective"
+    return [Panel(curves=bands, x=names, level=1, high=2.3, xlabel=words, ylabel="speedup over serial")]
+
+
+def grouped(strategies: Sequence[str]) -> Callable[[ResultFile], list[Panel]]:
+    """Figures 8 and 10 of the ConCCL paper: mean speedups by collective and measured class."""
+
+    def panels(file: ResultFile) -> list[Panel]:
+        pairs = PairReadings.of(file)
+        groups: dict[str, tuple[Kind | None, str | None]] = {
+            f"{kind}\n{c3_class}": (kind, c3_class) for kind in COLLECTIVES for c3_class in sorted(pairs.classes(kind))
+        }
+        groups["all"] = (None, None)
+        if not pairs.rows:
+            return []
+        names = [f"{name}\n({len(pairs.pairs(*group))})" for name, group in groups.items()]
+        curves = {
+            strategy: exact(
+                [
+                    pairs.mean_speedup(strategy, *group) if pairs.pairs(*group, strategy) else math.nan
+                    for group in groups.values()
+                ]
+            )
+            for strategy in strategies
+            if pairs.pairs(strategy=strategy)
+        }
+        ideals = tuple(statistics.fmean(map(pairs.ideal, pairs.pairs(*group))) for group in groups.values())
+        return [
+            Panel(
+                curves=curves,
+                x=names,
+                styles={strategy: (SHADES[strategy], 0) for strategy in strategies},
+                marks=[PublishedValue("ideal", ideals, tuple(range(len(names))), line="", point="_")],
+                level=1,
+                high=2.25,
+                xlabel="collective, which of the two takes longer, and how many pairs are so",
+                ylabel="mean speedup over serial",
+                legend={"ncols": len(strategies) + 1},
+            )
+        ]
+
+    return panels
+
+
+def isolated(file: ResultFile) -> list[Panel]:
+    """Figure 9 of the ConCCL paper: the library's time over that of ``pcpy``, both in graphs."""
+    readings = CollectiveReadings(file)
+    curves = {
+        str(kind): {n: 1 / readings.behind(kind, ("pcpy",), [n]) for n in readings.sizes(kind, 1 << 20)}
+        for kind in COLLECTIVES
+    }
+    return by_size(curves, level=1, low=0, ylabel="speedup over the library")
+
+
+def gap(file: ResultFile) -> list[Panel]:
+    """Figure 1 of the DMA collectives paper."""
+    readings, kind = CollectiveReadings(file), Kind.ALL_GATHER
+    ways = {"baseline (pcpy)": ("pcpy",), "best of all": tuple(variant_words(kind).values())}
+    curves = {
+        name: {n: 1 / readings.behind(kind, variants, [n]) for n in readings.sizes(kind)}
+        for name, variants in ways.items()
+    }
+    return by_size(curves, marks=gap_marks(), **SPEEDUP)
+
+
+def phases(file: ResultFile) -> list[Panel]:
+    """Figure 6 of the DMA collectives paper."""
+    shares = PhaseReadings(file).shares
+    sizes = sorted(shares)
+    if not sizes:
+        return []
+    return [
+        Panel(
+            curves={phase: exact([shares[n][phase] for n in sizes]) for phase in PhaseReadings.PHASES},
+            total=exact([100 - shares[n]["copy"] for n in sizes]),
+            x=[format_bytes(n) for n in sizes],
+            xlabel="bytes",
+            ylabel="share of the time, %",
+            high=115,
+            legend={"ncols": 4},
+        )
+    ]
+
+
+def speedups(kind: Kind) -> Callable[[ResultFile], list[Panel]]:
+    """Figures 13 and 14 of the DMA collectives paper."""
+
+    def panels(file: ResultFile) -> list[Panel]:
+        readings = CollectiveReadings(file)
+        curves = {
+            variant: {n: 1 / readings.behind(kind, (variant,), [n]) for n in readings.sizes(kind, variant=variant)}
+            for variant in variant_words(kind).values()
+        }
+        return by_size(curves, styles=variant_styles(kind), marks=speedup_marks(kind), **SPEEDUP)
+
+    return panels
+
+
+def power(file: ResultFile) -> list[Panel]:
+    """Figure 15 of the DMA collectives paper."""
+    return by_size(PowerReadings(file).watts, styles=POWER_STYLES, low=0, ylabel="W a GPU")
+
+
+def producer(file: ResultFile) -> list[Panel]:
+    """Figure 16 of the DMA collectives paper."""
+    ratios = ChainReadings(file).ratios
+    curves = {"GEMM, all-gather, GEMM in one graph": ratios}
+    return by_size(curves, marks=[producer_mark(max(ratios, default=0))], level=1, ylabel="library / DMA")
+
+
+def bars(op: str, words: str, mean_claim: str, best_claim: str) -> Callable[[ResultFile], list[Panel]]:
+    """Figures 8 to 10 of the fused operators paper."""
+
+    def panels(file: ResultFile) -> list[Panel]:
+        found = {_short(shape): ratio for shape, ratio in FusedReadings(file).normalised(op).items()}
+        return _normalised(found, words, mean_claim, best_claim)
+
+    return panels
+
+
+def _short(shape: str) -> str:
+    r"""Return the numbers of a shape, below each other.
+
+    >>> _short("batch 256, 64 tables a rank, pooling 70, dim 256"), _short("8192x4096, 16 tokens")
+    ('256\n64\n70', '8192\n4096\n16')
+    """
+    cleaned = shape.partition(", dim")[0].partition(" a rank, rows")[0]
+    numbers = [part for part in cleaned.replace("x", " ").replace(",", " ").split() if part.isdigit()]
+    return "\n".join(numbers)
+
+
+def _normalised(found: Mapping[str, float], words: str, mean_claim: str, best_claim: str) -> list[Panel]:
+    marks = lower_marks(mean_claim, best_claim)
+    curves = {FUSED_WORDS: exact(list(found.values()))}
+    fields = {**NORMALISED, "high": max(1.35, 1.2 * max(found.values(), default=1))}
+    return [Panel(curves=curves, x=list(found), marks=marks, xlabel=words, **fields)] if found else []
+
+
+def between_nodes(file: ResultFile) -> list[Panel]:
+    """Figure 12 of the fused operators paper: two GPUs as two nodes, over sockets."""
+    found = {shape.replace(", ", "\n"): ratio for shape, ratio in normalised_between_nodes(file).items()}
+    return _normalised(found, "batch, tables a GPU, pooling", "FU-EMB-03", "FU-EMB-04")
+
+
+def occupancy(file: ResultFile) -> list[Panel]:
+    """Figure 13 of the fused operators paper: programs on a compute unit stand in for workgroups."""
+    times = FusedReadings(file).by_programs()
+    usual = round(0.75 * PROGRAMS)
+    if usual not in times:
+        return []
+    curve = {count / PROGRAMS: us / times[usual] for count, us in times.items()}
+    shares, bands = aligned({"measured": curve})
+    words = f"share of {PROGRAMS} programs on a compute unit"
+    return [Panel(curves=bands, x=shares, log=False, low=0, xlabel=words, ylabel="time over that at 75%")]
+
+
+def skew(file: ResultFile) -> list[Panel]:
+    """Figure 14 of the fused operators paper, inside a node."""
+    readings = FusedReadings(file)
+    found = {order: readings.skew_percent(order) for order in ORDERS}
+    if not all(found.values()):
+        return []
+    curves = {f"measured, mean of {len(found[ORDERS[0]])} shapes": exact([statistics.fmean(v) for v in found.values()])}
+    return [Panel(curves=curves, x=ORDERS, xlabel="order of the work", ylabel="ends of ranks apart, %")]
+
+
+def pipelines(figure: OverlapFigure) -> Callable[[ResultFile], list[Panel]]:
+    """Figures 2 to 6 of the overlap paper."""
+
+    def panels(file: ResultFile) -> list[Panel]:
+        curves = PipelineReadings(file).curves(figure.key)
+        blocks, bands = aligned({pair: curve for pair, curve in curves.items() if pair in figure.pairs})
+        return [figure.panel(bands, blocks, "", figure.words)] if blocks else []
+
+    return panels
+
+
+def gemm_words(file: ResultFile) -> dict[str, str]:
+    """Table I of the ConCCL paper: each GEMM alone, and how much a fifth of the units matters to it."""
+    return {tag: alone_words(us, slower) for tag, (us, slower) in table_i_times(file).items()}
+
+
+def alone_words(us: float, slower_percent: float) -> str:
+    """Return a time alone, and by how much it is longer with a fifth of the compute units less, in words."""
+    return f"{us / 1e3:.2f} ms; {slower_percent:+.0f}% with {100 * FIFTH:.0f}% of the units less"
+
+
+def class_words(file: ResultFile) -> dict[str, str]:
+    """Table II of the ConCCL paper: the measured class of each pair."""
+    pairs = PairReadings.of(file)
+    found: dict[str, dict[str, str]] = {}
+    for pair, rows in pairs.rows.items():
+        found.setdefault(pair_name(pair), {})[pair[2]] = rows["serial"]["class"]
+    return {
+        name: next(iter(by.values())) if len(set(by.values())) == 1 else ", ".join(f"{k}: {c}" for k, c in by.items())
+        for name, by in found.items()
+    }
+
+
+def best_words(kind: Kind) -> Callable[[ResultFile], dict[str, str]]:
+    """Tables 1 and 2 of the DMA collectives paper: the fastest variant of each size."""
+
+    def words(file: ResultFile) -> dict[str, str]:
+        readings = CollectiveReadings(file)
+        variants = tuple(variant_words(kind).values())
+        found = {n: readings.best(kind, variants, n) for n in readings.sizes(kind)}
+        return {format_bytes(n): variant.replace(PRELAUNCHED, ", prelaunch") for n, variant in found.items()}
+
+    return words
+
+
+def gemm_sizes() -> dict[str, str]:
+    """Return Table I of the ConCCL paper as published: size and bound."""
+    bound = {"c": "compute-bound", "m": "memory-bound"}
+    gemms = ((tag, parse_gemm(tag)) for tag in TABLE_I)
+    return {tag: f"{one.m} x {one.n} x {one.k}, {bound[tag[0]]}" for tag, one in gemms}

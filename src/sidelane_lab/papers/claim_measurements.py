@@ -1,0 +1,628 @@
+"""``sidelane claims --measured``: what the papers claim, beside what our result files say of the same quantity.
+
+Each claim has a reading of a result file, or the reason why no file of ours speaks to it. Nothing here is judged: our
+machines have fewer GPUs, another library and faster links than the papers', so that a ratio far from 1 is a finding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import rich.console
+import rich.padding
+import rich.text
+
+from sidelane.cli.output import write_json
+from sidelane.cli.terminal import say_written, tables_console
+from sidelane.program.collective import Kind
+from sidelane_lab.model.collectives import PUBLISHED_VARIANTS, geomean
+from sidelane_lab.papers.claims import numbers, published, value_text
+from sidelane_lab.papers.conccl import CB, MB
+from sidelane_lab.papers.dma import AS_GOOD, HALVED, NAMES, claimed_range, relative_text
+from sidelane_lab.papers.measurements import (
+    BETWEEN_NODES,
+    FIFTH,
+    PRELAUNCHED,
+    ChainReadings,
+    CollectiveReadings,
+    FusedReadings,
+    PairReadings,
+    PhaseReadings,
+    PipelineReadings,
+    PowerReadings,
+    ResultFile,
+    UnitReadings,
+    find_results,
+    normalised_between_nodes,
+    pair_name,
+)
+
+KB, MB_BYTES, GB = 1 << 10, 1 << 20, 1 << 30
+AG, AA = Kind.ALL_GATHER, Kind.ALL_TO_ALL
+TENTH = 32 / 304
+"""Share of an MI300X's units that the ConCCL paper's collectives need at least."""
+FILES = {
+    "collectives": "collectives.json",
+    "prelaunch": "prelaunch.json",
+    "c3": "c3.json",
+    "heuristics": "heuristics.json",
+    "isolated": "isolated.json",
+    "phases": "phases.json",
+    "power": "power.json",
+    "chain": "chain.json",
+    "fused": "fused.json",
+    "occupancy": "occupancy.json",
+    BETWEEN_NODES: "nodes.json",
+}
+"""The usual name of each study's file in a folder of results."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClaimReading:
+    """How a claim's quantity is read from our result files.
+
+    Attributes:
+        study: whose file has it.
+        read: the value, in the claim's form and unit.
+        differs: what is not as in the paper, in a few words, besides the machine.
+    """
+
+    study: str
+    read: Callable[[ResultFile], Any]
+    differs: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeasuredClaim:
+    """A claim beside one of our files.
+
+    Attributes:
+        value: in the claim's form; None where the file has not all of it.
+        ratio: of the value to the published one, where each is one number.
+    """
+
+    claim_id: str
+    machine: str
+    where: str
+    path: str
+    value: Any
+    ratio: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object of ``--json``, inside that of its claim."""
+        return {"machine": self.machine, "file": self.path, "measured": self.value, "ratio": self.ratio}
+
+
+def measure_claim(claim_id: str, sources: Sequence[Path]) -> list[MeasuredClaim]:
+    """Return what each machine's file says of a claim; nothing where none speaks to it."""
+    reading = READINGS.get(claim_id)
+    if reading is None:
+        return []
+    found = []
+    for file in find_results(sources, reading.study, FILES[reading.study]):
+        value = read_value(reading, file)
+        if value is not None:
+            ratio = ratio_of(published()[claim_id]["value"], value)
+            found.append(MeasuredClaim(claim_id, file.machine, file.where, str(file.path), value, ratio))
+    return found
+
+
+def read_value(reading: ClaimReading, file: ResultFile) -> Any:
+    """Return a claim's value from a file; None where the file has not all that it needs.
+
+    Raises:
+        ValueError: the file lacks a key.
+    """
+    try:
+        return _rounded(reading.read(file))
+    except (ValueError, ZeroDivisionError, StopIteration, statistics.StatisticsError):
+        return None  # a mean, or the least, of nothing: sizes or pairs that were not measured
+    except KeyError as problem:
+        if isinstance(problem.args[0], str) and problem.args[0] in LACKING:
+            raise ValueError(f"results: {file.path} is no file of {file.study} (missing={problem})") from problem
+        return None
+
+
+LACKING = ("time_us", "bytes", "collective", "implementation", "operation", "op", "strategy", "launch")
+"""Keys without which a file is not what it says."""
+
+
+def ratio_of(claimed: Any, measured: Any) -> float | None:
+    """Return a measured number over the published one; None where one of them is no single number other than 0.
+
+    >>> ratio_of(1.6, 1.2), ratio_of(True, True), ratio_of([1, 2], [1, 2])
+    (0.75, None, None)
+    """
+    wanted, found = numbers(claimed), numbers(measured)
+    if list(wanted) != [""] or list(found) != [""] or not wanted[""]:
+        return None
+    return float(f"{found[''] / wanted['']:.3g}")
+
+
+def reason(claim_id: str) -> str:
+    """Return why no file of ours can speak to a claim."""
+    for pattern, words in REASONS.items():
+        if re.fullmatch(pattern, claim_id):
+            return words
+    raise KeyError(claim_id)
+
+
+def show_measured(
+    sources: Sequence[Path], json: Path | None = None, console: rich.console.Console | None = None
+) -> None:
+    """Print every claim with what our files say of it, or the reason why they say nothing."""
+    console = console or tables_console(json)
+    rows: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+    for claim_id, claim in published().items():
+        reading, found = READINGS.get(claim_id), measure_claim(claim_id, sources)
+        why = "" if found else reason(claim_id) if reading is None else f"no {FILES[reading.study]} has it"
+        counts["measured" if found else "missing" if reading else "not comparable"] += 1
+        rows.append(
+            {
+                "id": claim_id,
+                "claim": claim["claim"],
+                "claimed": claim["value"],
+                "unit": claim["unit"],
+                "measured": [one.to_dict() for one in found],
+                "differs": "" if reading is None else reading.differs,
+                "why": why,
+            }
+        )
+        console.print(rich.text.Text(f"{claim_id}  {claim['claim']}", "bold"))
+        lines = [f"published {value_text(claim['value'])} ({claim['unit']})" + (f"; {why}" if why else "")]
+        for one in found:
+            ratio = "" if one.ratio is None else f", {one.ratio:g} of the published"
+            lines.append(f"measured {value_text(one.value)} on {one.where}{ratio}")
+        if found and reading is not None and reading.differs:
+            lines.append(f"but {reading.differs}")
+        for line in lines:
+            console.print(rich.padding.Padding(rich.text.Text(line), (0, 0, 0, 4), expand=False))
+    console.print(
+        f"measured: {counts['measured']} of {len(rows)}; in no file that was given: {counts['missing']}; "
+        f"not comparable: {counts['not comparable']}"
+    )
+    if json is not None:
+        say_written([write_json(json, rows)])
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(part) for name, part in value.items()}
+    return [_rounded(part) for part in value] if isinstance(value, list) else value
+
+
+def _both(measure: Callable[[Kind], Any]) -> dict[str, Any]:
+    return {name: measure(kind) for name, kind in NAMES.items()}
+
+
+def _collectives(read: Callable[[CollectiveReadings], Any], differs: str = "") -> ClaimReading:
+    return ClaimReading("collectives", lambda file: read(CollectiveReadings(file)), differs)
+
+
+def _prelaunched(read: Callable[[CollectiveReadings], Any]) -> ClaimReading:
+    words = "both in time from what begins the call, the one that is not prelaunched in a graph"
+    return ClaimReading("prelaunch", lambda file: read(CollectiveReadings(file)), words)
+
+
+def _pairs(read: Callable[[PairReadings], Any], differs: str = "") -> ClaimReading:
+    return ClaimReading("c3", lambda file: read(PairReadings.of(file)), differs)
+
+
+def _units(read: Callable[[UnitReadings], Any], differs: str = "") -> ClaimReading:
+    return ClaimReading("isolated", lambda file: read(UnitReadings(file)), differs)
+
+
+def _phases(read: Callable[[PhaseReadings], Any], differs: str = "") -> ClaimReading:
+    return ClaimReading("phases", lambda file: read(PhaseReadings(file)), differs)
+
+
+def _fused(read: Callable[[FusedReadings], Any], differs: str = "") -> ClaimReading:
+    return ClaimReading("fused", lambda file: read(FusedReadings(file)), differs)
+
+
+def _pipelines(read: Callable[[PipelineReadings], Any], differs: str = "") -> ClaimReading:
+    return ClaimReading("occupancy", lambda file: read(PipelineReadings(file)), differs)
+
+
+def _class_of(name: str) -> Callable[[PairReadings], str]:
+    def read(pairs: PairReadings) -> str:
+        mine = {pair[2]: found["serial"]["class"] for pair, found in pairs.rows.items() if pair_name(pair) == name}
+        words = [f"{one} with {kind}" for kind, one in mine.items()]
+        return next(iter(mine.values())) if len(set(mine.values())) == 1 else ", ".join(words) or _nothing()
+
+    return read
+
+
+def _nothing() -> NoReturn:
+    raise ValueError("no such row")
+
+
+def _needed_share(units: UnitReadings) -> list[float]:
+    found = [100 * units.needed(kind) / units.units for kind in ("all_gather", "all_to_all")]
+    return [min(found), max(found)]
+
+
+def _worst_gap(readings: CollectiveReadings, kinds: Sequence[Kind], high: int) -> float:
+    return max(readings.behind(kind, ("pcpy",), [n]) for kind in kinds for n in readings.sizes(kind, 0, high))
+
+
+def _order_holds(pairs: PairReadings) -> bool:
+    best = pairs.best_percent(LIBRARY_STRATEGIES)
+    everywhere = all(
+        pairs.percent("conccl", kind, c3_class) > pairs.percent("c3_base", kind, c3_class)
+        for kind in (AG, AA)
+        for c3_class in pairs.classes(kind)
+    )
+    return everywhere and pairs.percent("conccl_rp") >= pairs.percent("conccl") > best
+
+
+LIBRARY_STRATEGIES = ("c3_base", "c3_sp", "c3_rp", "c3_sp_rp")
+
+
+def _group_range(pairs: PairReadings, strategy: str) -> list[float]:
+    found = [pairs.mean_speedup(strategy, kind, one) for kind in (AG, AA) for one in pairs.classes(kind)]
+    return [min(found), max(found)]
+
+
+def _gain_over(pairs: PairReadings, strategy: str, other: str) -> float:
+    both = pairs.ran_under(strategy, other)
+    return both.percent(strategy) - both.percent(other)
+
+
+def _right(heuristic: str) -> Callable[[ResultFile], dict[str, int]]:
+    def read(file: ResultFile) -> dict[str, int]:
+        rows = [row for row in file.rows if row["heuristic"] == heuristic and row["right"] is not None]
+        return {"right": sum(row["right"] for row in rows), "of": len(rows) or _nothing()}
+
+    return read
+
+
+def _worst_loss(file: ResultFile) -> float:
+    return max(
+        float(row["lost_percent"]) for row in file.rows if row["heuristic"] == "partition" and row["right"] is False
+    )
+
+
+def _launched_units(kind: Kind) -> Callable[[ResultFile], int]:
+    """Read how many blocks the library launches, from the note of the order of launches."""
+
+    def read(file: ResultFile) -> int:
+        notes = (row["note"] for row in file.rows if row["heuristic"] == "launch_order" and row["collective"] == kind)
+        return next(int(hit[1]) for note in notes if (hit := re.search(rf"{kind} \((\d+)\)", note)))
+
+    return read
+
+
+def _in_order(phases: PhaseReadings) -> bool:
+    return all(
+        share["copy"] > share["schedule"] > 5 * share["control"] and 0.75 <= share["schedule"] / share["sync"] <= 1.33
+        for share in phases.shares.values()
+    )
+
+
+def _gap(kind: Kind) -> Callable[[CollectiveReadings], dict[str, float]]:
+    variants = PUBLISHED_VARIANTS[kind]
+
+    def read(readings: CollectiveReadings) -> dict[str, float]:
+        sizes = readings.sizes(kind, 0, 32 * MB_BYTES - 1)
+        stacked = variants[: variants.index(HALVED[kind]) + 1]
+        return {"from": readings.behind(kind, ("pcpy",), sizes), "to": readings.behind(kind, stacked, sizes)}
+
+    return read
+
+
+def _pcpy_behind_up_to(readings: CollectiveReadings) -> float:
+    """Return the megabytes up to which pcpy is slower than the variants with fewer commands, by 2% and more."""
+    slower = [
+        n
+        for kind in (AG, AA)
+        for n in readings.sizes(kind)
+        if readings.us(kind, ("pcpy",), n) > AS_GOOD * readings.us(kind, (HALVED[kind], "b2b"), n)
+    ]
+    return max(slower) / MB_BYTES
+
+
+def _best_behind(readings: CollectiveReadings, kind: Kind, low: int, high: int) -> float:
+    return readings.behind(kind, PUBLISHED_VARIANTS[kind], readings.sizes(kind, low, high))
+
+
+def _table_line(claim_id: str) -> Callable[[CollectiveReadings], str]:
+    claim = published()[claim_id]["claim"]
+    kind = NAMES[claim.split()[1]]
+    low, high = claimed_range(claim)
+
+    def read(readings: CollectiveReadings) -> str:
+        sizes = readings.sizes(kind, low, (high or 1 << 62) - 1)
+        found = Counter(readings.best(kind, PUBLISHED_VARIANTS[kind], n) for n in sizes)
+        return (
+            ", ".join(f"{name} at {count} of {len(sizes)} sizes" for name, count in found.most_common()) or _nothing()
+        )
+
+    return read
+
+
+def _prelaunch_gains(readings: CollectiveReadings) -> dict[str, float]:
+    gains: dict[str, list[float]] = {}
+    for kind in (AG, AA):
+        for variant in PUBLISHED_VARIANTS[kind]:
+            fast = variant + PRELAUNCHED
+            sizes = set(readings.sizes(kind, variant=variant)) & set(readings.sizes(kind, variant=fast))
+            gains.setdefault(variant, []).extend(readings.gain(kind, variant, fast, [n]) for n in sizes)
+    return {variant: geomean(found) for variant, found in gains.items()}
+
+
+def _prelaunch_borders(readings: CollectiveReadings) -> dict[str, float]:
+    """Return the megabytes from which prelaunched pcpy is never slower than the other prelaunched variants."""
+    found = {}
+    for name, kind in NAMES.items():
+        first, *others = (variant + PRELAUNCHED for variant in PUBLISHED_VARIANTS[kind])
+        sizes = readings.sizes(kind, variant=first)
+        slower = [n for n in sizes if readings.us(kind, (first,), n) > readings.us(kind, others, n)]
+        found[f"{name}_MB"] = (2 * max(slower) if slower else min(sizes)) / MB_BYTES
+    return found
+
+
+def _prelaunch_over_best(readings: CollectiveReadings) -> dict[str, float]:
+    ranges = {"allgather_1MB_256MB": (AG, 1, 256), "alltoall_4MB_512MB": (AA, 4, 512)}
+    return {
+        name: geomean(
+            readings.us(kind, ("pcpy", HALVED[kind]), n) / readings.us(kind, ("pcpy" + PRELAUNCHED,), n)
+            for n in readings.sizes(kind, low * MB_BYTES, high * MB_BYTES, "pcpy" + PRELAUNCHED)
+        )
+        for name, (kind, low, high) in ranges.items()
+    }
+
+
+def _power_saved(file: ResultFile) -> float:
+    watts = PowerReadings(file).watts
+    sizes = [n for n in watts["library"] if n in watts["best DMA"] and n >= 64 * MB_BYTES]
+    return 100 * (1 - geomean(watts["best DMA"][n] / watts["library"][n] for n in sizes))
+
+
+def _chain_from(file: ResultFile) -> float:
+    ratios = ChainReadings(file).ratios
+    good = [n for n in ratios if all(ratios[m] >= 1 / AS_GOOD for m in ratios if m >= n)]
+    return min(good) / MB_BYTES
+
+
+EMBEDDING, GEMV, GEMM = "embedding_all_to_all", "gemv_all_reduce", "gemm_all_to_all"
+
+
+def _mean_lower(op: str) -> Callable[[FusedReadings], float]:
+    return lambda fused: statistics.fmean(fused.lower(op))
+
+
+def _extremes(fused: FusedReadings) -> list[float]:
+    found = [statistics.fmean(fused.lower(op)) for op in (EMBEDDING, GEMV, GEMM)]
+    return [min(found), max(found)]
+
+
+def _least_gemv(fused: FusedReadings) -> dict[str, int]:
+    ratios = fused.normalised(GEMV)
+    return {"M": int(max(ratios, key=ratios.__getitem__).partition("x")[0])}
+
+
+def _between_nodes(choose: Callable[[list[float]], float]) -> Callable[[ResultFile], float]:
+    return lambda file: choose([100 * (1 - ratio) for ratio in normalised_between_nodes(file).values()])
+
+
+def _by_programs(before: int, after: int) -> Callable[[FusedReadings], float]:
+    def read(fused: FusedReadings) -> float:
+        times = fused.by_programs()
+        return 100 * (times[after] / times[before] - 1)
+
+    return read
+
+
+def _tiles_in_order(pipelines: PipelineReadings) -> bool:
+    curves = pipelines.curves("tiles")
+    ratios = [ratio for curve in curves.values() for ratio in curve.values()]
+    same = [abs(curve[max(curve)] - 1) < 0.1 for curve in curves.values()]
+    return statistics.fmean(ratio <= 1.01 for ratio in ratios) > 0.5 and statistics.fmean(same) > 0.5
+
+
+def _values(pipelines: PipelineReadings, key: str, choose: Callable[[Sequence[int]], int] | None = None) -> list[float]:
+    curves = pipelines.curves(key).values()
+    if choose is None:
+        return [value for curve in curves for value in curve.values()]
+    return [curve[choose(list(curve))] for curve in curves]
+
+
+def _rises(pipelines: PipelineReadings) -> bool:
+    curves = [[curve[n] for n in sorted(curve)] for curve in pipelines.curves("base").values()]
+    return all(a <= b for curve in curves or _nothing() for a, b in itertools.pairwise(curve))
+
+
+def _saved(pipelines: PipelineReadings) -> tuple[float, float]:
+    """Return what priority saves with many thread blocks and with few, means over pairs."""
+    curves = pipelines.curves("reduction").values()
+    ordered = [[curve[n] for n in sorted(curve)] for curve in curves]
+    few, many = ([value for curve in ordered for value in part(curve)] for part in (_first_two, _last_two))
+    return statistics.fmean(many), statistics.fmean(few)
+
+
+def _first_two(curve: list[float]) -> list[float]:
+    return curve[:2]
+
+
+def _last_two(curve: list[float]) -> list[float]:
+    return curve[-2:]
+
+
+SMALL, LARGE = 32 * MB_BYTES - 1, 32 * MB_BYTES + 1
+BY_CLASS = "most pairs are G-long here: H100s and H200s move bytes faster beside their GEMMs"
+UNPRELAUNCHED = "no variant of this file is prelaunched"
+COMPUTE_BOUND = "Table I's memory-bound GEMMs are compute-bound on these GPUs"
+NO_UNITS = "conccl_rp took no unit in any row, as no GEMM is memory-bound here"
+STRONGER = "the unfused baseline is the fastest kernel with the library's collective, in a graph"
+TWO_RANKS = "with two ranks a broadcast has one destination, and pcpy, bcst and b2b submit the same copies"
+SHARE = "the same share of the units is taken: 16 and 32 of 132"
+ONE_MACHINE = "two GPUs of one machine stand in for nodes, over sockets; the copies of the unfused way count"
+PROGRAMS_WORDS = "programs on a unit, of 16, stand in for the occupancy"
+
+READINGS: dict[str, ClaimReading] = {
+    "C3-TAX-02": _pairs(lambda p: dict(Counter(p.rows[pair]["serial"]["class"] for pair in p.pairs(AG))), BY_CLASS),
+    **{
+        claim_id: _pairs(_class_of(claim_id.removeprefix("C3-T2-").replace("-", "_")))
+        for claim_id in published()
+        if claim_id.startswith("C3-T2-")
+    },
+    "C3-CU-01": _units(_needed_share, "within 5% of the time with all units; only powers of two from 8 were tried"),
+    "C3-CU-02": ClaimReading("heuristics", _launched_units(AG), "NCCL's blocks, one on a unit"),
+    "C3-CU-03": ClaimReading("heuristics", _launched_units(AA), "NCCL's blocks, one on a unit"),
+    "C3-CU-04": _units(lambda u: u.needed("all_gather"), "of 132 units; only powers of two from 8 were tried"),
+    "C3-CU-05": _units(lambda u: u.needed("all_to_all"), "of 132 units; only powers of two from 8 were tried"),
+    "C3-CU-07": _units(
+        lambda u: [max(u.at_share(tag, share) for tag in CB if tag in u.gemms) for share in (TENTH, FIFTH)], SHARE
+    ),
+    "C3-CU-08": _units(
+        lambda u: max(u.at_share(tag, share) for tag in MB if tag in u.gemms for share in (TENTH, FIFTH)),
+        COMPUTE_BOUND,
+    ),
+    "C3-ID-01": _pairs(lambda p: statistics.fmean(map(p.ideal, p.rows)), BY_CLASS),
+    "C3-ID-02": _pairs(lambda p: [min(map(p.ideal, p.rows)), max(map(p.ideal, p.rows))]),
+    "C3-BASE-01": _pairs(lambda p: p.mean_speedup("c3_base")),
+    "C3-BASE-02": _pairs(lambda p: p.percent("c3_base")),
+    "C3-BASE-03": _pairs(lambda p: _group_range(p, "c3_base")),
+    "C3-BASE-04": _pairs(lambda p: p.class_range("c3_base", AA)),
+    "C3-BASE-05": _pairs(lambda p: p.class_range("c3_base", AG)),
+    "C3-BASE-06": _pairs(lambda p: p.mean_speedup("c3_base", AA)),
+    "C3-SP-01": _pairs(lambda p: p.percent("c3_sp")),
+    "C3-SP-02": _pairs(lambda p: p.class_range("c3_sp", AA)),
+    "C3-SP-03": _pairs(lambda p: p.class_range("c3_sp", AG)),
+    "C3-RP-01": _pairs(lambda p: p.percent("c3_rp")),
+    "C3-SPRP-01": _pairs(lambda p: _gain_over(p, "c3_sp_rp", "c3_sp"), "over the pairs that ran under both"),
+    "C3-BEST-01": _pairs(lambda p: p.best_percent(LIBRARY_STRATEGIES)),
+    "C3-HEU-01": ClaimReading("heuristics", _right("partition")),
+    "C3-HEU-02": ClaimReading("heuristics", _worst_loss, "the greatest loss of those that are wrong"),
+    "C3-HEU-05": ClaimReading("heuristics", _right("launch_order"), "how often the rule gives the faster order"),
+    "CC-01": _collectives(lambda c: _worst_gap(c, (AG,), SMALL), "pcpy in a graph"),
+    "CC-02": _collectives(lambda c: 1 / c.behind(AG, ("pcpy",), c.sizes(AG, 32 * MB_BYTES)), "pcpy in a graph"),
+    "CC-03": _pairs(lambda p: p.percent("conccl")),
+    "CC-04": _pairs(lambda p: p.mean_speedup("conccl", AA)),
+    "CC-05": _pairs(lambda p: p.percent("conccl_rp"), NO_UNITS),
+    "CC-06": _pairs(lambda p: max(p.speedup(pair, "conccl") for pair in p.pairs(strategy="conccl"))),
+    "CC-07": _pairs(_order_holds, NO_UNITS),
+    "FU-SUM-01": _fused(_extremes, STRONGER),
+    "FU-EMB-01": _fused(_mean_lower(EMBEDDING), STRONGER),
+    "FU-EMB-02": _fused(lambda f: max(f.lower(EMBEDDING)), STRONGER),
+    "FU-EMB-03": ClaimReading(BETWEEN_NODES, _between_nodes(statistics.fmean), ONE_MACHINE),
+    "FU-EMB-04": ClaimReading(BETWEEN_NODES, _between_nodes(max), ONE_MACHINE),
+    "FU-EMB-05": _fused(lambda f: f.bound_share(EMBEDDING, "batch 256") < 1, "inside a node, not between nodes"),
+    "FU-GEMV-01": _fused(_mean_lower(GEMV), STRONGER),
+    "FU-GEMV-02": _fused(lambda f: max(f.lower(GEMV)), STRONGER),
+    "FU-GEMV-03": _fused(_least_gemv, "rows of the matrix that gains least"),
+    "FU-GEMM-01": _fused(_mean_lower(GEMM), STRONGER),
+    "FU-GEMM-02": _fused(lambda f: max(f.lower(GEMM)), STRONGER),
+    "FU-OCC-02": _fused(_by_programs(4, 12), PROGRAMS_WORDS),
+    "FU-OCC-03": _fused(_by_programs(12, 14), PROGRAMS_WORDS),
+    "FU-SKEW-01": _fused(lambda f: statistics.fmean(f.skew_percent("oblivious")), "inside a node, not between nodes"),
+    "FU-SKEW-02": _fused(lambda f: statistics.fmean(f.skew_percent("remote_first")), "inside a node"),
+    "DM-PH-01": _phases(lambda p: p.non_copy(4 * KB)),
+    "DM-PH-02": _phases(lambda p: max(p.non_copy(n) for n in p.shares if n > MB_BYTES), "the greatest, at 4 MB"),
+    "DM-PH-03": _phases(_in_order, "the driver's call is all control: its scheduling cannot be told from it"),
+    "DM-PH-04": _phases(lambda p: [p.shares[n]["control"] + p.shares[n]["schedule"] for n in (MB_BYTES, 4 * KB)]),
+    "DM-PH-05": _phases(
+        lambda p: p.shares[4 * KB]["schedule"] + p.shares[4 * KB]["sync"], "the driver's call counts as control"
+    ),
+    "DM-PC-01": _collectives(lambda c: _both(lambda k: 100 * (1 / c.behind(k, ("pcpy",), c.sizes(k, LARGE)) - 1))),
+    "DM-PC-02": _collectives(lambda c: _both(lambda k: c.behind(k, ("pcpy",), c.sizes(k, 0, SMALL)))),
+    "DM-PC-03": _collectives(lambda c: _worst_gap(c, (AG, AA), SMALL)),
+    "DM-BC-01": _collectives(lambda c: c.gain(AG, "pcpy", "bcst", c.sizes(AG, 0, 4 * MB_BYTES)), TWO_RANKS),
+    "DM-BC-02": _collectives(_gap(AG), TWO_RANKS),
+    "DM-SW-01": _collectives(lambda c: c.gain(AA, "pcpy", "swap", c.sizes(AA, 0, 4 * MB_BYTES)), "a swap is 3 copies"),
+    "DM-SW-02": _collectives(_gap(AA), "a swap is 3 copies"),
+    "DM-BB-01": _collectives(
+        lambda c: _both(lambda k: c.gain(k, "pcpy", "b2b", c.sizes(k, 0, MB_BYTES - 1))), TWO_RANKS
+    ),
+    "DM-BB-02": _collectives(
+        lambda c: _both(lambda k: c.gain(k, HALVED[k], "b2b", c.sizes(k, 0, MB_BYTES - 1))), TWO_RANKS
+    ),
+    "DM-BB-03": _collectives(
+        lambda c: _both(lambda k: c.gain(k, "b2b", HALVED[k], c.sizes(k, MB_BYTES, 4 * MB_BYTES))), TWO_RANKS
+    ),
+    "DM-BB-04": _collectives(_pcpy_behind_up_to, "behind by 2% and more; 4096 is the largest size"),
+    "DM-BB-05": _collectives(lambda c: _both(lambda k: _best_behind(c, k, 0, SMALL))),
+    "DM-FIN-01": _collectives(lambda c: _both(lambda k: relative_text(_best_behind(c, k, 0, SMALL))), UNPRELAUNCHED),
+    "DM-FIN-02": _collectives(
+        lambda c: 100 * (1 / geomean(_best_behind(c, k, 32 * MB_BYTES, GB) for k in (AG, AA)) - 1), UNPRELAUNCHED
+    ),
+    "DM-FIN-03": _collectives(
+        lambda c: geomean(
+            c.behind(k, ("pcpy",), c.sizes(k, 0, SMALL)) / _best_behind(c, k, 0, SMALL) for k in (AG, AA)
+        ),
+        UNPRELAUNCHED,
+    ),
+    "DM-FIN-04": _collectives(
+        lambda c: (
+            100
+            * (
+                geomean(
+                    c.us(k, ("pcpy",), n) / c.us(k, PUBLISHED_VARIANTS[k], n)
+                    for k in (AG, AA)
+                    for n in c.sizes(k, 32 * MB_BYTES, GB)
+                )
+                - 1
+            )
+        ),
+        UNPRELAUNCHED,
+    ),
+    "DM-PL-01": _prelaunched(_prelaunch_gains),
+    "DM-PL-02": _prelaunched(_prelaunch_borders),
+    "DM-PL-03": _prelaunched(_prelaunch_over_best),
+    **{
+        claim_id: _collectives(_table_line(claim_id), UNPRELAUNCHED)
+        for claim_id in published()
+        if re.fullmatch(r"DM-T[12]-\d", claim_id)
+    },
+    "DM-PW-01": ClaimReading("power", _power_saved, "watts of the whole GPU, by the fastest way of each"),
+    "DM-SY-01": ClaimReading("chain", _chain_from, "a GEMM follows, and all three run in one graph"),
+    "RA-01": _pipelines(lambda p: max(p.curve("reduction", "cb-ar").values())),
+    "RA-02": _pipelines(lambda p: max(_values(p, "overlap"))),
+    "RA-03": _pipelines(lambda p: min(_values(p, "base"))),
+    "RA-04": _pipelines(lambda p: statistics.fmean(_values(p, "base", max))),
+    "RA-07": _pipelines(_tiles_in_order),
+    "RA-11": _pipelines(_rises),
+    "RA-13": _pipelines(lambda p: _saved(p)[0] > 0),
+    "RA-14": _pipelines(lambda p: _saved(p)[0] > _saved(p)[1]),
+}
+"""Readings of the claims that our files speak to."""
+
+
+OF_THE_MACHINE = "describes the paper's own machine"
+BY_CONSTRUCTION = "a count that programs have by construction; tests check it"
+METHOD = "says how the paper measured"
+DEFINITION = "a definition, which our studies share"
+AMD_ONLY = "about an AMD GPU, on which nothing of ours has been measured"
+REASONS: dict[str, str] = {
+    r"(C3|DM|FU|RA)-HW-\d+": OF_THE_MACHINE,
+    r"C3-TAX-01|C3-DEF-01": DEFINITION,
+    r"C3-TAX-03": "a property of the models' layers",
+    r"C3-T1-.*|RA-WL-.*|DM-RG-01|C3-HEU-0[34]": "a size or a number that our studies take over",
+    r"C3-MET-.*|DM-PW-06|RA-10|FU-SIM-04": METHOD,
+    r"C3-CU-06": "the smallest partition is a property of the GPU; green contexts have 8 units, too",
+    r"C3-CU-09": "no GEMM of ours is memory-bound, so that none has lost units to gain",
+    r"C3-BW-0[12]": "needs counters of memory traffic, which no study reads",
+    r"C3-PRI-.*|FU-PRI-.*|RA-09": "prior work on another machine",
+    r"CC-08|DM-ENG-0[1-46]|DM-RG-02|FU-GRAN-.*": BY_CONSTRUCTION,
+    r"DM-ENG-05": "the paper has one process for the node, we have one for each GPU: no host time is shared",
+    r"FU-OCC-01": "registers of an AMD kernel; Triton decides ours",
+    r"FU-SIM-0[123]": "128 nodes: simulated only, see `sidelane plan --model dlrm --nodes 128`",
+    r"DM-PW-02": "watts of a part of the GPU, which NVIDIA GPUs do not report",
+    r"DM-PW-03": "the sizes that it holds for are not stated",
+    r"DM-PW-0[45]": "watts of prelaunched variants, which no study measures",
+    r"RA-0[56]|RA-12": AMD_ONLY,
+    r"RA-08": "an A40 with all-to-all and mb; the measured run of that pair reached its time-out",
+    r"CO-0\d": "the text at hand does not say which model, batch and precision it is; our steps are in fsdp.json",
+}
+"""Why no file speaks to the other claims, by a pattern of their ids."""

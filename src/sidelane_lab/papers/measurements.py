@@ -1,0 +1,437 @@
+"""Readings of this project's result files, in the quantities that papers publish: ratios, gains, percent of ideal.
+
+Figures and claims are compared with the same readings. A reading is made of the rows of one file, as they are in the
+file; rows without a time, or with a wrong result, do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from sidelane.c3.strategy import ideal_speedup
+from sidelane.c3.workload import TABLE_I, Gemm
+from sidelane.program.collective import Kind
+from sidelane.sizes import format_bytes
+from sidelane.user_files import text_of
+from sidelane_lab.cli.prelaunch import CALL, KERNEL, STREAM
+from sidelane_lab.harness.study import studies
+from sidelane_lab.model.collectives import geomean
+from sidelane_lab.model.study import percent_of_means
+from sidelane_lab.studies.fused.shapes import HALF
+
+Row = Mapping[str, Any]
+FIFTH = 64 / 304
+"""Share of the units that the ConCCL paper's collectives need at most, of an MI300X's 304."""
+PRELAUNCHED = "+prelaunch"
+"""End of the name of a variant that is prelaunched."""
+BETWEEN_NODES = "fused_between_nodes"
+"""Study of fused embeddings on two GPUs as two nodes, whose file is no file of a declared study."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResultFile:
+    """Rows of a study of one machine, as they are in the file."""
+
+    path: Path
+    study: str
+    machine: str
+    device: str
+    ranks: int
+    rows: tuple[Row, ...]
+
+    @property
+    def where(self) -> str:
+        """The ranks and the device, for titles: ``2 x H200``."""
+        return f"{self.ranks} x {self.device.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
+
+
+def read_results(path: Path) -> ResultFile | None:
+    """Read a result file; None where the file is JSON of another kind.
+
+    Raises:
+        ValueError: there is no such file, or it is no JSON.
+    """
+    return _read(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@functools.lru_cache(maxsize=128)
+def _read(path: Path, changed_ns: int) -> ResultFile | None:
+    try:
+        content = json.loads(text_of(path))
+    except ValueError as problem:
+        raise ValueError(f"results: not a result file (value={str(path)!r}): {problem}") from problem
+    if not isinstance(content, dict) or content.get("study") not in (*studies(), BETWEEN_NODES):
+        return None
+    if content.get("predicted") or not isinstance(content.get("rows"), list):
+        return None
+    try:
+        rows = tuple(row for row in content["rows"] if row.get("correct") is not False)
+        return ResultFile(path, content["study"], content["machine"], content["device"], content["ranks"], rows)
+    except KeyError:  # by hand, or of a time before files said where they are from
+        return None
+
+
+def find_results(sources: Sequence[Path], study: str, name: str) -> list[ResultFile]:
+    """Return the files of a study among several ranks, the one with the most rows first.
+
+    Args:
+        sources: files, which may have any name; and folders, in which and in whose folders files have their usual one.
+        study: as the files name it.
+        name: the usual name of its file.
+
+    Raises:
+        ValueError: a source is no file and no folder, or a named file is no JSON.
+    """
+    paths: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            paths += [path for path in (source / name, *sorted(source.glob(f"*/{name}"))) if path.is_file()]
+        else:
+            paths.append(source)
+    read = [file for path in dict.fromkeys(paths) if (file := read_results(path)) is not None]
+    found = [file for file in read if file.study == study and file.ranks > 1]
+    return sorted(found, key=lambda file: (-len(file.rows), file.machine))
+
+
+class CollectiveReadings:
+    """Collectives alone, out of place and in graphs, by the library at its best and by variants of copy engines.
+
+    Prelaunched variants, which the study of these alone has, are called ``b2b+prelaunch``: from the trigger on, pulled
+    by the stream or a kernel, whichever is faster.
+    """
+
+    def __init__(self, file: ResultFile) -> None:
+        self._us: dict[tuple[str, str, str, int], float] = {}
+        for row in file.rows:
+            trigger, variant = row.get("trigger", CALL), row["variant"]
+            place = row["in_place"] and variant != "swap"  # a swap is always in place
+            if row["time_us"] is None or place or row.get("tensors", 1) != 1 or row.get("prelaunch"):
+                continue
+            if trigger in (STREAM, KERNEL):
+                variant += PRELAUNCHED
+            elif trigger != CALL or row["launch"] != "graph":
+                continue
+            key = (row["collective"], row["implementation"], variant, row["bytes"])
+            self._us[key] = min(row["time_us"], self._us.get(key, row["time_us"]))
+
+    def sizes(self, kind: Kind, low: int = 0, high: int = 1 << 62, variant: str = "pcpy") -> list[int]:
+        """Return the bytes that the library and a variant have times of, from ``low`` to ``high``."""
+        library = {n for k, by, _, n in self._us if (k, by) == (kind, "nccl")}
+        engines = {n for k, by, name, n in self._us if (k, by, name) == (kind, "dma", variant)}
+        return sorted(n for n in library & engines if low <= n <= high)
+
+    def library_us(self, kind: Kind, nbytes: int) -> float:
+        """Return the time of the library, with registered memory or without."""
+        return min(us for (k, by, _, n), us in self._us.items() if (k, by, n) == (kind, "nccl", nbytes))
+
+    def us(self, kind: Kind, variants: Iterable[str], nbytes: int) -> float:
+        """Return the time of the fastest of some variants."""
+        times = [self._us.get((kind, "dma", variant, nbytes)) for variant in variants]
+        return min(us for us in times if us is not None)
+
+    def behind(self, kind: Kind, variants: Iterable[str], sizes: Iterable[int]) -> float:
+        """Return the geometric mean of the time of the fastest of some variants over the library's."""
+        names = tuple(variants)
+        return geomean(self.us(kind, names, n) / self.library_us(kind, n) for n in sizes)
+
+    def gain(self, kind: Kind, slow: str, fast: str, sizes: Iterable[int]) -> float:
+        """Return the geometric mean of a variant's time over another's."""
+        return geomean(self.us(kind, (slow,), n) / self.us(kind, (fast,), n) for n in sizes)
+
+    def best(self, kind: Kind, variants: Iterable[str], nbytes: int) -> str:
+        """Return the fastest of some variants."""
+        known = [variant for variant in variants if (kind, "dma", variant, nbytes) in self._us]
+        return min(known, key=lambda variant: self.us(kind, (variant,), nbytes))
+
+
+Pair = tuple[str, int, str]
+"""GEMM, bytes, collective."""
+
+
+class PairReadings:
+    """Pairs of a GEMM and a collective under strategies, as papers define speedups: over the library's collective."""
+
+    def __init__(self, rows: Mapping[Pair, Mapping[str, Row]]) -> None:
+        self.rows = {pair: found for pair, found in rows.items() if "serial" in found}
+
+    @classmethod
+    def of(cls, file: ResultFile) -> Self:
+        """Read a file."""
+        found: dict[Pair, dict[str, Row]] = {}
+        for row in file.rows:
+            if row["time_us"] is not None:
+                found.setdefault((row["gemm"], row["bytes"], row["collective"]), {})[row["strategy"]] = row
+        return cls(found)
+
+    def ran_under(self, *strategies: str) -> Self:
+        """Return the pairs that ran under all of some strategies."""
+        return type(self)({pair: found for pair, found in self.rows.items() if set(strategies) <= set(found)})
+
+    def pairs(self, kind: Kind | None = None, c3_class: str | None = None, strategy: str = "serial") -> list[Pair]:
+        """Return the pairs of a collective and a class that ran under a strategy; None: of any."""
+        return [
+            pair
+            for pair, found in self.rows.items()
+            if kind in (None, pair[2]) and c3_class in (None, found["serial"]["class"]) and strategy in found
+        ]
+
+    def ideal(self, pair: Pair) -> float:
+        """Return the ideal speedup of a pair."""
+        serial = self.rows[pair]["serial"]
+        return ideal_speedup(serial["gemm_us"], serial["comm_us"])
+
+    def speedup(self, pair: Pair, strategy: str) -> float:
+        """Return the speedup over one after the other."""
+        serial = self.rows[pair]["serial"]
+        return float((serial["gemm_us"] + serial["comm_us"]) / self.rows[pair][strategy]["time_us"])
+
+    def mean_speedup(self, strategy: str, kind: Kind | None = None, c3_class: str | None = None) -> float:
+        """Return the mean speedup over pairs."""
+        return statistics.fmean(self.speedup(pair, strategy) for pair in self.pairs(kind, c3_class, strategy))
+
+    def percent(self, strategy: str, kind: Kind | None = None, c3_class: str | None = None) -> float:
+        """Return the percent of ideal of a group, from the mean speedups as :class:`C3Study` has it."""
+        pairs = self.pairs(kind, c3_class, strategy)
+        gained = percent_of_means(self.speedup(pair, strategy) for pair in pairs)
+        return 100 * gained / percent_of_means(map(self.ideal, pairs))
+
+    def classes(self, kind: Kind | None = None) -> list[str]:
+        """Return the classes that have pairs."""
+        return list(dict.fromkeys(self.rows[pair]["serial"]["class"] for pair in self.pairs(kind)))
+
+    def class_range(self, strategy: str, kind: Kind) -> list[float]:
+        """Return the least and the greatest percent of ideal of a class."""
+        found = [self.percent(strategy, kind, c3_class) for c3_class in self.classes(kind)]
+        return [min(found), max(found)]
+
+    def best_percent(self, strategies: Sequence[str]) -> float:
+        """Return the same with the best of some strategies for each pair."""
+        best = [max(self.speedup(pair, one) for one in strategies if one in found) for pair, found in self.rows.items()]
+        return 100 * percent_of_means(best) / percent_of_means(map(self.ideal, self.rows))
+
+
+def pair_name(pair: Pair) -> str:
+    """Return the name of a pair as the ConCCL paper writes it: ``cb1_896M``.
+
+    >>> pair_name(("cb5", 1750212608, "all_gather"))
+    'cb5_1.63G'
+    """
+    gemm, nbytes, _ = pair
+    whole = nbytes % (1 << 30) == 0 or nbytes < 1 << 30
+    return f"{gemm}_{format_bytes(nbytes)}" if whole else f"{gemm}_{nbytes / 2**30:.3g}G"
+
+
+class UnitReadings:
+    """GEMMs that lose compute units and collectives that have only some, in partitions of the GPU."""
+
+    def __init__(self, file: ResultFile) -> None:
+        rows = [row for row in file.rows if row["time_us"] is not None]
+        self.units = next((row["device_units"] for row in rows), 0)
+        self.gemms: dict[str, dict[int, float]] = {}
+        self.collectives: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["what"] == "gemm" and row["means"] == "split" and row["gemm"] in TABLE_I:
+                self.gemms.setdefault(row["gemm"], {})[row["units"]] = row["time_us"]
+        largest = max((row["bytes"] for row in rows if row["what"] == "collective"), default=0)
+        for kind in ("all_gather", "all_to_all"):
+            curves: dict[str, dict[int, float]] = {}
+            for row in rows:
+                what = (row["what"], row["implementation"], row["collective"], row["bytes"])
+                if what == ("collective", "nccl", kind, largest):
+                    curves.setdefault(row["variant"], {})[row["units"]] = row["time_us"]
+            # One way to call the library was given units: the one that is fastest with all of them.
+            if curve := max(curves.values(), key=len, default=None):
+                self.collectives[kind] = curve
+        self.nbytes = largest
+
+    @staticmethod
+    def slowdown(curve: Mapping[int, float]) -> dict[int, float]:
+        """Return times over that with all units, by units."""
+        return {units: us / curve[0] for units, us in sorted(curve.items()) if units and 0 in curve}
+
+    def at_share(self, gemm: str, share: float) -> float:
+        """Return by how many percent a GEMM is slower without the number of units nearest to a share of all."""
+        slower = self.slowdown(self.gemms[gemm])
+        nearest = min(slower, key=lambda units: abs(units / self.units - share))
+        return 100 * (slower[nearest] - 1)
+
+    def needed(self, kind: str) -> int:
+        """Return the fewest units with which a collective is as fast as with all, within 5%."""
+        return min(units for units, ratio in self.slowdown(self.collectives[kind]).items() if ratio <= 1.05)
+
+
+class PhaseReadings:
+    """Phases of one copy between two GPUs, in percent of its time; a call from the host, as the paper has it."""
+
+    PHASES = ("control", "schedule", "sync", "copy")
+
+    def __init__(self, file: ResultFile) -> None:
+        self.shares: dict[int, dict[str, float]] = {}
+        for row in file.rows:
+            kind = (row["operation"], row["variant"], row["launch"], row["source"])
+            if kind == ("copy", "b2b", "eager", "measured") and row["total_us"]:
+                self.shares[row["bytes"]] = {phase: 100 * row[f"{phase}_us"] / row["total_us"] for phase in self.PHASES}
+
+    def non_copy(self, nbytes: int) -> float:
+        """Return the percent that is no copy."""
+        return 100 - self.shares[nbytes]["copy"]
+
+
+_FUSED_IN_PARTS = re.compile(r"parts|programs a unit")
+PROGRAMS = re.compile(r"\w+, (\d+) programs a unit")
+
+
+class FusedReadings:
+    """Fused operators in graphs beside the same with the process group's collective, each as fast as it can be."""
+
+    def __init__(self, file: ResultFile) -> None:
+        launches = {row["launch"] for row in file.rows}
+        launch = "graph" if "graph" in launches else "eager"
+        self.rows = [row for row in file.rows if row["launch"] == launch and row["time_us"] is not None]
+
+    def _shapes(self, op: str) -> list[str]:
+        skewed = ("experts by top-k", HALF)  # the paper routes as much to each expert
+        found = dict.fromkeys(row["shape"] for row in self.rows if row["op"] == op)
+        return [shape for shape in found if not shape.endswith(skewed)]
+
+    def normalised(self, op: str) -> dict[str, float]:
+        """Return the time of the fused kernel over that of the computation and the library's collective, by shape."""
+        found = {}
+        for shape in self._shapes(op):
+            mine = [row for row in self.rows if (row["op"], row["shape"]) == (op, shape)]
+            unfused = [row["time_us"] for row in mine if row["implementation"] == "unfused_nccl"]
+            kernel = [
+                row["time_us"]
+                for row in mine
+                if row["implementation"] == "fused" and not _FUSED_IN_PARTS.search(row["schedule"])
+            ]
+            if unfused and kernel:
+                found[shape] = min(kernel) / min(unfused)
+        return found
+
+    def lower(self, op: str) -> list[float]:
+        """Return the percent by which the fused kernel's time is lower, by shape."""
+        return [100 * (1 - ratio) for ratio in self.normalised(op).values()]
+
+    def bound_share(self, op: str, shape: str) -> float:
+        """Return the fused time over that of the longer of computation and collective alone."""
+        mine = [row for row in self.rows if row["op"] == op and row["shape"].startswith(shape)]
+        kernel = [row for row in mine if row["implementation"] == "fused" and "programs" not in row["schedule"]]
+        return float(min(row["time_us"] / row["bound_us"] for row in kernel))
+
+    def by_programs(self) -> dict[int, float]:
+        """Return the time by the number of programs on a compute unit."""
+        found = {int(hit[1]): row["time_us"] for row in self.rows if (hit := PROGRAMS.fullmatch(row["schedule"]))}
+        return dict(sorted(found.items()))
+
+    def skew_percent(self, order: str, op: str = "embedding_all_to_all") -> list[float]:
+        """Return by how much the ends of ranks lie apart, percent of the time, by shape."""
+        rows = [row for row in self.rows if (row["op"], row["schedule"]) == (op, order)]
+        return [100 * row["skew_us"] / row["time_us"] for row in rows if row.get("skew_us") is not None]
+
+
+def normalised_between_nodes(file: ResultFile) -> dict[str, float]:
+    """Return fused over unfused times of two GPUs as two nodes, by shape, both over the process group."""
+    by_shape: dict[str, dict[str, list[float]]] = {}
+    for row in file.rows:
+        if row["transport"] == "group":
+            ways = by_shape.setdefault(f"{row['batch']}, {row['tables']}, {row['pooling']}", {})
+            word = row["way"].partition(",")[0]
+            ways.setdefault("fused" if word == "fused" else "unfused" if "copy" in row["way"] else "", []).append(
+                row["us"]
+            )
+    return {
+        shape: min(ways["fused"]) / min(ways["unfused"])
+        for shape, ways in by_shape.items()
+        if ways.get("fused") and ways.get("unfused")
+    }
+
+
+class ChainReadings:
+    """A GEMM, an all-gather and a GEMM in graphs: the library at its best over copy engines at their best."""
+
+    def __init__(self, file: ResultFile) -> None:
+        self.ratios: dict[int, float] = {}
+        rows = [row for row in file.rows if row["launch"] == "graph" and not row["in_place"] and row["time_us"]]
+        for nbytes in sorted({row["bytes"] for row in rows}):
+            times = {
+                by: [row["time_us"] for row in rows if (row["bytes"], row["implementation"]) == (nbytes, by)]
+                for by in ("nccl", "dma")
+            }
+            if all(times.values()):
+                self.ratios[nbytes] = min(times["nccl"]) / min(times["dma"])
+
+
+class PowerReadings:
+    """Watts of a GPU during an all-gather out of place, by bytes, in the fastest way of each of both."""
+
+    def __init__(self, file: ResultFile) -> None:
+        self.watts: dict[str, dict[int, float]] = {"library": {}, "best DMA": {}}
+        names = {"nccl": "library", "dma": "best DMA"}
+        for row in sorted(file.rows, key=lambda row: -(row["time_us"] or 0.0)):
+            usual = row["collective"] == "all_gather" and not row["in_place"] and row["watts"] is not None
+            if usual and row["implementation"] in names:  # the last one is the fastest
+                self.watts[names[row["implementation"]]][row["bytes"]] = row["watts"]
+        self.watts = {name: dict(sorted(points.items())) for name, points in self.watts.items()}
+
+
+class PipelineReadings:
+    """Iterations of a GEMM and the library's collective that overlap, by thread blocks."""
+
+    PAIRS: Mapping[str, tuple[str, str]] = {
+        "cb-ar": ("cb1", "all_reduce"),
+        "mb-ar": ("mb1", "all_reduce"),
+        "cb-a2a": ("cb1", "all_to_all"),
+        "mb-a2a": ("mb1", "all_to_all"),
+    }
+
+    def __init__(self, file: ResultFile) -> None:
+        self._rows: dict[tuple[str, str, bool], dict[int, Row]] = {}
+        for row in sorted(file.rows, key=lambda row: (row["blocks"], row["resident"])):
+            usual = row["implementation"] == "nccl" and not row["in_order"] and row["time_us"] is not None
+            pair = next((n for n, one in self.PAIRS.items() if one == (row["gemm"], row["collective"])), "")
+            if usual and pair:  # the last of a number of blocks asks for no more memory than it needs
+                self._rows.setdefault((pair, row["shape"], row["priority"]), {})[row["blocks"]] = row
+
+    def curve(self, key: str, pair: str, shape: str = "opt1") -> dict[int, float]:
+        """Return a figure of the paper by blocks: ``base``, ``reduction``, ``overlap`` or ``tiles``."""
+        read = functools.partial(self._read, pair)
+        if key == "base":
+            return {n: row["normalised"] for n, row in read(shape, False).items()}
+        if key == "overlap":
+            return {n: row["overlap_rate"] for n, row in read(shape, True).items()}
+        first, second = {
+            "reduction": (read(shape, True), read(shape, False)),
+            "tiles": (read("opt2", True), read("opt1", True)),
+        }[key]
+        ratios = {n: first[n]["time_us"] / second[n]["time_us"] for n in first if n in second}
+        return ratios if key == "tiles" else {n: 100 * (1 - ratio) for n, ratio in ratios.items()}
+
+    def _read(self, pair: str, shape: str, priority: bool) -> dict[int, Row]:
+        return self._rows.get((pair, shape, priority), {})
+
+    def curves(self, key: str) -> dict[str, dict[int, float]]:
+        """Return a figure by pair, without pairs that have none of it."""
+        found = {pair: self.curve(key, pair) for pair in self.PAIRS}
+        return {pair: curve for pair, curve in found.items() if curve}
+
+
+def table_i_times(file: ResultFile) -> dict[str, tuple[float, float]]:
+    """Return microseconds of each GEMM of Table I alone, and the percent that it loses with a fifth of the units."""
+    readings = UnitReadings(file)
+    return {tag: (curve[0], readings.at_share(tag, FIFTH)) for tag, curve in readings.gemms.items() if 0 in curve}
+
+
+Reader = Callable[[ResultFile], Any]
+
+
+def gemm_size(gemm: Gemm) -> str:
+    """Return the size of a GEMM in words."""
+    return f"{gemm.m} x {gemm.n} x {gemm.k}"

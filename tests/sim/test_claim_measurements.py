@@ -1,0 +1,101 @@
+"""``sidelane claims --measured``: every claim of the papers beside our result files, or why there is nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from sidelane.program.collective import Kind
+from sidelane_lab.cli.model import claims
+from sidelane_lab.papers.claim_measurements import FILES, READINGS, REASONS, measure_claim, ratio_of, reason
+from sidelane_lab.papers.claims import published
+from sidelane_lab.papers.measurements import CollectiveReadings, find_results
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+C3 = {"gemm": "cb1", "bytes": 1 << 20, "class": "C-long", "gemm_us": 100.0, "comm_us": 300.0, "correct": True}
+
+
+def write(path: Path, study: str, rows: list[dict[str, Any]], **fields: Any) -> Path:
+    content = {"study": study, "machine": "here", "device": "NVIDIA H200", "ranks": 2, "rows": rows, **fields}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_every_claim_has_a_reading_or_a_reason() -> None:
+    for claim_id in published():
+        patterns = [pattern for pattern in REASONS if re.fullmatch(pattern, claim_id)]
+        assert len(patterns) + (claim_id in READINGS) == 1, claim_id
+    assert reason("DM-PW-04").startswith("watts of prelaunched")
+
+
+def test_prelaunched_calls_are_read_from_their_trigger_on(tmp_path: Path) -> None:
+    usual = {"collective": "all_gather", "in_place": False, "correct": True, "launch": "eager", "bytes": 2 << 20}
+    rows = [
+        {**usual, "implementation": "nccl", "variant": "", "trigger": "call", "launch": "graph", "time_us": 20.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "call", "launch": "graph", "time_us": 30.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "stream", "time_us": 15.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "kernel", "time_us": 10.0},
+        {**usual, "implementation": "dma", "variant": "pcpy", "trigger": "host", "time_us": 1.0},
+    ]
+    file = find_results([write(tmp_path / "prelaunch.json", "prelaunch", rows)], "prelaunch", "prelaunch.json")[0]
+    readings = CollectiveReadings(file)
+    assert readings.gain(Kind.ALL_GATHER, "pcpy", "pcpy+prelaunch", [2 << 20]) == pytest.approx(3)
+    assert readings.behind(Kind.ALL_GATHER, ("pcpy+prelaunch",), [2 << 20]) == pytest.approx(0.5)
+
+
+def test_no_reading_lacks_its_rows_in_our_files() -> None:
+    measured = {claim_id for claim_id in READINGS if measure_claim(claim_id, [RESULTS])}
+    there = {path.name for path in RESULTS.glob("*/*.json")}
+    assert measured == {claim_id for claim_id, reading in READINGS.items() if FILES[reading.study] in there}
+
+
+def test_a_pair_is_read_as_papers_define_it(tmp_path: Path) -> None:
+    rows = [
+        {**C3, "collective": "all_to_all", "strategy": strategy, "time_us": us}
+        for strategy, us in (("serial", 400.0), ("c3_base", 350.0), ("conccl", 320.0))
+    ]
+    file = write(tmp_path / "c3.json", "c3", rows)
+    values = {claim_id: measure_claim(claim_id, [file])[0].value for claim_id in ("C3-ID-01", "CC-03", "CC-04")}
+    assert values["C3-ID-01"] == pytest.approx(400 / 300, rel=1e-3)
+    assert values["CC-03"] == pytest.approx(100 * (400 / 320 - 1) / (400 / 300 - 1), rel=1e-3)
+    assert values["CC-04"] == pytest.approx(400 / 320, rel=1e-3)
+    assert not measure_claim("C3-SP-01", [file]), "no pair ran under c3_sp"
+
+
+def test_wrong_rows_one_rank_and_predictions_do_not_count(tmp_path: Path) -> None:
+    row = {**C3, "collective": "all_to_all", "strategy": "serial", "time_us": 400.0}
+    wrong = write(tmp_path / "a" / "c3.json", "c3", [{**row, "correct": False}])
+    assert not measure_claim("C3-ID-01", [wrong])
+    assert not find_results([write(tmp_path / "b" / "c3.json", "c3", [row], ranks=1)], "c3", "c3.json")
+    assert not find_results([write(tmp_path / "c" / "c3.json", "c3", [row], predicted=True)], "c3", "c3.json")
+    with pytest.raises(ValueError, match="not a result file"):
+        find_results([tmp_path / "nothing.json"], "c3", "c3.json")
+
+
+def test_ratios_are_of_single_numbers() -> None:
+    assert ratio_of(4, 1.0) == 0.25
+    assert ratio_of({"a": 1}, {"a": 1}) is None
+    assert ratio_of(0, 3.0) is None
+
+
+def test_command(tmp_path: Path) -> None:
+    result = CliRunner().invoke(claims, ["--measured", "--results", str(RESULTS), "--json", "-"])
+    assert result.exit_code == 0, result.stderr
+    rows = {row["id"]: row for row in json.loads(result.stdout)}
+    assert set(rows) == set(published())
+    assert all(bool(row["measured"]) != bool(row["why"]) for row in rows.values())
+    machines = [one["machine"] for one in rows["CC-03"]["measured"]]
+    assert machines[0] == "h200x2", "the file with the most pairs comes first"
+
+    shown = CliRunner().invoke(claims, ["--measured", "--results", str(tmp_path)])
+    assert "no c3.json has it" in shown.output
+    assert "measured: 0 of 174" in shown.output
+    refused = CliRunner().invoke(claims, ["--measured", "--no-ranges"])
+    assert refused.exit_code != 0
+    assert "does not go with --measured" in refused.output
