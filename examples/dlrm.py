@@ -170,7 +170,10 @@ def main() -> None:
     rates, losses = {}, {}
     rates["without Sidelane"], losses["without Sidelane"] = train(Unfused(owned), sizes, device)
     with Communicator(device=device) as comm:
-        for name, fused in (("by tables", Tables(comm, owned)), ("by rows", ShardsOfRows(comm, shards))):
+        for name, fused in (
+            ("with whole tables on each rank", Tables(comm, owned)),
+            ("with tables split by rows", ShardsOfRows(comm, shards)),
+        ):
             rates[name], losses[name] = train(fused, sizes, device)
         comm.synchronize()
     wanted = losses.pop("without Sidelane")
@@ -181,7 +184,7 @@ def main() -> None:
         if not gpu:
             print(INTERPRETED)
         for name, (training, inference) in rates.items():
-            print(f"samples a second {name}: {training:.0f} in training, {inference:.0f} in inference")
+            print(f"samples a second, {name}: {training:.0f} in training, {inference:.0f} in inference")
     dist.destroy_process_group()
 
 

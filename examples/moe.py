@@ -174,7 +174,7 @@ def main() -> None:
     if rank == 0:
         if not gpu:
             print(INTERPRETED)
-        print(f"tokens a second: {plain:.0f} by the process group, {fused:.0f} by operators")
+        print(f"tokens a second: {plain:.0f} with torch.distributed, {fused:.0f} with Sidelane's operators")
     dist.destroy_process_group()
 
 

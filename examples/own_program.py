@@ -56,7 +56,7 @@ def main() -> None:
             run()
             comm.synchronize()
         assert inbox.eq((comm.rank - 1) % comm.world_size).all()
-        print(f"rank {comm.rank} of {comm.world_size} on {device}: the bytes of its neighbour are here")
+        print(f"rank {comm.rank} of {comm.world_size} on {device}: the bytes of the rank before it are here")
     dist.destroy_process_group()
 
 

@@ -228,6 +228,14 @@ def test_what_is_missing_is_told_in_a_sentence(module: str) -> None:
     assert error.endswith(errors.how_to_get(module)) and note == f"See {Page.INSTALLATION}"
 
 
+def test_operators_without_triton_name_the_command() -> None:
+    code = "import sys; sys.modules['triton'] = None; from sidelane import ops"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    *_, error, note = ended.stderr.rstrip().splitlines()
+    assert error.startswith("sidelane.errors.UnavailableError: fused operators need Triton")
+    assert error.endswith(errors.how_to_get("triton")) and note == f"See {Page.INSTALLATION}"
+
+
 def test_a_machine_without_anything_optional_still_measures() -> None:
     hidden = ", ".join(map(repr, PACKAGES))
     line = "collective --device cpu --ranks 2 --collective all_gather --variants b2b --max-bytes 1K --iterations 1"

@@ -95,8 +95,17 @@ if not TYPE_CHECKING:  # a type checker reads the imports above, and would take 
             return getattr(import_module("sidelane.session"), name)
         if name in ("ddp", "fsdp"):
             return import_module(f"sidelane.integrations.{name}")
-        if name in ("flight_recorder", "metrics", "ops"):
+        if name in ("flight_recorder", "metrics"):
             return import_module(f"sidelane.{name}")
+        if name == "ops":
+            try:
+                return import_module("sidelane.ops")
+            except ModuleNotFoundError as problem:
+                if problem.name != "triton":
+                    raise
+                from sidelane.errors import missing
+
+                raise missing("fused operators need Triton", "triton", problem) from problem
         if name in _ELSEWHERE:
             return getattr(import_module(_ELSEWHERE[name]), name)
         # Tracebacks then show the nearest of the names below.

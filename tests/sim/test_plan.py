@@ -199,7 +199,7 @@ def test_recomputed_layers_take_their_forward_pass_once_more():
             LARGE,
             (
                 "llama-70b-like does not fit on 8 x NVIDIA H100 SXM (predicted: never run there).",
-                "A GPU needs about 152 of its 80 GB under FSDP2, with layers recomputed.",
+                "Each GPU has 80 GB and needs about 152 GB under FSDP2, with layers recomputed.",
                 "Weights, gradients and Adam take 141 GB, activations 24, gathered layers 11.",
                 "It fits on 32 such GPUs (61 GB a GPU).",
                 "If it did: ",

@@ -68,10 +68,20 @@ def select(
     fastest_us = min(times_us)
     number = next(n for n, (_, us) in enumerate(entries) if us is not None and us <= equal * fastest_us)
     best, best_us = entries.pop(number)
+    assert best_us is not None, "taken by its time"
     others = sorted(entries, key=lambda entry: (entry[1] is None, entry[1] or 0.0))
-    reason = f"{formula(best) if formula else ''}{best_us:.4g} us expected{beside}"
+    reason = f"{formula(best) if formula else ''}{_microseconds(best_us)} expected{beside}"
     if others and (second_us := others[0][1]) is not None:
-        reason += f", next {others[0][0]} {second_us:.4g} us"
-        if best_us is not None and second_us < best_us:
+        reason += f", next {others[0][0]} {_microseconds(second_us)}"
+        if second_us < best_us:
             reason += f" (no faster than by {100 * (equal - 1):.2g}%: the first in order of preference)"
     return Selection(best, reason + (f"; {basis}" if basis else ""), ((best, best_us), *others))
+
+
+def _microseconds(us: float) -> str:
+    """Format a time with four digits, and without an exponent.
+
+    >>> _microseconds(12.3456), _microseconds(13541.2)
+    ('12.35 us', '13541 us')
+    """
+    return f"{us:.4g} us" if us < 9999.5 else f"{us:.0f} us"

@@ -186,7 +186,10 @@ class Session:
         self.rank: int = dist.get_rank(chosen)
         self.world_size: int = dist.get_world_size(chosen)
         if self.world_size > MAX_NODE_RANKS:
-            raise ValueError(f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS})")
+            raise ValueError(
+                f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS}); a process "
+                "group of the backend 'sidelane' may have more, and hands their calls to NCCL or Gloo"
+            )
         try:
             self.device: torch.device = choose_device(device)
             start_observers()

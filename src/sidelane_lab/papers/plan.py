@@ -232,7 +232,7 @@ def answer(
         mesh = ""
         if sharding == HSDP:
             mesh = f", mesh=init_device_mesh('cuda', ({machine.nodes}, {machine.gpus}))"
-        lines.append(f"Write, behind fully_shard(model{mesh}): from sidelane import fsdp; enabled = {CODE[strategy]}")
+        lines.append(f"Write after fully_shard(model{mesh}): from sidelane import fsdp; enabled = {CODE[strategy]}")
     return lines
 
 
@@ -246,7 +246,7 @@ def _memory_words(machine: Machine, step: Step, sharding: str) -> list[str]:
     total, states, activations, gathered = (f"{part / 1e9:.0f}" for part in parts)
     how = f"under {sharding}" + (", with layers recomputed" if step.recomputed else "")
     return [
-        f"A GPU needs about {total} of its {machine.gpu.memory_gb:.0f} GB {how}.",
+        f"Each GPU has {machine.gpu.memory_gb:.0f} GB and needs about {total} GB {how}.",
         f"Weights, gradients and Adam take {states} GB, activations {activations}, gathered layers {gathered}.",
     ]
 

@@ -185,7 +185,7 @@ def main(report: Path, ranks: int | None = None, json: Path | None = None) -> No
     choices = choices_of()
     tables = [overlap_table(data, *percents), choice_table(choices)]
     console.print(tables[0].to_rich())
-    console.print("[bold]5. Nobody has to pick.[/] What a call takes by itself:")
+    console.print("[bold]5. Sidelane chooses.[/] What it takes for an all-gather of each size, by measured times:")
     console.print(tables[1].to_rich())
     page = write(report, proof, [checked_table(checked, count), *tables], pictures, data)
     console.print(f"[bold]6. All of it on one page:[/] {page}   ({time.perf_counter() - began:.0f} s)\n")
