@@ -36,6 +36,7 @@ def test_code_blocks_run_between_two_processes(blocks: list[str], tmp_path: Path
     run_blocks("\n".join(blocks), [], tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [pytest.param(blocks, id=name) for name, blocks in programs() if len(blocks) > 2])
 def test_each_code_block_runs_behind_the_first_one(blocks: list[str], tmp_path: Path) -> None:
     run_blocks(blocks[0] + APART, blocks[1:], tmp_path)

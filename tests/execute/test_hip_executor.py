@@ -14,6 +14,7 @@ import torch
 from cuda_world import programs
 from fake_driver import Stream
 from hip_world import UNITS, HipWorld, StandinDriver, hip_world
+from marks import long
 
 from sidelane.collectives.backend_hip import HipBackend
 from sidelane.errors import PeerTimeoutError, UnavailableError
@@ -31,7 +32,7 @@ from sidelane.program.transform import freeze, hold, prelaunch
 
 
 @pytest.mark.parametrize("peer_writes", [True, False])
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, *map(long, (4, 5, 6, 7)), 8])
 def test_every_builder_moves_the_right_bytes(ranks: int, peer_writes: bool) -> None:
     with hip_world(ranks, peer_writes=peer_writes) as world:
         for seed, program in enumerate(programs(ranks)[:: 1 if ranks < 8 else 5]):

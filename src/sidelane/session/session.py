@@ -190,6 +190,9 @@ class Session:
                 f"Communicator: ranks of the group (value={self.world_size}, allowed=1..{MAX_NODE_RANKS}); a process "
                 "group of the backend 'sidelane' may have more, and hands their calls to NCCL or Gloo"
             )
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
+        # Numbered before anything can fail on one rank, so that a failed attempt counts on all of them.
+        self.name: str = f"communicator {next(_numbers[self.ranks])} of ranks {list(self.ranks)}"
         try:
             self.device: torch.device = choose_device(device)
             start_observers()
@@ -200,8 +203,6 @@ class Session:
             Exchange(chosen, DEFAULT_TIMEOUT_S).refuse(error)
             raise
         self._group = chosen
-        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(chosen))
-        self.name = f"communicator {next(_numbers[self.ranks])} of ranks {list(self.ranks)}"
         self._making = forks.Turn(lambda: ("Session.lane", "the making of a lane"))
         self._lanes: list[Lane] = []
         self._closed = False
