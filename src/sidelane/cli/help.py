@@ -59,7 +59,7 @@ LOOK, PREDICT, MEASURE, CHOOSE, LABORATORY = HEADINGS = (
     "Predict (and collective, c3 with --machine)",
     "Measure",
     "Choose",
-    "Laboratory (studies behind the published results, and what the model is held against)",
+    "Laboratory (studies behind the published results, and checks of the model)",
 )
 """Headings of commands: those for users come first."""
 ENTRY_POINTS = "sidelane.commands"

@@ -9,7 +9,7 @@ from sidelane_lab.harness.options import StudyOptions, count, names, study_comma
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmOptions(StudyOptions):
-    """Time the GEMMs of language models alone, which predictions are held against.
+    """Time the GEMMs of language models alone, for predictions to be compared with.
 
     `sidelane claims --machine` compares them with what the machine's description predicts.
     """

@@ -79,7 +79,7 @@ def claims(
     ranges: bool | None,
     measured: bool,
 ) -> None:
-    """Hold predictions against every figure that papers publish, or against your measurements.
+    """Compare predictions with every figure that papers publish, or with your measurements.
 
     The exit code is 1 if a claim has no role, or if a number was fitted to a held-out claim. Wrong predictions are
     shown, not punished.
