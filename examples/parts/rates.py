@@ -1,4 +1,4 @@
-"""What the examples say before rates that were measured on CPU ranks."""
+"""The note that examples print before rates that were measured on CPU ranks."""
 
 ON_CPUS = "CPU ranks: these rates show that the program runs. Only GPUs show which way is faster."
 INTERPRETED = (

@@ -126,7 +126,7 @@ def fused(group: dist.ProcessGroup) -> int:
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:
-    """What a deterministic communicator and group refuse, and what they still do."""
+    """Calls that a deterministic communicator and group refuse, and calls that they still make."""
     texts: list[str] = []
 
     def refused(call: Callable[[], object]) -> None:

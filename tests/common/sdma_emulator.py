@@ -45,7 +45,7 @@ class PollTimeoutError(TimeoutError):
 
 
 class Memory:
-    """What engines can address: regions of host memory at addresses of one's own choice."""
+    """Memory that engines can address: regions of host memory at addresses of one's own choice."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -81,7 +81,7 @@ class Actor(Protocol):
         ...
 
     def blocked_at(self) -> str:
-        """What it waits for."""
+        """Return the poll for which the queue waits, in words."""
         ...
 
 
@@ -104,7 +104,7 @@ class Engine:
         return self.place == len(self.words) and not self.flying
 
     def append(self, data: bytes) -> None:
-        """What is submitted later, behind everything so far."""
+        """Append packets that are submitted later, behind everything so far."""
         self.words += struct.unpack(f"<{len(data) // 4}I", data)
 
     def step(self) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks execute in the tests of metrics, traces and the flight recorder on GPUs (``test_device_observed``)."""
+"""Functions that ranks execute in the tests of metrics, traces and the recorder on GPUs (``test_device_observed``)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ SUM = Reduction(ReduceOp.SUM, "int32")
 
 
 def collectives(n: int, draw: random.Random) -> Iterator[Collective]:
-    """Of every kind, in place where that exists; sizes that swaps can take, and odd ones."""
+    """Yield programs of every kind, in place where that exists, of sizes that swaps can take and of odd ones."""
     uneven = [17 * rank + draw.randrange(3) * 500 for rank in range(n)]
     for in_place in (False, True):
         yield all_gather(uneven, in_place=in_place)

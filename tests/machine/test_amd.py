@@ -1,4 +1,4 @@
-"""What is found out about AMD GPUs: torch for ROCm, the kernel's topology and amdsmi are made up."""
+"""The inventory of AMD GPUs: torch for ROCm, the kernel's topology and amdsmi are made up."""
 
 from __future__ import annotations
 

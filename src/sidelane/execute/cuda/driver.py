@@ -2,6 +2,8 @@
 
 Every call that an invocation repeats is prepared once as a :class:`Bound`, a function with its arguments; running it
 takes only the driver's own time. Handles and addresses are plain integers everywhere outside of this file.
+
+Over 400 lines, since it has a method for each call of the driver, and another vendor's driver replaces it as a whole.
 """
 
 from __future__ import annotations

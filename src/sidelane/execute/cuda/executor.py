@@ -48,8 +48,9 @@ class CudaExecutor(CudaSite):
         """
         self.check_open("load")
         if program.engines_add:
-            raise UnavailableError(f"no GPU's copy engines add (value={program.variant!r}); CPU ranks and sidelane's "
-                                   "simulator run such programs")  # fmt: skip
+            raise UnavailableError(
+                f"no GPU's copy engines add (value={program.variant!r}); CPU ranks and the simulator run such programs"
+            )
         known: CudaProgram | None = None if captured else self.programs.find(program, addresses)
         if known is not None:
             return known.at(addresses)

@@ -249,7 +249,8 @@ class ExportedMemory:
             found = opened.get((self._driver.index, handle, name))
             if found is None:
                 try:
-                    if handle.startswith(PREFIX) and self._virtual is not None:
+                    if handle.startswith(PREFIX):
+                        assert self._virtual is not None, "ranks of one machine export spans alike, or none does"
                         found = open_span(self._virtual, handle)
                     else:
                         found = OpenedAllocation(self._driver, self._driver.open_exported(bytes.fromhex(handle)))

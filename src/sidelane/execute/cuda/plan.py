@@ -1,4 +1,7 @@
-"""Planner: it lowers one rank's queues to calls on streams. ``calls`` describes the result."""
+"""Planner: it lowers one rank's queues to calls on streams. ``calls`` describes the result.
+
+Over 400 lines, since its steps share the state of one plan.
+"""
 
 from __future__ import annotations
 

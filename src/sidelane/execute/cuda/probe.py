@@ -163,6 +163,16 @@ def probe(
     return dataclasses.replace(features, peer_writes=not first, note=features.note or first)
 
 
+def becomes_idle(driver: Driver, stream: int) -> bool:
+    """Wait until all work of a stream has ended. Return False if that takes longer than 5 s."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not driver.is_idle(stream):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-4)
+    return True
+
+
 def _copies_in_one_call(driver: Driver) -> bool:
     """Return True if the driver accepts a batch of copies, and the bytes arrive."""
     address, words = driver.device_words(4)
@@ -173,12 +183,7 @@ def _copies_in_one_call(driver: Driver) -> bool:
     try:
         copies = [(address + 8, address, _WORD_BYTES), (address + 12, address + 4, _WORD_BYTES)]
         driver.submit([driver.bind_copies(copies, stream)])
-        deadline = time.monotonic() + _PATIENCE_S
-        while not driver.is_idle(stream):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-4)
-        return bool(words.tolist() == [1, 2, 1, 2])
+        return becomes_idle(driver, stream) and bool(words.tolist() == [1, 2, 1, 2])
     except (
         AttributeError,
         DriverError,
@@ -204,12 +209,9 @@ def _write(driver: Driver, writes: list[tuple[int, int]], *, wait_for: int | Non
         if wait_for is not None:
             ops.wait(wait_for, 1, equal=True)
         driver.submit([driver.bind_memory_ops(ops, stream)])
-        deadline = time.monotonic() + _PATIENCE_S
-        while not driver.is_idle(stream):
-            if time.monotonic() > deadline:
-                return f"stream memory operations did not finish within {_PATIENCE_S:g} s"
-            time.sleep(1e-4)
-        return ""
+        if becomes_idle(driver, stream):
+            return ""
+        return f"stream memory operations did not finish within {_PATIENCE_S:g} s"
     except DriverError as error:
         return str(error)
     finally:

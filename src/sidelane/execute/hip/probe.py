@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import torch
 
 from sidelane.execute.cuda.driver import Driver, DriverError
-from sidelane.execute.cuda.probe import DriverFeatures
+from sidelane.execute.cuda.probe import DriverFeatures, becomes_idle
 from sidelane.memory.exchange import Exchange
 
-_PATIENCE_S = 5.0
 _MARK = 7
 
 
@@ -42,12 +40,12 @@ def graph_problem(driver: Driver) -> str:
             ops.write(words.address, _MARK)
             graph = driver.make_graph([driver.bind_memory_ops(ops, stream)], stream)
             try:
-                if not _becomes_idle(driver, stream) or words.array[0] == _MARK:
+                if not becomes_idle(driver, stream) or words.array[0] == _MARK:
                     return "graphs: this HIP runtime runs a stream's memory operations while it is captured"
                 for _ in range(2):
                     words.array[0] = 0
                     driver.submit([driver.bind_graph(graph, stream)])
-                    if not _becomes_idle(driver, stream) or words.array[0] != _MARK:
+                    if not becomes_idle(driver, stream) or words.array[0] != _MARK:
                         return "graphs: this HIP runtime does not run a captured memory operation"
             finally:
                 driver.destroy_graph(graph)
@@ -56,12 +54,3 @@ def graph_problem(driver: Driver) -> str:
         return f"graphs: {error}"
     finally:
         driver.destroy_stream(stream)
-
-
-def _becomes_idle(driver: Driver, stream: int) -> bool:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not driver.is_idle(stream):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-4)
-    return True

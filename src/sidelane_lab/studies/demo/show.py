@@ -39,7 +39,7 @@ CHOICE_BYTES = (64 << 10, 16 << 20, 1 << 30)
 CHOICE_MACHINE = "h200x4"
 NEXT = (
     ("sidelane c3 --machine mi300x8", "every pair of the paper's study, predicted; --report FOLDER draws it"),
-    ("sidelane explain all_gather 16M --machine h200x4", "what one call would do, command by command"),
+    ("sidelane explain all_gather 16M --machine h200x4 --commands", "what one call would do, command by command"),
     ("torchrun --nproc-per-node 2 examples/own_program.py", "a program of your own, proved and run (in a checkout)"),
 )
 OVERLAP_NOTE = (
