@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fused_ops import DTYPES, Calls, Draws, check_all, check_close, communicator
 
 from sidelane import Communicator, ops
+from sidelane.ops import unfused
 
 
 def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Few rows and many, owners that have none; by copy engines and unfused."""
-    with communicator(group) as comm:
+    """Few rows and many, owners that have none; by copy engines and unfused, with a buffer and without."""
+    with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
+        patch.setattr(unfused, "MOST_SHAPES", 2)
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -40,16 +43,16 @@ def reductions_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> 
             )
             draws.late()
             found = [plain(comm, x, weight).clone(), split(comm, x, weight, pieces=1 + number % 3).clone()]
-            if number < 2:
-                found.append(plain(comm, x, weight, method="unfused"))
+            found.append(plain(comm, x, weight, method="unfused").clone())
             kept += [(result / scale, expected / scale) for result in found]
         check_all(comm, kept, scale=1.0)
     return calls
 
 
 def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int:
-    """Few rows and many; by copy engines in pieces and unfused."""
-    with communicator(group) as comm:
+    """Few rows and many; by copy engines in pieces and unfused, with a buffer and without."""
+    with pytest.MonkeyPatch.context() as patch, communicator(group) as comm:
+        patch.setattr(unfused, "MOST_SHAPES", 2)
         n, rank, device = comm.world_size, comm.rank, comm.device
         draws = Draws(seed, rank)
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -67,9 +70,9 @@ def gathers_back_to_back(group: dist.ProcessGroup, seed: int, calls: int) -> int
             found.append(ops.split_all_gather_gemm(comm, x, weight, pieces=1 + number % 3))
             gathered = [x.new_empty(n * rows, depth) for _ in range(2)]
             found.append(ops.all_gather_gemm(comm, x, weight.T.contiguous().T, gathered=gathered[0]))
-            if number < 2:
-                found.append(ops.all_gather_gemm(comm, x, weight, method="unfused", gathered=gathered[1]))
-            for each in gathered[: len(found) - 2]:
+            found.append(ops.all_gather_gemm(comm, x, weight, method="unfused"))
+            found.append(ops.all_gather_gemm(comm, x, weight, method="unfused", gathered=gathered[1]))
+            for each in gathered:
                 assert torch.equal(each.cpu(), torch.cat(xs).cpu())
             kept += [(result, expected) for result in found]
         check_all(comm, kept)

@@ -17,8 +17,8 @@ import itertools
 
 import torch
 
-from sidelane.choice.fused import SPLIT
-from sidelane.ops import reference
+from sidelane.choice.fused import SPLIT, UNFUSED
+from sidelane.ops import reference, unfused
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
@@ -113,12 +113,20 @@ def all_gather_gemm(
                     f"{NAME}: shape, dtype, device, contiguity of gathered (value={given}, allowed={allowed})"
                 )
         sizes, dtype = (*x.shape, weight.shape[0]), weight.dtype
-        return OperatorCall((*sizes, dtype), sizes, dtype.itemsize, {SPLIT: lambda pieces: _handle(comm, x, pieces)})
+
+        def alone(pieces: int) -> None:
+            if gathered is None:
+                unfused.prepare_unfused(comm, NAME, comm.world_size * x.shape[0], x.shape[1], dtype)
+
+        make = {SPLIT: lambda pieces: _handle(comm, x, pieces), UNFUSED: alone}
+        return OperatorCall((*sizes, dtype), sizes, dtype.itemsize, make)
 
     found, handle, _ = prepare(comm, NAME, method, question_of(comm, (NAME, method), x, weight, gathered), check)
     if found.name == SPLIT:
         parts: SplitAllGatherGemm = handle
         return parts(x, weight, gathered)
+    if gathered is None:
+        return unfused.all_gather_gemm(comm, x, weight)
     return reference.all_gather_gemm(comm, x, weight, gathered=gathered)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import torch
 
-from sidelane.choice.fused import SPLIT
-from sidelane.ops import reference
+from sidelane.choice.fused import SPLIT, UNFUSED
+from sidelane.ops import unfused
 from sidelane.ops.auto import AUTO, OperatorCall, prepare, question_of, refuse_split
 from sidelane.ops.buffer_turn import in_turn
 from sidelane.ops.handle import kept, telling_refusals
@@ -137,13 +137,17 @@ def _reduced(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, method: 
             handle.make(pieces or DEFAULT_PIECES)
             return handle
 
-        return OperatorCall((name, rows, columns, dtype), (rows, depth, columns), dtype.itemsize, {SPLIT: split})
+        def alone(pieces: int) -> None:
+            unfused.prepare_unfused(comm, name, rows, columns, dtype)
+
+        make = {SPLIT: split, UNFUSED: alone}
+        return OperatorCall((name, rows, columns, dtype), (rows, depth, columns), dtype.itemsize, make)
 
     found, handle, _ = prepare(comm, name, method, question_of(comm, (name, method), x, weight), check)
     if found.name == SPLIT:
         parts: SplitGemmReduce = handle
         return parts(x, weight, found.pieces or DEFAULT_PIECES)
-    return (reference.gemm_all_reduce if gathers else reference.gemm_reduce_scatter)(comm, x, weight)
+    return (unfused.gemm_all_reduce if gathers else unfused.gemm_reduce_scatter)(comm, x, weight)
 
 
 def _split(comm: Communicator, x: torch.Tensor, weight: torch.Tensor, pieces: int, *, gathers: bool) -> torch.Tensor:
