@@ -70,7 +70,7 @@ def slices_by_bytes() -> Iterator[None]:
 def set_slice_bytes(draws: Draws, batch: int, dim: int, dtype: torch.dtype, ranks: int) -> None:
     """Let slices have a sample of a table, all samples of one or of two, or those of all tables."""
     of_a_table = -(-batch // ranks) * dim * dtype.itemsize
-    embedding.SLICE_BYTES = draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20))
+    embedding.SLICE_BYTES = (draws.sizes.choice((1, of_a_table, 2 * of_a_table, 1 << 20)),) * 2
 
 
 def forward_back_to_back(

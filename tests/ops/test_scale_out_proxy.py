@@ -9,11 +9,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidelane.errors import PeerError, PeerTimeoutError
 from sidelane.ops.scale_out.connections import FarConnections, Gone, Header
@@ -29,7 +31,7 @@ from sidelane.ops.scale_out.ring import (
     TAIL,
     HostRing,
 )
-from sidelane.ops.scale_out.transport import WINDOW, SliceTransport, SocketTransport
+from sidelane.ops.scale_out.transport import WINDOW, SliceTransport, SocketTransport, _Staging
 from sidelane.program.wraparound import as_int32
 
 CPU = torch.device("cpu")
@@ -360,6 +362,42 @@ def test_failures_with_transfers_under_way(how: str) -> None:
             assert len(first.errors[0].ranks) == 1
         if how in ("late", "closes", "send breaks"):
             assert isinstance(first.errors[0], PeerTimeoutError)
+
+
+def test_what_copies_rows_that_lie_apart_is_loaded_ahead() -> None:
+    """Even if the rows that the operator shows do not lie apart: those of ranks with fewer tables do."""
+    copied: list[bool] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                copied.append(args[0].is_contiguous())
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        transport = SocketTransport.__new__(SocketTransport)
+        transport._staging = _Staging()
+        transport.make_ready(torch.zeros(2, 4))
+    assert False in copied
+
+
+def test_a_proxy_that_is_stuck_is_noticed_by_its_rank() -> None:
+    """Its threads may be in a call of the driver that does not return: the rank looks at the time, too."""
+    stuck = threading.Event()
+
+    def ends(key: Key) -> bool:
+        stuck.wait()
+        return False
+
+    with ranks(2, timeout_s=0.5, late=Late(ends)) as (first, second):
+        try:
+            for one in (first, second):
+                one.begin(1), one.open(1)
+                one.put(1, 1 - one.rank, 0, 0, 0, 1, COLUMNS)
+            wait_for(lambda: second.proxy.watch() or bool(second.errors))
+            assert isinstance(second.errors[0], PeerTimeoutError)
+        finally:
+            stuck.set()
 
 
 def test_a_full_ring_holds_its_kernel_back() -> None:

@@ -65,9 +65,13 @@ from sidelane.ops.handle import check_choice, kept, power_of_two, programs_of, t
 from sidelane.ops.scale_out.device import finish_acq_rel, near_of, open_release, send_release
 from sidelane.ops.scale_out.ranks import FarKernel, ScaleOut
 
-SLICE_BYTES = 1 << 20
-"""Largest number of bytes of a slice unless the caller sets its samples. Its transfer takes longer than the work of the
-hosts for it (docs/internals/scale-out.md), and the first one still leaves early where there is much to send."""
+SLICE_BYTES = 1 << 20, 8 << 20
+"""Least and largest number of bytes of a slice unless the caller sets its samples; one that all samples of all tables
+for a rank lie below is smaller. A transfer of the least takes longer than the work of the hosts for it."""
+
+SLICES = 8
+"""Number of slices that the bytes for a rank are cut into, between these bounds: the first one leaves early, and each
+is long enough for the network to be at its full rate (docs/internals/scale-out.md)."""
 
 READY, DONE = range(2)
 """Numbers of flags within the node; also of counters: first program, last program. Those of slices follow."""
@@ -81,8 +85,8 @@ class EmbeddingAcrossNodes:
         tables: see ``ops.EmbeddingAllToAll``.
         batch: number of samples of all ranks, one for each and more.
         mode: ``sum`` or ``mean``.
-        slice_bags: number of samples of a slice of one table; None for slices of up to ``SLICE_BYTES``, of several
-            tables where one has less.
+        slice_bags: number of samples of a slice of one table; None for an eighth of what a rank gets, 1 to 8 MiB, of
+            several tables where one has less.
 
     Attributes:
         slice_bags, slice_tables: number of samples and of tables of a slice.
@@ -111,7 +115,7 @@ class EmbeddingAcrossNodes:
         self.ranks, self.mode = ranks, mode
         self.tables = EmbeddingTables.kept(comm, tables, batch)
         counts, samples, dim, dtype = self.tables.counts, self.tables.samples, self.tables.dim, self.tables.dtype
-        self.slice_bags, self.slice_tables = slice_of(samples[0], dim * dtype.itemsize, slice_bags)
+        self.slice_bags, self.slice_tables = slice_of(samples[0], max(counts), dim * dtype.itemsize, slice_bags)
         self._slices = -(-samples[0] // self.slice_bags)  # of a table, for one rank
         device, own = ranks.device, len(tables)
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
@@ -185,17 +189,25 @@ class EmbeddingAcrossNodes:
         return output
 
 
-def slice_of(samples: int, row_bytes: int, slice_bags: int | None = None) -> tuple[int, int]:
+def slice_of(samples: int, tables: int, row_bytes: int, slice_bags: int | None = None) -> tuple[int, int]:
     """Return the number of samples and of tables of a slice: samples that the caller set, of one table, or as many as
-    ``SLICE_BYTES`` hold, first samples and then tables.
+    an eighth of the bytes for a rank holds (``SLICE_BYTES`` bound it), first samples and then tables.
 
-    >>> slice_of(2048, 1024), slice_of(64, 1024), slice_of(64, 1024, 16)
-    ((1024, 1), (64, 16), (16, 1))
+    Args:
+        samples: largest number of samples of a rank.
+        tables: largest number of tables of a rank.
+        row_bytes: bytes of a sample of a table.
+        slice_bags: samples that the caller set, if any.
+
+    >>> slice_of(2048, 64, 512), slice_of(2048, 4, 1024), slice_of(64, 32, 1024), slice_of(64, 4, 1024, 16)
+    ((2048, 8), (1024, 1), (64, 16), (16, 1))
     """
     if slice_bags:
         return min(samples, slice_bags), 1
-    bags = min(samples, max(1, SLICE_BYTES // row_bytes))
-    return bags, max(1, SLICE_BYTES // (row_bytes * bags))
+    least, most = SLICE_BYTES
+    nbytes = max(least, min(most, samples * tables * row_bytes // SLICES))
+    bags = min(samples, max(1, nbytes // row_bytes))
+    return bags, max(1, nbytes // (row_bytes * bags))
 
 
 def embedding_all_to_all(

@@ -87,7 +87,7 @@ class BackwardAcrossNodes:
             self._order = lasting(device, lambda: torch.tensor(ranks.order, dtype=torch.int32, device=device))
         self._warps, self._rows_at_a_time = threads_of(dim, dtype.itemsize)
         self._programs = programs_of(comm, max(counts) * max(samples), max(1, UNIT_WARPS // self._warps))
-        self._slice_bags, self._slice_tables = slice_of(samples[0], dim * dtype.itemsize)
+        self._slice_bags, self._slice_tables = slice_of(samples[0], max(counts), dim * dtype.itemsize)
         slices = -(-own // self._slice_bags)
         with telling_refusals(comm, NAME):
             self._counters = lasting(

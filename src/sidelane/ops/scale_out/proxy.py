@@ -294,7 +294,7 @@ class Proxy:
         now = time.monotonic()
         if len(self._threads) > 1 and threading.current_thread() is self._threads[1] and now > self._watched + STEP_S:
             self._watched = now
-            self._watch(now)
+            self.watch()
         return self._stop.is_set() or self.failure is not None
 
     # --- the sending thread -------------------------------------------------------------------------------------------
@@ -478,8 +478,11 @@ class Proxy:
         if far not in self._closed:
             self.fail(PeerError(f"scale-out: rank {far} died: its connection with rank {self._rank} ended", (far,)))
 
-    def _watch(self, now: float) -> None:
-        """End a call whose peers have closed, or do not come in time."""
+    def watch(self) -> None:
+        """End a call whose peers have closed, or do not come in time. Any thread may look: those of the proxy may be in
+        a call of the driver that does not return.
+        """
+        now = time.monotonic()
         for call in list(self._calls.values()):
             if not call.is_open and call.since is None:
                 continue

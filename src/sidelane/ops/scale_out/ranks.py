@@ -218,6 +218,7 @@ class ScaleOut:
         waits for the proxy could hold up the proxy's own commands, and so could the loading of another kernel.
         """
         while not (call.over.wait(_STEP_S) or self._is_closed or self._proxy.failure is not None):
+            self._proxy.watch()
             if self.device.type == "cuda":
                 backend: Any = self.near.lane.backend
                 if backend.executor.watch.failure is not None:
