@@ -11,15 +11,19 @@ import torch.distributed as dist
 from ranks import RankPool
 
 from sidelane import Communicator, Config
+from sidelane.c3.strategies import named
+from sidelane.c3.workload import parse_workload
 from sidelane.errors import UnavailableError
 from sidelane.program.collective import Kind
 from sidelane_lab.baselines.baselines_cpu import Gloo
-from sidelane_lab.baselines.candidate import Tensors
+from sidelane_lab.baselines.candidate import ReadyCall, Tensors, candidates_of
 from sidelane_lab.baselines.reference import Case
 from sidelane_lab.baselines.roster import OwnDma, Roster
 from sidelane_lab.harness import running
 from sidelane_lab.harness.measure import Meter
+from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.studies.power.meter import Recorder
+from sidelane_lab.studies.power.pairs import PairPower
 from sidelane_lab.studies.power.rows import PowerRow
 from sidelane_lab.studies.power.study import LARGEST, PowerBench, PowerOptions, ReducedInput, calls_between
 
@@ -125,6 +129,41 @@ def test_what_is_drawn_is_what_is_reported(pool: RankPool) -> None:
     assert "output bytes are wrong" in wrong.note
     assert (refused.implementation, refused.correct, refused.watts) == ("nccl_ce", None, None)
     assert "not today" in refused.note
+
+
+def power_of_a_pair(group: dist.ProcessGroup) -> tuple[dict[str, tuple[float, float]], dict[str, float | None]]:
+    """A pair under two strategies and one that is refused: watts and energy, and the times."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sensor = MadeUp(rank)
+    library = Drawing(group, sensor)
+    workload = parse_workload("32x32x32_1K", Kind.ALL_GATHER, "float32")
+    roster = Roster(Meter(CPU, group=group), {"gloo": library})
+    case = Case(workload.collective, workload.nbytes, torch.float32, rank, ranks, CPU)
+    roster.reserve_for([case], lambda text: None)
+    run = ReadyCall(candidates_of(library, case.kind)[0], case, library)
+    power = PairPower(roster.meter, Recorder(sensor, interval_s=0.001), 0.4)
+    try:
+        outcome = run_workload(
+            workload,
+            [run],
+            Instruments(roster.meter, warmup=0, repeats=1),
+            device=CPU,
+            strategies=tuple(map(named, ("serial", "c3_sp", "c3_rp"))),
+            on_launch=power.measure,
+        )
+    finally:
+        power.close()
+    return power.found, {result.strategy: result.time_us for result in outcome.results}
+
+
+def test_a_pair_draws_power_under_each_strategy_that_ran(pool: RankPool) -> None:
+    results = pool.run(power_of_a_pair, 2)
+    assert results[0][0] == results[1][0], "every rank finds the same"
+    found, times = results[0]
+    assert set(found) == {"serial", "c3_sp"} and times["c3_rp"] is None
+    for watts, energy_mj in found.values():
+        assert watts == pytest.approx(IDLE_W + 205, rel=0.05)
+        assert energy_mj > 0
 
 
 class Adding(Gloo):

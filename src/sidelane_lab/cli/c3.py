@@ -204,6 +204,14 @@ class C3Options(PairOptions):
     third: bool = option(
         "--third", False, "Next to a third kernel, too, in each order of launches. Measured pairs.", is_flag=True
     )
+    energy_s: float | None = option(
+        "--energy",
+        None,
+        "Run each strategy for so many seconds more, and read the GPUs' energy counters: mean watts, and energy of a "
+        "run of the pair. Measured pairs.",
+        type=float,
+        metavar="SECONDS",
+    )
     resume: bool = option(
         "--resume", False, "Keep what --json has; measure pairs that lack a strategy there.", group=HOW, is_flag=True
     )

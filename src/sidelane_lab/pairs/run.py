@@ -240,6 +240,7 @@ def run_workload(
     device_name: str = "",
     known: Isolated | None = None,
     on_trace: Callable[[str, Trace], None] | None = None,
+    on_launch: Callable[[str, Callable[[], None], float], None] | None = None,
 ) -> PairOutcome:
     """Measure a pair under every strategy. Collective: all ranks call it with the same arguments.
 
@@ -259,6 +260,8 @@ def run_workload(
         known: what was.
         on_trace: gets, for every strategy in its best configuration, when both ran in a run of its own. Every rank's
             is called in the same order.
+        on_launch: gets, for every strategy in its best configuration, what launches the pair, and its time in
+            microseconds. Every rank's is called in the same order.
     """
     seeds = iter(range(seed + 1, seed + 1_000_000))
     strategies = all_strategies() if strategies is None else strategies
@@ -308,8 +311,13 @@ def run_workload(
         failures = {**failed_alone, **failed_together, **refused}
         hidden = hidden_shares(device_name)
         outcome = judge(workload, collectives, strategies, times, failures, unavailable or {}, hidden, tried, known)
+        by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
+        if on_launch is not None:
+            for result in outcome.results:
+                if result.time_us is not None:
+                    again = pairs.launch(by_name[result.strategy], by_label[result.label], result.units)
+                    on_launch(result.strategy, again, result.time_us)
         if on_trace is not None:
-            by_label, by_name = {run.label: run for run in collectives}, {one.name: one for one in strategies}
             for result in outcome.results:
                 if result.time_us is not None:
                     traced = Traced(gemm, by_label[result.label], on_cpu=device.type == "cpu")

@@ -61,6 +61,8 @@ class C3Row(PairRow):
         orders: times of the pair and a third kernel by the order of their launches, as ``gemm > small gemm >
             all_gather 1234.5, ...`` (``pairs.thirds``), in the first row of a pair; empty in files without this key.
         bound: what limits the GEMM: compute or memory, by the loss of units; empty in files without this key.
+        watts: mean power of a GPU while the pair runs again and again (``--energy``); None where nobody asked.
+        energy_mj: energy of all GPUs for one run of the pair; None where nobody asked.
     """
 
     renamed: ClassVar[dict[str, str]] = {"c3_class": "class"}
@@ -84,6 +86,8 @@ class C3Row(PairRow):
     sweep: str = ""
     orders: str = ""
     bound: str = ""
+    watts: float | None = None
+    energy_mj: float | None = None
 
 
 TOGETHER_COLUMNS: Mapping[str, Cell] = {
@@ -98,6 +102,7 @@ C3_COLUMNS: Mapping[str, Cell] = {
     "% of papers'\nideal": "percent_of_ideal_nccl:.0f",
     "<correct": "correct",
 }
+ENERGY_COLUMNS: Mapping[str, Cell] = {"W": "watts", "energy\nmJ": "energy_mj"}
 
 
 def _strategy(picked: Collection[str], row: C3Row, group: Sequence[C3Row]) -> str:
@@ -129,6 +134,8 @@ def c3_tables(rows: Sequence[C3Row]) -> list[Table]:
         # The row of auto repeats that of the strategy that it picked, which says so.
         shown, picked = [row for row in same if not row.chosen], {row.chosen for row in same}
         columns = {"<strategy": functools.partial(_strategy, picked), **C3_COLUMNS}
+        if any(row.watts is not None for row in shown):
+            columns |= ENERGY_COLUMNS
         title = f"{pair_words(first)}: {first.c3_class}, {alone_words(first)}"
         notes = notes_of([(row.strategy, row.note) for row in same])
         tables.append(table_of(title, shown, columns, value=lost_percent, noted=lambda row: False, notes=notes))

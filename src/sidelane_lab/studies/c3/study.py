@@ -19,15 +19,17 @@ from sidelane.c3.strategies import strategies as all_strategies
 from sidelane.c3.strategy import LIBRARY, percent_of_ideal
 from sidelane.c3.workload import Bound, ComputeKind, Gemm, Workload, parse_workload
 from sidelane.choice.candidate import DMA, SM
-from sidelane.cli.launch import Rank, choose_target
+from sidelane.cli.launch import LaunchTarget, Rank, choose_target
 from sidelane.collectives.plan import AUTO
 from sidelane.errors import UnavailableError
+from sidelane.machine import local
 from sidelane.machine.inventory import machine_name
-from sidelane.program.collective import Kind
+from sidelane.program.collective import REDUCING, Kind
 from sidelane_lab.baselines.candidate import ReadyCall, candidates_of
 from sidelane_lab.baselines.reference import Case, rounded_bytes
 from sidelane_lab.baselines.roster import OTHER_CALLS, Roster, check_asked, make_roster
 from sidelane_lab.cli.c3 import C3Options, Key
+from sidelane_lab.cli.collectives import SETTLE_S
 from sidelane_lab.harness.running import Sender, rows_there, run_study
 from sidelane_lab.harness.study import Results, Study
 from sidelane_lab.machines.load import machine_names
@@ -39,6 +41,8 @@ from sidelane_lab.pairs.run import Instruments, run_workload
 from sidelane_lab.pairs.thirds import orders_of
 from sidelane_lab.studies.c3.pictures import draw_pairs, traced, write_trace
 from sidelane_lab.studies.c3.rows import C3Row, c3_tables, too_few_cores
+from sidelane_lab.studies.power.meter import Recorder
+from sidelane_lab.studies.power.pairs import PairPower
 
 NO_OWN_PARTS = dict.fromkeys(OTHER_CALLS, "only an all-to-all copies inside a GPU what this one does without")
 
@@ -59,11 +63,29 @@ def main(options: C3Options) -> Results | None:
         with_auto=True,
         with_others=True,
     )
+    if options.energy_s is not None:
+        check_energy(options.energy_s, options.collectives, place)
     known = rows_there(STUDY, options.json, place) if options.resume else ()
     done = frozenset(key_of_row(row) for row in known if not row.note.startswith(NOT_RUN))
     options = dataclasses.replace(options, known=isolated_here(options), done=done)
     further = None if options.timeline is None else functools.partial(traced, options.timeline)
     return run_study(STUDY, options, known=known, further=further)
+
+
+def check_energy(seconds: float, kinds: Sequence[Kind], place: LaunchTarget) -> None:
+    """Refuse to measure energy where no counter tells it, and for sums, whose values would overflow.
+
+    Raises:
+        ValueError: too short a time, or a collective that adds values up.
+        UnavailableError: CPU processes, or GPUs without counters.
+    """
+    if seconds <= 2 * SETTLE_S:
+        raise ValueError(f"c3: --energy (value={seconds:g}, allowed=more than {2 * SETTLE_S:g} seconds)")
+    if sums := [str(kind) for kind in kinds if kind in REDUCING]:
+        raise ValueError(f"c3: collectives with --energy (value={', '.join(sums)}, allowed=those that only move bytes)")
+    problem = "needs GPUs, and here ranks are CPU processes" if place.on_cpu else local.power_problem()
+    if problem is not None:
+        raise UnavailableError(f"c3 --energy: {problem} (sidelane power --gemm cb1 --machine h200x2 predicts instead)")
 
 
 def isolated_here(options: C3Options) -> Isolated | None:
@@ -107,6 +129,10 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
     instruments = Instruments(roster.meter, options.warmup, options.repeats)
     lanes = Lanes.on(rank.device)
     partitions, no_partitions = DevicePartitions.on(rank.device)
+    power = None
+    if options.energy_s is not None:
+        sensor = local.power_sensor(rank.device.index)
+        power = PairPower(roster.meter, Recorder(sensor), options.energy_s)
     device_name = "" if on_cpu else torch.cuda.get_device_name(rank.device)
 
     def over(left: Sequence[tuple[Workload, Case]]) -> None:
@@ -117,6 +143,8 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
         sender.step(workload.name)
         runs = list(_runs(roster, case, options))
         memory_bound = is_bound_by_memory(workload.gemm, options.known, device_name, rank.world_size)
+        if power is not None:
+            power.found.clear()
         outcome = run_workload(
             workload,
             runs,
@@ -134,16 +162,27 @@ def _measure(rank: Rank, options: C3Options, sender: Sender) -> Iterator[C3Row]:
             on_trace=None
             if options.timeline is None
             else functools.partial(write_trace, options.timeline, workload, roster.meter, rank.rank == 0),
+            on_launch=None if power is None else power.measure,
         )
         bound = str(Bound.MEMORY if memory_bound else Bound.COMPUTE)
         rows = [dataclasses.replace(row, bound=bound) for row in rows_of(outcome, options.known)]
+        if power is not None:
+            rows = [_with_power(row, power) for row in rows]
         if options.third:
             orders = _orders(outcome, runs, instruments, rank.device, options.seed + 1_000_000 * number + 500_000)
             rows[0] = dataclasses.replace(rows[0], orders=orders)
         yield from rows
         for line in _explanations(outcome, instruments.late):
             sender.note(line)
+    if power is not None:
+        power.close()
+        sensor.close()
     roster.close()
+
+
+def _with_power(row: C3Row, power: PairPower) -> C3Row:
+    watts, energy_mj = power.found.get(row.strategy, (None, None))
+    return row if watts is None else dataclasses.replace(row, watts=watts, energy_mj=energy_mj)
 
 
 def _orders(
