@@ -439,7 +439,8 @@ def plan_table(machine: Machine, step: Step, found: list[PlannedStep]) -> Table:
     title = f"{what}, FSDP on {machine.title}: predicted, ms"
     notes = (
         "embedding, head and optimizer are left out; ranges are those of the description's numbers",
-        "exposed: more than a step has that communicates nothing and copies out of buffers; straight: without copies",
+        "dma: on copy engines; both: all-gathers and reduce-scatters; straight: without copies out of buffers",
+        "exposed: more than a step has that communicates nothing and copies out of buffers",
         "library: any priority, since a collective is ready before the kernel that it runs beside",
         "own units: the best of powers of two, which nothing else runs on in the whole step; never measured",
         "H200s: 37 of 59 steps were within 5%, all within 13%; single gains are rough (docs/lab/model.md)",
